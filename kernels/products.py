@@ -22,8 +22,9 @@ __all__ = [
     "scaled_grouped_mm", "scaled_mm", "share_of", "supports",
 ]  # fmt: skip
 
-#: Programs that a GPU should have at least, where there is a K to share among them.
-_PROGRAMS = 1056
+#: Programs that a GPU should have at least, where there is a K to share among them: of few rows, which wait for memory,
+#: eight a multiprocessor of a large GPU; of more rows two, since shares of their sums are bytes to move too.
+_PROGRAMS, _TALL_PROGRAMS = 1056, 264
 
 
 def are_integers(call: ScaledMM) -> bool:
@@ -116,11 +117,13 @@ class _Shape(NamedTuple):
 #: Elements that loads are told the alignment of: 16 bytes of the narrowest codes that are read in pairs.
 _ALIGNED = 32
 
-#: By what is multiplied and the most rows that it is for; the last serves more.
+#: By what is multiplied and the most rows that it is for; the last serves more. Operands in several terms, and codes
+#: less zero points, take more registers an element than other floats.
 _SHAPES: dict[str, dict[int, _Shape]] = {
     "rows": {16: _Shape(16, 64, 256, 2, 4), 64: _Shape(64, 128, 128, 4, 3), 128: _Shape(128, 128, 128, 8, 3)},
     "segments": {16: _Shape(16, 64, 128, 4, 5), 64: _Shape(64, 128, 128, 4, 3)},
     "floats": {16: _Shape(16, 64, 128, 4, 3), 64: _Shape(64, 64, 64, 4, 4), 128: _Shape(128, 64, 64, 4, 3)},
+    "terms": {16: _Shape(16, 64, 64, 4, 4), 64: _Shape(64, 64, 32, 4, 4), 128: _Shape(128, 128, 32, 8, 3)},
 }
 
 
@@ -136,9 +139,10 @@ def _tiles(rows: int, tall: int, experts: int) -> int:
     return tiles if experts == 0 else min(rows, tiles + experts)
 
 
-def share_of(count: int, programs: int) -> int:
-    """How many of ``count`` steps a program takes where there are as many tiles as ``programs``."""
-    return -(-count // max(1, min(_PROGRAMS // programs, count // 4)))
+def share_of(count: int, programs: int, tall: int) -> int:
+    """How many of ``count`` steps a program takes where there are as many tiles as ``programs``, of ``tall`` rows."""
+    wanted = _PROGRAMS if tall <= 16 else _TALL_PROGRAMS
+    return -(-count // max(1, min(wanted // programs, count // 4)))
 
 
 # -- integers by integers, exact in segments ---------------------------------------------------------------------------
@@ -195,7 +199,7 @@ def _plan(
     as many as there are experts, or one whose rows are those of ``groups`` products.
     """
     rows, cols, depth = sizes
-    shape = _shape("floats", -(-rows // max(experts, 1)), cols // groups)
+    each = -(-rows // max(experts, 1)), cols // groups
     if b_scheme is None:
         in_fp16 = a_dtype == b_dtype == torch.float16
         more = {
@@ -207,21 +211,23 @@ def _plan(
     else:
         found = scheme(b_scheme)
         in_fp16 = a_dtype == torch.float16 and operands.is_exact(found.format, "fp16")
-        more = _of_codes(found, cols, depth, "fp16" if in_fp16 else "bf16", shape.k)
+        more = _of_codes(found, cols, depth, "fp16" if in_fp16 else "bf16", _shape("floats", *each).k)
         block = min(found.block_of(cols, depth)[1], depth)
         more["FP8"] = operands.fp8(found, device)
+    a_terms = 1 if in_fp16 or a_fp8 else operands.TERMS[a_dtype]
+    heavy = max(a_terms, more["B_TERMS"]) > 1 or more["AFFINE"]
+    shape = _shape("terms" if heavy else "floats", *each)
     by_block = more["SCALED"] == "block"
     k = max(more["GROUP"], min(shape.k, max(16, power_of_two(block if by_block else depth))))
     count = -(-depth // block) * -(-block // k) if by_block else -(-depth // k)
     programs = _tiles(rows, shape.m, experts) * -(-cols // groups // shape.n)
-    share = share_of(count, programs) if groups == 1 else count
+    share = share_of(count, programs, shape.m) if groups == 1 else count
     shares = -(-count // share)
     more |= {
         "rows": rows, "cols": cols, "depth": depth, "block": block, "count": count, "share": share,
         "steps": -(-block // k) if by_block else count,
         "OPERAND": "fp32" if INTERPRETED else "fp16" if in_fp16 else "bf16", "SPLIT": shares > 1,
-        "A_FP8": a_fp8, "A_TERMS": 1 if in_fp16 or a_fp8 else operands.TERMS[a_dtype],
-        "M": shape.m, "N": shape.n, "K": k,
+        "A_FP8": a_fp8, "A_TERMS": a_terms, "M": shape.m, "N": shape.n, "K": k,
     }  # fmt: skip
     return _Plan(more, shape, programs, shares)
 

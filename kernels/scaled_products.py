@@ -97,7 +97,7 @@ def _plan(sizes: tuple[int, int, int], a_scheme: str, b_scheme: str) -> tuple[di
         shape = shape._replace(k=shape.k // 2)
     count = -(-depth // shape.k)
     programs = -(-rows // shape.m) * -(-cols // shape.n)
-    share = share_of(count, programs)
+    share = share_of(count, programs, shape.m)
     more |= {
         "rows": rows, "cols": cols, "depth": depth, "count": count, "share": share, "A": names[0], "B": names[1],
         "b_block": found[1].block_of(cols, depth)[0], "FACTOR": 2.0 ** sum(_EXPONENTS.get(name, 0) for name in names),

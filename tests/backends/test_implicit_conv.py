@@ -187,7 +187,7 @@ LARGE, LARGE_DEPTHWISE = plain((8, 56, 56, 64), 64, 3), plain((8, 56, 56, 144), 
 @pytest.mark.parametrize(
     ("geometry", "input", "weight", "static", "names"),
     [
-        (LARGE, None, "int4:group64", False, ["conv_weight_only", "add_shares"]),
+        (LARGE, None, "int4:group64", False, ["conv_weight_only"]),
         (LARGE, "int8:row", "int8:row", False, ["patch_scales", "conv_integers"]),
         (LARGE, "int8:tensor", "int8:row", True, ["quantize", "conv_integers"]),
         (LARGE, "int8:tensor", "int8:row", False, ["reduce_extremes", "finish_scales", "quantize", "conv_integers"]),
