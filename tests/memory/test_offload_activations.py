@@ -7,6 +7,7 @@ import gc
 import math
 import os
 import re
+import time
 import weakref
 
 import pytest
@@ -337,3 +338,19 @@ def test_an_estimate_of_a_step_with_offload_is_what_it_holds_at_most(tmp_path, p
     largest = 512 * 256 * 4  # the last copy may be on its way, or done
     assert expected.peak_bytes - largest <= held_bytes <= 1.01 * expected.peak_bytes
     assert expected.peak_bytes < (0.7 if policy is None else 1) * plain.peak_bytes
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.01])
+def test_how_fast_a_disk_is_does_not_change_what_is_held(tmp_path, monkeypatch, delay):
+    """Bytes are dropped by the caller's thread: a profiler sees no other."""
+    model, x = chain(), torch.randn(64, 64)
+    context, write = lb.memory.offload_activations(tmp_path, min_bytes=0), directory.write
+    monkeypatch.setattr(directory, "write", lambda *given: (time.sleep(delay), write(*given), time.sleep(delay)))
+    gradients(model, x, context)
+
+    def forward():
+        with context:
+            kept.append(model(x))
+
+    kept = []
+    assert lb.memory.allocated_peak(forward) < 0.5 * lb.memory.allocated_peak(lambda: kept.append(model(x)))

@@ -182,7 +182,7 @@ class Disk:
 
     def __init__(self, where: str | os.PathLike[str], budget: int | None) -> None:
         self.traffic, self.files = Traffic(str(where)), ScratchDirectory(where, budget)
-        self.leaving: deque[Future[None]] = deque()
+        self.leaving: deque[_OnDisk] = deque()
         self.failed: BaseException | None = None
 
     def serves(self, device: torch.device) -> bool:
@@ -191,10 +191,9 @@ class Disk:
     def park(self, raw: Tensor) -> Parked:
         self.check()
         parked = _OnDisk(self, raw)
-        self.leaving.append(parked.write)
+        self.leaving.append(parked)
         while len(self.leaving) > self.queued:
-            with self.traffic.timed("waited"):
-                wait([self.leaving.popleft()])
+            self.leaving.popleft().leave()
         return parked
 
     def check(self) -> None:
@@ -204,12 +203,17 @@ class Disk:
 
 
 class _OnDisk:
+    """Bytes in a file, and in memory until the caller's thread drops them: what another thread frees, profilers of the
+    caller's do not see.
+    """
+
     def __init__(self, place: Disk, raw: Tensor) -> None:
         self.place, self.device, self.size = place, raw.device, raw.numel()
         self.path = place.files.reserve(self.size)
         self.raw: Tensor | None = raw
         self.pinned = _to_host(raw, place.traffic) if raw.is_cuda else None
         self.read: Future[Tensor] | None = None
+        self.written = False
         self.write = _worker("write").submit(self._write)
         place.traffic.moved(out=self.size)
 
@@ -223,9 +227,19 @@ class _OnDisk:
                 copied.synchronize()
             with self.place.traffic.timed("copying"):
                 directory.write(self.path, directory.bytes_of(raw))
-            self.raw = self.pinned = None
+            self.written = True
         except OSError as error:
             self.place.failed = error
+
+    def leave(self) -> None:
+        """Free the bytes in memory, once they are in the file."""
+        with self.place.traffic.timed("waited"):
+            wait([self.write])
+        self._drop()
+
+    def _drop(self) -> None:
+        if self.written:
+            self.raw = self.pinned = None
 
     def _read(self, raw: Tensor) -> Tensor:
         with self.place.traffic.timed("copying"):
@@ -233,7 +247,7 @@ class _OnDisk:
         return raw
 
     def start(self) -> None:
-        if self.read is None and self.write.done() and self.raw is None:
+        if self.read is None and self.written and self.raw is None:
             # Allocated here, since profilers see what their own thread allocates.
             raw = torch.empty(self.size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
             self.read = _worker("read").submit(self._read, raw)
@@ -244,7 +258,9 @@ class _OnDisk:
             if not self.write.cancel():  # what is not written yet need not be
                 self.write.result()
             if self.raw is not None:
-                return self.raw
+                raw = self.raw
+                self._drop()
+                return raw
             self.start()
             assert self.read is not None
             raw, self.read = self.read.result(), None
@@ -252,6 +268,8 @@ class _OnDisk:
 
     def discard(self) -> None:
         self.raw = None
+        if self in self.place.leaving:
+            self.place.leaving.remove(self)
         self.write.cancel()
         self.write.add_done_callback(functools.partial(_release, self.place.files, self.path, self.size))
 
