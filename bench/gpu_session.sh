@@ -7,7 +7,7 @@
 #
 # Nothing is installed: the package is put together in a temporary directory and found through PYTHONPATH. A stage that
 # fails or runs out of time does not stop the others. OUTDIR gets a log of each stage, gpu.md, gpu.json,
-# memory_cuda.md and summary.md; the summary is printed last, and the exit status is 0 if every stage succeeded. PYTHON
+# probe.json, memory_cuda.md and summary.md; the summary is printed last, and the exit status is 0 if every stage succeeded. PYTHON
 # names the interpreter.
 set -u
 out=${1:?usage: bench/gpu_session.sh OUTDIR [--dry-run]}
@@ -111,6 +111,36 @@ print(f"{len(names) - refused} schemes ({refused} refused) and {products} produc
 PY
 }
 
+racecheck() { # no two threads of a block meet in shared memory without a barrier between them
+    command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not here: not checked"; return 0; }
+    compute-sanitizer --tool racecheck --racecheck-report analysis --error-exitcode 9 "$python" -P - <<'PY'
+import torch
+import lowbit as lb
+from lowbit.testing.matmul import make_call
+x = torch.randn(33, 256)
+pairs = [("int8:row", "int8:row"), ("fp8_e4m3:row", "fp8_e4m3:row"), (None, "int4:group128"), ("mxfp8", "mxfp8"), (None, "nf4")]
+products = 0
+for name in ("cuda", "triton"):
+    with lb.use_backend(name):
+        for scheme in ("fp8_e4m3:tensor", "int8:row", "mxfp4", "nvfp4", "nf4", "uint4:group128:affine"):
+            lb.fake_quantize(x.cuda(), scheme)
+    for a, b in pairs:
+        call = make_call(x.cuda() if a else x.cuda().bfloat16(), x.cuda(), a, b, out_dtype=torch.bfloat16)
+        for impl in lb.impls("scaled_mm", "cuda"):
+            if impl.backend == name and impl.supports(call) is None:
+                impl.run((torch.empty(33, 33, dtype=torch.bfloat16, device="cuda"),), call)
+                products += 1
+weight = torch.nn.Parameter(torch.randn(64, 300, device="cuda"))
+optimizer = lb.optim.AdamW4bit([weight])
+weight.grad = torch.randn_like(weight)
+optimizer.step()
+torch.cuda.synchronize()
+print(f"{products} products, 12 codecs and a step of an optimizer, no race in shared memory")
+PY
+}
+
+probe() { (cd "$repo" && "$python" -P bench/gpu_probe.py "$out" "$@"); }
+
 tests() {
     local workers=()
     "$python" -c 'import xdist' 2>/dev/null && [ "$dry" != --dry-run ] && workers=(-n "$(nproc)")
@@ -121,19 +151,22 @@ bench() { (cd "$repo" && "$python" -P bench/gpu_bench.py "$out" "$@"); }
 
 memory() { "$python" -P -m lowbit bench memory --device cuda --out "$out"; }
 
-export -f build check memcheck tests bench memory
+export -f build check memcheck racecheck probe tests bench memory
 export repo work site python out dry
 assemble
 if [ "$dry" = --dry-run ]; then
     stage tests 120 bash -c tests
+    stage probe 60 bash -c 'probe --dry-run'
     stage bench 120 bash -c 'bench --dry-run'
 else
     stage build 90 bash -c build
     stage check 30 bash -c check
-    stage memory 90 bash -c memory
+    stage probe 25 bash -c probe
+    stage memory 70 bash -c memory
     stage bench 60 bash -c 'bench --seconds 40'
-    stage tests 220 bash -c tests
-    stage memcheck 45 bash -c memcheck
+    stage tests 180 bash -c tests
+    stage memcheck 40 bash -c memcheck
+    stage racecheck 40 bash -c racecheck
 fi
 {
     echo "- total: $((SECONDS - began)) s"
