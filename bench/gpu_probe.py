@@ -1,8 +1,8 @@
 """What only a device tells: how many bits its tensor cores keep of a sum, what becomes of NaN, and whether graphs and
 replays repeat a call. ``python bench/gpu_probe.py OUT [--dry-run]``, without a GPU on the CPU.
 
-A sum keeps ``n`` bits of the fraction where a term of ``2^-n`` beside 1 is not lost. Beyond fp32's 23 bits several equal
-terms are added that make ``2^-23`` together.
+A sum keeps ``n`` bits of the fraction where a term of ``2^-n`` beside 1 is not lost. Beyond fp32's 23 bits several
+equal terms are added that make ``2^-23`` together.
 """
 
 from __future__ import annotations
@@ -98,9 +98,8 @@ def nan_patterns() -> dict[str, str]:
     a.view(torch.uint8)[0, 0], a.view(torch.uint8)[1, 0] = 0x7F, 0xFF
     one = torch.ones((), device="cuda")
     y = torch._scaled_mm(a, torch.ones_like(a).t(), one, one, out_dtype=torch.float32)
-    return {
-        f"{code:#04x}": f"{int(y[row, 0].view(torch.int32)) & 0xFFFFFFFF:#010x}" for row, code in enumerate((127, 255))
-    }
+    patterns = y[:2, 0].contiguous().view(torch.int32).tolist()
+    return {name: f"{pattern & 0xFFFFFFFF:#010x}" for name, pattern in zip(("0x7f", "0xff"), patterns, strict=True)}
 
 
 def repeated(device: str) -> dict[str, bool]:

@@ -6,9 +6,9 @@
 #   bench/gpu_session.sh OUTDIR --dry-run  the same steps without a GPU: builds nothing, tests skip, tiny cases
 #
 # Nothing is installed: the package is put together in a temporary directory and found through PYTHONPATH. A stage that
-# fails or runs out of time does not stop the others. OUTDIR gets a log of each stage, gpu.md, gpu.json,
-# probe.json, memory_cuda.md and summary.md; the summary is printed last, and the exit status is 0 if every stage succeeded. PYTHON
-# names the interpreter.
+# fails or runs out of time does not stop the others. OUTDIR gets a log of each stage, gpu.md, gpu.json, probe.json,
+# memory_cuda.md and summary.md; the summary is printed last, and the exit status is 0 if every stage succeeded.
+# PYTHON names the interpreter.
 set -u
 out=${1:?usage: bench/gpu_session.sh OUTDIR [--dry-run]}
 dry=${2:-}

@@ -13,7 +13,7 @@ import pytest
 from lowbit.checkout import adopt
 
 adopt("bench")
-from lowbit.bench import gpu_probe
+from lowbit.bench import gpu_probe  # noqa: E402
 
 ROOT = Path(gpu_probe.__file__).parents[1]
 
