@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import statistics
 import time
 from dataclasses import dataclass
 from functools import cache
@@ -35,7 +34,8 @@ _RUN = frozenset({"aten", "lowbit", "prims"})
 _MOST = 1 << 29
 #: What is read between runs.
 _FLUSH = 48 << 20
-#: A call is run this often; one that takes less than ``_SHORT`` seconds more often. The median counts.
+#: A call is run this often; one that takes less than ``_SHORT`` seconds more often. The least counts: what disturbs a run
+#: only adds to it, and a median of few took one disturbed calibration for what the op takes.
 _RUNS, _MORE, _SHORT = 3, 7, 1e-3
 
 
@@ -147,7 +147,7 @@ class Timings:
             op(*args, **kwargs)
             self._wait()
             found.append(time.perf_counter() - begin)
-        return statistics.median(found)
+        return min(found)
 
     def _empty_caches(self) -> None:
         if self._flush is None:
