@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -29,6 +30,8 @@ import lowbit as lb
 from lowbit.bench.memory import SUBJECTS, Subject, storages
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.machine import provenance
+from lowbit.memory.measure import allocations
+from lowbit.memory.offload.mapped import is_mapped
 from lowbit.memory.shortage import ran_out
 from lowbit.plan import Plan
 from lowbit.plan.fitting.choices import words
@@ -69,7 +72,7 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class Held:
-    """``peak``: bytes of torch's allocator in a step. ``seconds``: of a step."""
+    """``peak``: bytes of torch's allocator in a step, and of pages of weights in files. ``seconds``: of a step."""
 
     peak: int
     seconds: float
@@ -80,9 +83,47 @@ def measured(plan: Plan, subject: Subject, steps: int = _STEPS) -> Held:
     with _training(plan, subject) as (training, batch):
         gc.collect()
         states = [] if plan.settings.offload_states else [list(s.values()) for s in training.optimizer.state.values()]
-        before = storages([list(training.model.parameters()), list(training.model.buffers()), states, batch])
-        peak = lb.memory.allocated_peak(lambda: training.step(batch), "cpu") + before
+        weights = [t for t in (*training.model.parameters(), *training.model.buffers()) if not is_mapped(t)]
+        before = storages([weights, states, batch])
+        peak = before + _peak(lambda: training.step(batch), plan.settings.offload_weights)
         return Held(peak, _timed(training, batch, steps))
+
+
+def _peak(run: Callable[[], object], mapped: bool) -> int:
+    """The most bytes that ``run()`` holds at a time: of the allocator, and with ``mapped`` of pages of scratch files
+    too, which the system is asked about every two milliseconds.
+    """
+    if not mapped:
+        return lb.memory.allocated_peak(run, "cpu")
+    pages, done = [(time.time_ns(), _mapped_now())], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            pages.append((time.time_ns(), _mapped_now()))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        changes = allocations(run)
+    finally:
+        done.set()
+        thread.join()
+    held, there, peak = 0, 0, 0
+    moments = [*((when, True, size) for when, size in pages), *((when, False, size) for when, size in changes)]
+    for _, of_pages, size in sorted(moments):
+        held, there = (held, size) if of_pages else (held + size, there)
+        peak = max(peak, held + there)
+    return peak
+
+
+def _mapped_now() -> int:
+    ours, total = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if not line[:1].isupper():  # where a mapping lies, and of which file
+            ours = "lowbit-offload-" in line
+        elif ours and line.startswith("Rss:"):
+            total += int(line.split()[1]) << 10
+    return total
 
 
 def trained(plan: Plan, subject: Subject, steps: int) -> tuple[float, bool]:

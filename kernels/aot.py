@@ -105,6 +105,8 @@ def _codec_cases() -> Iterator[Case]:
         packed = _meta(64, 4096 * bits // 8)
         yield Case(f"pack {bits}", launch.pack(codes, packed, bits), bits != 3)
         yield Case(f"unpack {bits}", launch.unpack(packed, codes, bits), bits != 3)
+        turned = _meta(4096, 64 * bits // 8)
+        yield Case(f"transpose {bits}", launch.transpose(packed, turned, bits, 4096), bits == 4)
 
 
 def _scheme_cases() -> Iterator[Case]:

@@ -80,3 +80,16 @@ def unpack(
     begin = pid_c * C
     code = tiles.load_codes(packed_ptr, stride_r, stride_c, row, col, row_ok, col_ok, begin, packed_bytes, BITS, PAIRS)
     tiles.store_codes(out_ptr, cols, code, row, col, row_ok, col_ok, begin, cols, 8)
+
+
+@triton.jit(do_not_specialize=GENERAL)
+def transpose(
+    packed_ptr, stride_r, stride_c, packed_bytes, out_ptr, out_bytes, rows, cols, tiles_c,
+    BITS: tl.constexpr, PAIRS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Little-endian bit streams of codes [rows, cols] to those of their columns [cols, out_bytes]."""
+    pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
+    row, row_ok = tiles.positions(pid_r, 1, 1, rows, 1, R, True)
+    col, col_ok = tiles.positions(pid_c, 1, 1, cols, 1, C, True)
+    code = tiles.load_codes(packed_ptr, stride_r, stride_c, row, col, row_ok, col_ok, pid_c * C, packed_bytes, BITS, PAIRS)
+    tiles.store_codes(out_ptr, out_bytes, tl.trans(code), col, row, col_ok, row_ok, pid_r * R, out_bytes, BITS)

@@ -129,6 +129,19 @@ def unpack(packed: Tensor, out: Tensor, bits: int) -> list[Launch]:
     return [Launch(codec.unpack, tiles.grid, arguments | sizes, tiles.warps)]
 
 
+def transpose(packed: Tensor, out: Tensor, bits: int, cols: int) -> list[Launch]:
+    """Columns of packed codes ``[rows, cols]`` as packed rows."""
+    rows = packed.shape[0]
+    tile_r, tile_c = (max(8, min(64, power_of_two(size))) for size in (rows, cols))
+    tiles_c = -(-cols // tile_c)
+    arguments = {
+        "packed_ptr": packed, "stride_r": packed.stride(0), "stride_c": packed.stride(1),
+        "packed_bytes": packed.shape[1], "out_ptr": out, "out_bytes": out.shape[1], "rows": rows, "cols": cols,
+        "tiles_c": tiles_c, "BITS": bits, "PAIRS": bits == 4, "R": tile_r, "C": tile_c,
+    }  # fmt: skip
+    return [Launch(codec.transpose, (-(-rows // tile_r) * tiles_c,), arguments)]
+
+
 def _pairs(tiles: Tiling, bits: int) -> bool:
     return bits == 4 and tiles.packs(4)
 

@@ -41,6 +41,10 @@ def _unpack(outs: tuple[Tensor, ...], call: codec.Unpack) -> None:
     outs[0].copy_(packing.unpack(call.packed, call.bits, call.cols))
 
 
+def _transpose(outs: tuple[Tensor, ...], call: codec.Transpose) -> None:
+    outs[0].copy_(packing.pack(packing.unpack(call.packed, call.bits, call.cols).t().contiguous(), call.bits))
+
+
 def _global_scale(outs: tuple[Tensor, ...], call: q.GlobalScale) -> None:
     outs[0].copy_(reference.global_scale(call.x, scaling.scheme(call.scheme)))
 
@@ -158,6 +162,7 @@ _RUN: dict[str, Callable[[tuple[Tensor, ...], Any], None]] = {
     "decode": _decode,
     "pack": _pack,
     "unpack": _unpack,
+    "transpose": _transpose,
     "global_scale": _global_scale,
     "block_range": _block_range,
     "quantize": _quantize,

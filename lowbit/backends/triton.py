@@ -99,6 +99,10 @@ def _unpack(outs: tuple[Tensor, ...], call: codec.Unpack) -> None:
     start(_launch().unpack(as_rows(call.packed), as_rows(outs[0]), call.bits), call.packed.device)
 
 
+def _transpose(outs: tuple[Tensor, ...], call: codec.Transpose) -> None:
+    start(_launch().transpose(call.packed, outs[0], call.bits, call.cols), call.packed.device)
+
+
 def _global_scale(outs: tuple[Tensor, ...], call: q.GlobalScale) -> None:
     start(_launch().global_scale(as_rows(call.x), outs[0], scaling.scheme(call.scheme)), call.x.device)
 
@@ -302,6 +306,7 @@ _ROWS: dict[str, tuple[Callable[[tuple[Tensor, ...], Any], None], Callable[[Any]
     "decode": (_decode, _fits_first),
     "pack": (_pack, _fits_first),
     "unpack": (_unpack, _fits_cols),
+    "transpose": (_transpose, _fits_cols),
     "global_scale": (_global_scale, _fits_first),
     "block_range": (_block_range, _fits_first),
     "quantize": (_quantize, _fits_first),

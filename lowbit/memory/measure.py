@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["allocated_peak", "counting", "saved_bytes"]
+__all__ = ["allocated_peak", "allocations", "counting", "saved_bytes"]
 
 
 def counting() -> profile:
@@ -37,16 +37,23 @@ def allocated_peak(run: Callable[[], object], device: torch.device | str = "cpu"
         raise ValueError(
             f"memory.allocated_peak: allocations are counted on 'cpu' and 'cuda', got {str(place)!r}; measure there"
         )
+    now = peak = 0
+    for _, change in allocations(run):
+        now += change
+        peak = max(peak, now)
+    return peak
+
+
+def allocations(run: Callable[[], object]) -> list[tuple[int, int]]:
+    """What ``run()`` allocates and frees on the CPU in this thread, in order: when, in nanoseconds of ``time.time_ns``,
+    and how many bytes, negative where they are freed.
+    """
     with counting() as recorded:
         run()
     assert recorded.profiler is not None
     events = recorded.profiler.kineto_results.events()
-    changes = [e for e in events if e.name() == "[memory]" and e.device_type() == DeviceType.CPU]
-    now = peak = 0
-    for change in sorted(changes, key=lambda e: e.start_ns()):
-        now += change.nbytes()
-        peak = max(peak, now)
-    return peak
+    changes = (e for e in events if e.name() == "[memory]" and e.device_type() == DeviceType.CPU)
+    return sorted(((e.start_ns(), e.nbytes()) for e in changes), key=lambda change: change[0])
 
 
 def saved_bytes(run: Callable[[], object], model: nn.Module) -> int:

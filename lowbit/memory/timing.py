@@ -34,8 +34,8 @@ _RUN = frozenset({"aten", "lowbit", "prims"})
 _MOST = 1 << 29
 #: What is read between runs.
 _FLUSH = 48 << 20
-#: A call is run this often; one that takes less than ``_SHORT`` seconds more often. The least counts: what disturbs a run
-#: only adds to it, and a median of few took one disturbed calibration for what the op takes.
+#: A call is run this often; one that takes less than ``_SHORT`` seconds more often. The least counts: what disturbs a
+#: run only adds to it, and a median of few took a disturbed calibration for what the op takes.
 _RUNS, _MORE, _SHORT = 3, 7, 1e-3
 
 

@@ -60,23 +60,35 @@ def _check_encode(call: Encode) -> None:
     require_rounding("encode", call)
 
 
+class Transpose(NamedTuple):
+    """``packed [rows, bytes]``, rows of ``cols`` codes of ``bits``; the result has their columns as packed rows."""
+
+    packed: Tensor
+    bits: int
+    cols: int
+
+
 def _check_decode(call: Decode) -> None:
     require_codes("decode", "codes", call.codes)
     formats.find(call.format).require_codes("lowbit.decode")
     require(call.dtype in FLOATS, f"lowbit.decode: dtype must be float32, bfloat16 or float16, got {call.dtype}")
 
 
-def _check_pack(call: Pack | Unpack) -> None:
+def _check_pack(call: Pack | Unpack | Transpose) -> None:
     codes = call.codes if isinstance(call, Pack) else call.packed
-    op = "pack" if isinstance(call, Pack) else "unpack"
+    op = {Pack: "pack", Unpack: "unpack", Transpose: "transpose"}[type(call)]
     require_codes(op, "codes" if isinstance(call, Pack) else "packed", codes)
     require(1 <= call.bits <= 8, f"lowbit.{op}: bits must be 1 to 8, got {call.bits}")
     require(codes.dim() >= 1, f"lowbit.{op}: needs at least one axis, got a scalar")
-    if isinstance(call, Unpack):
+    require(
+        codes.dim() == 2 or not isinstance(call, Transpose),
+        f"lowbit.transpose: packed must be a matrix [rows, bytes], got {list(codes.shape)}",
+    )
+    if not isinstance(call, Pack):
         expected = packing.packed_cols(call.cols, call.bits)
         require(
             call.packed.shape[-1] == expected,
-            f"lowbit.unpack: {call.cols} codes of {call.bits} bits take {expected} bytes a row, "
+            f"lowbit.{op}: {call.cols} codes of {call.bits} bits take {expected} bytes a row, "
             f"got {call.packed.shape[-1]}",
         )
 
@@ -102,5 +114,10 @@ SPECS = (
     OpSpec(
         "unpack", Unpack, ("out",), lambda call: [((*call.packed.shape[:-1], call.cols), torch.uint8)],
         _check_pack, lambda call: Cost(0, call.packed.numel() * (8 + call.bits) // call.bits),
+    ),
+    OpSpec(
+        "transpose", Transpose, ("out",),
+        lambda call: [((call.cols, packing.packed_cols(call.packed.shape[0], call.bits)), torch.uint8)],
+        _check_pack, lambda call: Cost(0, 2 * call.packed.numel()),
     ),
 )  # fmt: skip

@@ -115,11 +115,12 @@ class Quantized:
         if self.ndim != 2:
             raise ValueError(f"t() needs a matrix, got shape {list(self.shape)}")
         codes, bits = self.codes, self.scheme.format.bits
-        if bits < 8:
-            codes = call("unpack", codes, bits, self.shape[1])
-        codes = codes.t()
-        if bits < 8:
-            codes = call("pack", codes.contiguous(), bits)
+        if bits == 8:
+            codes = codes.t()
+        elif codes.is_cuda:
+            codes = call("transpose", codes, bits, self.shape[1])
+        else:
+            codes = call("pack", call("unpack", codes, bits, self.shape[1]).t().contiguous(), bits)
         zero_point = None if self.zero_point is None else self.zero_point.t().contiguous()
         shape = torch.Size((self.shape[1], self.shape[0]))
         return Quantized(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit import formats
-from lowbit.ops.codec import Decode, Encode, Pack, Unpack
+from lowbit.ops.codec import Decode, Encode, Pack, Transpose, Unpack
 from lowbit.ops.spec import FLOATS, dtype_name
 from lowbit.tensor import packing
 from lowbit.testing.inputs import Workload, element_formats, large_matrix, sample_matrices
@@ -41,6 +41,15 @@ def _pack_samples(device: str) -> Iterator[Pack]:
 def _unpack_samples(device: str) -> Iterator[Unpack]:
     for call in _pack_samples(device):
         yield Unpack(packing.pack(call.codes, call.bits), call.bits, call.codes.shape[-1])
+
+
+def _transpose_samples(device: str) -> Iterator[Transpose]:
+    for bits in range(1, 9):
+        for rows, cols in ((3, 64), (64, 64), (70, 13), (1, 9), (130, 5)):
+            codes = _some_codes(rows, cols, bits)
+            packed = packing.pack(codes, bits).to(device)
+            yield Transpose(packed, bits, cols)
+            yield Transpose(packed.t().contiguous().t(), bits, cols)
 
 
 def _encode_workloads(rows: int, cols: int) -> Iterator[Workload]:
@@ -85,7 +94,19 @@ def _unpack_workloads(rows: int, cols: int) -> Iterator[Workload]:
         yield Workload("", f"{bits} bits", partial(make, bits))
 
 
-SAMPLES = {"encode": _encode_samples, "decode": _decode_samples, "pack": _pack_samples, "unpack": _unpack_samples}
+def _transpose_workloads(rows: int, cols: int) -> Iterator[Workload]:
+    def make(bits: int) -> Transpose:
+        return Transpose(_some_codes(rows, packing.packed_cols(cols, bits), 8), bits, cols)
+
+    for bits in _packed_bits():
+        yield Workload("", f"{bits} bits", partial(make, bits))
+
+
+SAMPLES = {
+    "encode": _encode_samples, "decode": _decode_samples, "pack": _pack_samples, "unpack": _unpack_samples,
+    "transpose": _transpose_samples,
+}  # fmt: skip
 WORKLOADS = {
     "encode": _encode_workloads, "decode": _decode_workloads, "pack": _pack_workloads, "unpack": _unpack_workloads,
+    "transpose": _transpose_workloads,
 }  # fmt: skip

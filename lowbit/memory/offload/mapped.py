@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit.memory.offload.directory import ScratchDirectory
 
-__all__ = ["drop_pages", "mapped_like", "read_ahead"]
+__all__ = ["drop_pages", "is_mapped", "mapped_like", "read_ahead"]
 
 
 #: Where the tensors of ``mapped_like`` lie. Memory of any other kind would lose what is dropped.
@@ -31,6 +31,11 @@ def mapped_like(tensor: Tensor, files: ScratchDirectory) -> Tensor:
     weakref.finalize(storage, _mapped.discard, storage.data_ptr())
     weakref.finalize(storage, files.release, path, plan.nbytes)
     return raw.view(plan.dtype).as_strided(plan.shape, plan.stride())
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether a tensor lies in such a file, and takes memory only while it is used."""
+    return tensor.untyped_storage().data_ptr() in _mapped
 
 
 def drop_pages(tensor: Tensor) -> None:
