@@ -91,5 +91,7 @@ def transpose(
     pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     row, row_ok = tiles.positions(pid_r, 1, 1, rows, 1, R, True)
     col, col_ok = tiles.positions(pid_c, 1, 1, cols, 1, C, True)
-    code = tiles.load_codes(packed_ptr, stride_r, stride_c, row, col, row_ok, col_ok, pid_c * C, packed_bytes, BITS, PAIRS)
+    code = tiles.load_codes(
+        packed_ptr, stride_r, stride_c, row, col, row_ok, col_ok, pid_c * C, packed_bytes, BITS, PAIRS
+    )
     tiles.store_codes(out_ptr, out_bytes, tl.trans(code), col, row, col_ok, row_ok, pid_r * R, out_bytes, BITS)
