@@ -86,7 +86,7 @@ def _launched(one: Launch, architecture: int) -> dict[str, Any]:
     if name in aot.PRODUCTS:
         terms = given.get("A_TERMS", 1) * given.get("B_TERMS", 1)
         flops = 2 * given["rows"] * given["cols"] * given["depth"] * terms
-    multiplied = re.search(r"int8|fp8", " ".join(found.get("matrix", ())))
+    multiplied = re.search(r"int8|fp8|fp4", " ".join(found.get("matrix", ())))
     return {
         "kernel": name, **found, "bytes": sum(t.nbytes for t in tensors), "flops": flops,
         "multiplies": "" if name not in aot.PRODUCTS else multiplied[0] if multiplied else "bf16",
