@@ -117,10 +117,14 @@ _MOST = 4096
 
 @dataclass
 class _Prepared:
-    """What serves a kind of call, its outputs, and how often one was run; from the third one on by ``replay``."""
+    """What serves a kind of call, its outputs, and how often one was run; from the third one on by ``replay``.
+
+    ``empty``: no output has an element.
+    """
 
     impl: registry.Impl
     outs: list[Out]
+    empty: bool
     remembered: bool = False
     runs: int = 0
     replay: Replay | None = None
@@ -154,10 +158,10 @@ def _prepare(spec: OpSpec, call: Any) -> _Prepared:
     sizes = [torch.Size(shape).numel() for shape, _ in outs]
     impl = registry.select(spec.name, device.type, call, empty=call[0].numel() == 0 or sizes[0] == 0)
     if key is None or impl.name == "reference":  # of which it is said each time
-        return _Prepared(impl, outs)
+        return _Prepared(impl, outs, not any(sizes))
     if len(registry.prepared) >= _MOST:
         registry.prepared.clear()
-    found = registry.prepared[key] = _Prepared(impl, outs, remembered=True)
+    found = registry.prepared[key] = _Prepared(impl, outs, not any(sizes), remembered=True)
     return found
 
 
@@ -170,7 +174,7 @@ def _new_kernel(spec: OpSpec) -> Callable[..., Any]:
         call = spec.args(*args, **kwargs)
         known = _prepare(spec, call)
         outs = _empty(known.outs, call[0].device)
-        if any(out.numel() for out in outs):
+        if not known.empty:
             known.run(outs, call)
         return outs if len(outs) > 1 else outs[0]
 
@@ -185,7 +189,7 @@ def _out_kernel(spec: OpSpec) -> Callable[..., None]:
         _check_outs(spec, known.outs, call[0].device, outs)
         straight = tuple([out.contiguous() for out in outs])  # the very tensor where it is contiguous already
         _check_overlap(spec, call, straight)
-        if any(out.numel() for out in outs):
+        if not known.empty:
             known.impl.run(straight, call)
         for out, filled in zip(outs, straight, strict=True):
             if out is not filled:

@@ -97,7 +97,11 @@ class Replay(NamedTuple):
 
     def __call__(self, outs: tuple[Tensor, ...], call: Any) -> None:
         """Start it for another call of the kind, on the device of ``outs`` and its current stream."""
-        with on(outs[0].device):
+        device = outs[0].device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self._start(outs, call)
+        else:
             self._start(outs, call)
 
     def _start(self, outs: tuple[Tensor, ...], call: Any) -> None:
