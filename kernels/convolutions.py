@@ -145,11 +145,12 @@ def convolve(call: Conv, out: Tensor) -> list[Launch]:
     a = patches.side
     if _is_depthwise(call):
         return [*patches.launches, _depthwise(call, patches, b, y)]
+    of: dict[str, Any] = {"groups": call.groups, "patches": True}
     if matrices.are_integers(_product(call)):
-        before, launches = [], matrices.multiply_integers(a, b, call.bias, y, depth, groups=call.groups)
+        before, launches = [], matrices.multiply_integers(a, b, call.bias, y, depth, **of)
     else:
         left = _left(a, y.shape[0], patches.arguments["MADE"] is not None)
-        before, launches = left.launches, matrices.multiply_floats(left, b, call.bias, y, depth, groups=call.groups)
+        before, launches = left.launches, matrices.multiply_floats(left, b, call.bias, y, depth, **of)
     made = [
         one._replace(kernel=_OF_PATCHES[one.kernel], arguments=one.arguments | patches.arguments) for one in launches
     ]

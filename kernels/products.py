@@ -117,13 +117,16 @@ class _Shape(NamedTuple):
 #: Elements that loads are told the alignment of: 16 bytes of the narrowest codes that are read in pairs.
 _ALIGNED = 32
 
-#: By what is multiplied and the most rows that it is for; the last serves more. Operands in several terms, and codes
-#: less zero points, take more registers an element than other floats.
+#: By what is multiplied and the most rows that it is for; the last serves more. Operands in several terms, codes less
+#: zero points, and patches, whose places are worked out, take more registers an element.
 _SHAPES: dict[str, dict[int, _Shape]] = {
     "rows": {16: _Shape(16, 64, 256, 2, 4), 64: _Shape(64, 128, 128, 4, 3), 128: _Shape(128, 128, 128, 8, 3)},
     "segments": {16: _Shape(16, 64, 128, 4, 5), 64: _Shape(64, 128, 128, 4, 3)},
     "floats": {16: _Shape(16, 64, 128, 4, 3), 64: _Shape(64, 64, 64, 4, 4), 128: _Shape(128, 64, 64, 4, 3)},
     "terms": {16: _Shape(16, 64, 64, 4, 4), 64: _Shape(64, 64, 32, 4, 4), 128: _Shape(128, 128, 32, 8, 3)},
+    "rows of patches": {16: _Shape(16, 64, 64, 4, 4), 64: _Shape(64, 64, 64, 4, 4), 128: _Shape(128, 128, 64, 8, 3)},
+    "segments of patches": {16: _Shape(16, 64, 64, 4, 4), 64: _Shape(64, 64, 64, 4, 4), 128: _Shape(128, 64, 64, 8, 3)},
+    "floats of patches": {16: _Shape(16, 64, 64, 4, 4), 64: _Shape(64, 64, 32, 4, 4), 128: _Shape(128, 64, 32, 8, 3)},
 }
 
 
@@ -147,9 +150,12 @@ def share_of(count: int, programs: int, tall: int) -> int:
 
 # -- integers by integers, exact in segments ---------------------------------------------------------------------------
 def multiply_integers(
-    a: Side, b: Side, bias: Tensor | None, out: Tensor, depth: int, experts: int = 0, groups: int = 1
-) -> list[Launch]:
-    """The product with a matrix, with those of experts, or with one whose rows are those of ``groups`` products."""
+    a: Side, b: Side, bias: Tensor | None, out: Tensor, depth: int, experts: int = 0, groups: int = 1,
+    patches: bool = False,
+) -> list[Launch]:  # fmt: skip
+    """The product with a matrix, with those of experts, or with one whose rows are those of ``groups`` products; with
+    ``patches`` of patches of images.
+    """
     rows, cols = out.shape
     arguments = operands.codes_of("a", a) | operands.codes_of("b", b) | result_of(bias, out, depth)
     widths = []
@@ -167,7 +173,8 @@ def multiply_integers(
     length = depth if whole else min(block, reference.SEGMENT)
     for name, side in (("A", a), ("B", b)):
         arguments[f"{name}_PAIRS"] = scheme(str(side.scheme)).format.bits == 4 and (whole or block % 2 == 0)
-    shape = _shape("rows" if whole else "segments", -(-rows // max(experts, 1)), cols // groups)
+    named = ("rows" if whole else "segments") + (" of patches" if patches else "")
+    shape = _shape(named, -(-rows // max(experts, 1)), cols // groups)
     k = min(shape.k, max(32, power_of_two(length)))
     segments, steps = -(-block // length), -(-length // k)
     arguments |= {
@@ -193,7 +200,7 @@ class _Plan(NamedTuple):
 @lru_cache(maxsize=1024)
 def _plan(
     sizes: tuple[int, int, int], a_dtype: torch.dtype, a_fp8: str, b_dtype: torch.dtype, b_scheme: str | None,
-    device: torch.device, experts: int, groups: int,
+    device: torch.device, experts: int, groups: int, patches: bool,
 ) -> _Plan:  # fmt: skip
     """For ``sizes`` rows, columns and depth, a left matrix of a dtype or FP8, and a right one of a dtype or scheme, or
     as many as there are experts, or one whose rows are those of ``groups`` products.
@@ -216,7 +223,7 @@ def _plan(
         more["FP8"] = operands.fp8(found, device)
     a_terms = 1 if in_fp16 or a_fp8 else operands.TERMS[a_dtype]
     heavy = max(a_terms, more["B_TERMS"]) > 1 or more["AFFINE"]
-    shape = _shape("terms" if heavy else "floats", *each)
+    shape = _shape("terms" if heavy else "floats of patches" if patches else "floats", *each)
     by_block = more["SCALED"] == "block"
     k = max(more["GROUP"], min(shape.k, max(16, power_of_two(block if by_block else depth))))
     count = -(-depth // block) * -(-block // k) if by_block else -(-depth // k)
@@ -252,11 +259,12 @@ def _of_codes(found: Scheme, cols: int, depth: int, operand: str, most: int) -> 
 
 
 def multiply_floats(
-    left: operands.Decoded, b: Side, bias: Tensor | None, out: Tensor, depth: int, experts: int = 0, groups: int = 1
-) -> list[Launch]:
-    """The product with a matrix, with those of experts, or with one whose rows are those of ``groups`` products."""
+    left: operands.Decoded, b: Side, bias: Tensor | None, out: Tensor, depth: int, experts: int = 0, groups: int = 1,
+    patches: bool = False,
+) -> list[Launch]:  # fmt: skip
+    """As ``multiply_integers``, of floats by codes."""
     (rows, cols), a = out.shape, left.values
-    plan = _plan((rows, cols, depth), a.dtype, left.fp8, b.data.dtype, b.scheme, out.device, experts, groups)
+    plan = _plan((rows, cols, depth), a.dtype, left.fp8, b.data.dtype, b.scheme, out.device, experts, groups, patches)
     table = operands.table_of(scheme(str(b.scheme)).format, out.device) if operands.kind(b) == "codebook" else None
     common = plan.arguments | {
         **operands.of_left(left.rows), "b_scale_ptr": operands.maybe_pattern(b.scale),
