@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -156,18 +157,24 @@ def _timed(training: Any, batch: Any, steps: int) -> float:
 
 
 class _Cells:
-    """Measurements that are kept, each in a file of the directory."""
+    """Measurements that are kept, each in a file of the directory, with the commit that it was made by."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, commit: str) -> None:
+        self.directory, self.commit, self.used = directory, commit, dict[str, str]()
         directory.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         path = self.directory / f"{''.join(c if c.isalnum() else '-' for c in name.lower())}.json".replace("--", "-")
         if not path.exists():
-            path.write_text(json.dumps({"cell": name, **make()}) + "\n")
+            path.write_text(json.dumps({"cell": name, "commit": self.commit, **make()}) + "\n")
         found: dict[str, Any] = json.loads(path.read_text())
+        self.used[name] = found.get("commit", "unknown")
         return found
+
+    def commits(self) -> str:
+        """How many measurements are of each commit."""
+        counts = Counter(self.used.values()).items()
+        return ", ".join(f"{commit} ({count})" for commit, count in counts)
 
 
 # -- predictions ------------------------------------------------------------------------------------------------------
@@ -398,13 +405,14 @@ def _everything(cells: _Cells) -> str:
 
 def run(directory: Path) -> Path:
     """Measure what is not there yet, and write ``fit.md``."""
-    cells = _Cells(directory / "fit")
     about = provenance(packages=("transformers",))
+    cells = _Cells(directory / "fit", about["commit"])
     parts = [_predictions(cells), _everything(cells), _falling(cells)]
     path = directory / "fit.md"
     path.write_text("\n".join([
         "# Plans within a budget: promised and measured\n",
-        *(f"- {name}: {value}" for name, value in about.items()), "", "\n\n".join(parts), "",
+        *(f"- {name}: {value}" for name, value in about.items()),
+        f"- commits that measurements were made by, and how many: {cells.commits()}", "", "\n\n".join(parts), "",
     ]))  # fmt: skip
     return path
 

@@ -108,7 +108,7 @@ def run(directory: Path) -> Path:
     lines += [
         "Microseconds that an eager call of a layer takes the host, without a GPU: a stub takes the place of the start "
         f"of each kernel. The layer has {SIZE} inputs and outputs and a bias in bf16, and its input {ROWS} row. "
-        "**Worked out**: tiles, arguments and memory are chosen anew, as in the first two calls of a kind. "
+        "**Worked out**: tiles, arguments and memory are chosen again, as in the first two calls of a kind. "
         "**Replayed**: as in all later ones.\n",
     ]  # fmt: skip
     lines += [f"- {key}: {value}" for key, value in about.items()]
