@@ -3,7 +3,8 @@ is kept in a file.
 
 A step of training is many calls of few ops, since its blocks repeat. So the sum over a step costs far less than the
 step, and holds no more than the tensors of one op at a time. Between runs a large buffer is read, as in a step other
-ops come between two calls: tensors and instructions are not in the caches.
+ops come between two calls: tensors are not in the caches. Instructions are, since a step calls few ops: a short op is
+run on other tensors just before.
 
 Source: the operator benchmarks of torch.distributed._tools.runtime_estimator, which time each call of a step anew.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,8 +36,9 @@ _RUN = frozenset({"aten", "lowbit", "prims"})
 _MOST = 1 << 29
 #: What is read between runs.
 _FLUSH = 48 << 20
-#: A call is run this often; one that takes less than ``_SHORT`` seconds more often. The least counts: what disturbs a
-#: run only adds to it, and a median of few took a disturbed calibration for what the op takes.
+#: A call is run this often; one that takes less than ``_SHORT`` seconds more often, and after a call on other tensors.
+#: The least counts: what disturbs a run only adds to it, and a median of few took a disturbed calibration for what the
+#: op takes.
 _RUNS, _MORE, _SHORT = 3, 7, 1e-3
 
 
@@ -54,10 +57,12 @@ class _Like:
         return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
 
     def made(self, device: torch.device) -> Tensor:
-        """A tensor that is like it: normal numbers, or zeros where these may be codes or indices."""
+        """A tensor that is like it: zeros where these may be codes or indices, else numbers from 0.25 to 0.75, which
+        are in the domain of most functions. A root takes 20 times as long where it is NaN.
+        """
         size = max(self.numbers(), 1)
         if self.dtype.is_floating_point and self.dtype.itemsize > 1:
-            flat = torch.randn(size, device=device).to(self.dtype)
+            flat = torch.rand(size, device=device).mul_(0.5).add_(0.25).to(self.dtype)
         else:
             flat = torch.zeros(size, dtype=torch.uint8, device=device)
             flat = flat.view(self.dtype) if self.dtype.itemsize == 1 else flat.to(self.dtype)
@@ -130,21 +135,29 @@ class Timings:
             return None
         try:
             with torch.no_grad(), torch.random.fork_rng(self._devices()):
-                leaves = [leaf.made(self.device) if isinstance(leaf, _Like) else leaf for leaf in part.leaves]
-                args, kwargs = tree_unflatten(leaves, part.tree)
-                seconds = self._run(part.op, args, kwargs, _RUNS)
+                run = self._made(part)
+                seconds = self._least(run, _RUNS)
                 if seconds < _SHORT:
-                    seconds = self._run(part.op, args, kwargs, _MORE)
+                    seconds = self._least(run, _MORE, before=self._made(part))
         except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
             return None  # a rule for fake tensors may promise what the op itself refuses
         return seconds * share
 
-    def _run(self, op: Any, args: Any, kwargs: Any, runs: int) -> float:
+    def _made(self, call: Call) -> Callable[[], object]:
+        """The call, on tensors that are made up."""
+        leaves = [leaf.made(self.device) if isinstance(leaf, _Like) else leaf for leaf in call.leaves]
+        args, kwargs = tree_unflatten(leaves, call.tree)
+        return lambda: call.op(*args, **kwargs)
+
+    def _least(self, run: Callable[[], object], runs: int, before: Callable[[], object] = lambda: None) -> float:
+        """Seconds of the fastest run. ``before`` runs just before each, when the caches were emptied."""
         found = []
         for _ in range(runs):
             self._empty_caches()
+            before()
+            self._wait()
             begin = time.perf_counter()
-            op(*args, **kwargs)
+            run()
             self._wait()
             found.append(time.perf_counter() - begin)
         return min(found)
@@ -153,7 +166,6 @@ class Timings:
         if self._flush is None:
             self._flush = torch.zeros(_FLUSH // 4, device=self.device)
         self._flush.sum()
-        self._wait()
 
     def _devices(self) -> list[torch.device]:
         return [self.device] if self.device.type == "cuda" else []
