@@ -3,7 +3,8 @@
 Writes ``gpu.json`` and ``gpu.md`` into OUT and prints the table. The cases of a group take turns; every case walks
 through several sets of buffers, larger together than the L2 cache; times are medians between CUDA events. Bandwidth is
 the bytes that must move (OpSpec.cost) over the time, beside a device-to-device copy counted in the same way; products
-stand beside torch's bf16 product. Calls are replayed from a CUDA graph, without the host's time for them.
+stand beside torch's bf16 product, and torch's, torchao's, bitsandbytes' and Marlin's of their kind where installed.
+Calls are replayed from a CUDA graph, without the host's time for them.
 ``--dry-run`` runs tiny cases on the CPU, to test the program where there is no GPU.
 """
 
@@ -20,20 +21,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import lowbit as lb
 from lowbit.backends.cpu import processor
+from lowbit.checkout import adopt
 from lowbit.machine import provenance
 from lowbit.ops import OPS, matmul
 from lowbit.tables import markdown
 from lowbit.testing.inputs import random_matrix
 
+adopt("bench")
+from lowbit.bench import gpu_peers  # noqa: E402
+
 SCHEMES = (
     "fp8_e4m3:tensor", "fp8_e4m3:row", "fp8_e4m3:group128", "fp8_e4m3:block128x128", "mxfp8", "mxfp4", "nvfp4",
     "int8:row", "int4:group128", "nf4",
 )  # fmt: skip
-PRODUCTS = (
+PRODUCTS: tuple[tuple[str | None, str], ...] = (
     ("fp8_e4m3:tensor", "fp8_e4m3:tensor"), ("fp8_e4m3:row", "fp8_e4m3:row"), ("int8:row", "int8:row"),
     ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"), (None, "int4:group128"), (None, "int8:row"), (None, "nf4"), (None, "mxfp4"),
 )  # fmt: skip
@@ -158,22 +162,6 @@ def codec_groups(device: str, shape: tuple[int, int]) -> Iterator[tuple[str, int
         yield make("fake_quantize", [OPS["fake_quantize"].args(x, scheme) for x in xs], {})
 
 
-def torch_products(a: Tensor, b: Tensor, names: tuple[str | None, str | None]) -> dict[str, Case]:
-    """torch's own product of the same kind, where it has one."""
-    if names[0] == "int8:row":
-        left, right = (torch.randint(-127, 128, x.shape, dtype=torch.int8, device=x.device) for x in (a, b))
-        return {"torch._int_mm": lambda i: torch._int_mm(left, right.t())}
-    if names[0] in ("fp8_e4m3:row", "fp8_e4m3:tensor"):
-        left, right = (x.clamp(-448, 448).to(torch.float8_e4m3fn) for x in (a, b))
-        rows = names[0] == "fp8_e4m3:row"
-        one = torch.ones(a.shape[0] if rows else 1, 1, device=a.device)
-        other = torch.ones(1, b.shape[0] if rows else 1, device=a.device)
-        one, other = (one, other) if rows else (one.reshape(()), other.reshape(()))
-        slow = {"scale_a": one, "scale_b": other, "out_dtype": torch.bfloat16, "use_fast_accum": False}
-        return {"torch._scaled_mm": lambda i: torch._scaled_mm(left, right.t(), **slow)}
-    return {}
-
-
 def product_groups(device: str, shapes: Shapes) -> Iterator[tuple[str, int, dict[str, Case]]]:
     for m, n, k in shapes:
         a, b = random_matrix(m, k, device, seed=1).bfloat16(), random_matrix(n, k, device, seed=2).bfloat16()
@@ -191,7 +179,7 @@ def product_groups(device: str, shapes: Shapes) -> Iterator[tuple[str, int, dict
             served = kernels("scaled_mm", calls, device)
             if not served and m <= FEW_ROWS:
                 served = reference("scaled_mm", calls, device)
-            cases = {**served, **torch_products(a, b, names), "bf16": limit}
+            cases = {**served, **gpu_peers.of(a, weights, names), "bf16": limit}
             yield f"scaled_mm {names[0] or 'bf16'} x {names[1]} [{m}, {n}, {k}]", 2 * m * n * k, cases
 
 

@@ -61,7 +61,7 @@ CODES = {
     100: re.compile(r"tcgen05\.mma\S*(?:block_scale|f8f6f4)"),
     120: re.compile(r"mma\.sync\S*(?:block_scale|\.e[45]m[23])"),
 }
-#: The architecture from which on hardware converts E4M3.
+#: The architecture from which on hardware converts FP8.
 FP8_FROM = 89
 #: Kernels of products of matrices, which those of depthwise convolutions are not. Theirs may multiply and add at once
 #: pairs of 16 bits, where no result is rounded (``decode_4bit``).
@@ -327,7 +327,8 @@ def specialized(one: Launch, architecture: int) -> tuple[dict[str, str], dict[st
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[Any, Any] = {}
-    arguments = one.arguments if architecture >= FP8_FROM else one.arguments | dict.fromkeys(("FP8", "A_FP8"), "")
+    without = {} if architecture >= FP8_FROM else dict.fromkeys(("FP8", "A_FP8", "CONVERT"), "")
+    arguments = one.arguments | without
     for index, param in enumerate(one.kernel.params):
         value = arguments[param.name]
         tensor = isinstance(value, torch.Tensor)

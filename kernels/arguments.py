@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.kernels.spec import DTYPES
+from lowbit.kernels.spec import DTYPES, INTERPRETED
 
 #: Raw patterns of 16- and 32-bit types are moved as integers: see ``bits``.
 _PATTERN = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -28,3 +28,8 @@ def dtype_of(x: Tensor) -> int:
 
 def input_of(x: Tensor) -> dict[str, Any]:
     return {"x_ptr": pattern(x), "stride_r": x.stride(0), "stride_c": x.stride(1)}
+
+
+def converts_fp8(device: torch.device) -> bool:
+    """Whether kernels may have FP8 converted by instructions of ``device``, which the interpreter does not follow."""
+    return not INTERPRETED and not (device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9))

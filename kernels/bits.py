@@ -79,6 +79,20 @@ def encode_float(sign, magnitude, random, FMT: tl.constexpr, SATURATE: tl.conste
 
 
 @triton.jit
+def convert_float(sign, magnitude, CONVERT: tl.constexpr):
+    """FP8 codes, to nearest and saturating, by the instruction that GPUs have for it, which loses the sign of NaN.
+
+    Source: PTX ISA, cvt.rn.satfinite.
+    """
+    value = (magnitude | (sign << 31)).to(tl.float32, bitcast=True)
+    if CONVERT == "e4m3":
+        code = value.to(tl.float8e4nv)
+    else:
+        code = value.to(tl.float8e5)
+    return code.to(tl.uint8, bitcast=True).to(tl.int32) | (sign << 7)
+
+
+@triton.jit
 def _round_any(magnitude, random, EMIN: tl.constexpr, MANTISSA: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Codes on a float format's grid with unbounded exponent, the general way: see docs/numerics.md section 7."""
     field = magnitude >> 23
@@ -171,9 +185,14 @@ def encode_codebook(sign, magnitude, random, FMT: tl.constexpr, STOCHASTIC: tl.c
 
 
 @triton.jit
-def encode(sign, magnitude, random, zero_point, FMT: tl.constexpr, SATURATE: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Codes (int32) of quotients already divided by their scale."""
-    if FMT[0] == 0:
+def encode(
+    sign, magnitude, random, zero_point,
+    FMT: tl.constexpr, SATURATE: tl.constexpr, STOCHASTIC: tl.constexpr, CONVERT: tl.constexpr = "",
+):  # fmt: skip
+    """Codes (int32) of quotients already divided by their scale. CONVERT: of ``convert_float``, where that serves."""
+    if CONVERT != "":
+        return convert_float(sign, magnitude, CONVERT)
+    elif FMT[0] == 0:
         return encode_float(sign, magnitude, random, FMT, SATURATE, STOCHASTIC)
     elif FMT[0] == 1:
         return encode_integer(sign, magnitude, random, zero_point, FMT, STOCHASTIC)

@@ -14,16 +14,18 @@ from lowbit.kernels.spec import GENERAL
 def encode(
     x_ptr, stride_r, stride_c, out_ptr, out_pitch, rows, cols, tiles_c,
     rng_ptr, stream_id: tl.int64, offset: tl.int64, pitch: tl.int64,
-    FMT: tl.constexpr, DTYPE: tl.constexpr, SATURATE: tl.constexpr, ROUNDING: tl.constexpr,
+    FMT: tl.constexpr, DTYPE: tl.constexpr, SATURATE: tl.constexpr, ROUNDING: tl.constexpr, CONVERT: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """One code a byte of x [rows, cols], without a scale. ROUNDING: as ``rng.draw``."""
+    """One code a byte of x [rows, cols], without a scale. ROUNDING: as ``rng.draw``; CONVERT: as
+    ``bits.encode``.
+    """
     pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     row, row_ok = tiles.positions(pid_r, 1, 1, rows, 1, R, True)
     col, col_ok = tiles.positions(pid_c, 1, 1, cols, 1, C, True)
     sign, magnitude = quantize.load_input(x_ptr, stride_r, stride_c, row, col, row_ok, col_ok, DTYPE)
     random = rng.draw(row, col, pid_c * C, rng_ptr, stream_id, offset, pitch, ROUNDING)
-    code = bits.encode(sign, magnitude, random, 0, FMT, SATURATE, ROUNDING != 0)
+    code = bits.encode(sign, magnitude, random, 0, FMT, SATURATE, ROUNDING != 0, CONVERT)
     tiles.store_codes(out_ptr, out_pitch, code, row, col, row_ok, col_ok, pid_c * C, out_pitch, 8)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lowbit import reference
 from lowbit.formats import Format
 from lowbit.kernels import backward, codec, optim, quantize, rotation
-from lowbit.kernels.arguments import dense, dtype_of, input_of, pattern
+from lowbit.kernels.arguments import converts_fp8, dense, dtype_of, input_of, pattern
 from lowbit.kernels.spec import (
     PROGRAMS,
     TARGET,
@@ -94,8 +94,15 @@ def encode(x: Tensor, out: Tensor, format: Format, saturate: bool, rounding: Rou
     more = {
         "out_ptr": out, "out_pitch": out.shape[1], "FMT": format_spec(format), "DTYPE": dtype_of(x),
         "SATURATE": saturate, "ROUNDING": rounding.mode(tiles),
+        "CONVERT": _conversion(format, x.device, rounding) if saturate else "",
     }  # fmt: skip
     return [Launch(codec.encode, tiles.grid, input_of(x) | sizes | rounding.arguments | more, tiles.warps)]
+
+
+def _conversion(format: Format, device: torch.device, rounding: Rounding) -> str:
+    """``CONVERT`` in kernels: the FP8 format whose saturating codes to nearest an instruction makes, "" for none."""
+    name = {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}.get(format.name, "")
+    return name if name and not rounding.stochastic and converts_fp8(device) else ""
 
 
 def decode(codes: Tensor, out: Tensor, format: Format) -> list[Launch]:
@@ -271,6 +278,7 @@ def _quantize(
         "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme), "DTYPE": dtype_of(x), "TILE": tiles.constexpr(),
         "GIVEN": given, "DYNAMIC": dynamic, "FAKE": fake, "STORE_SCALE": scale is not None and not given,
         "OUT_BITS": bits if fused else 8, "ROUNDING": rounding.mode(tiles),
+        "CONVERT": _conversion(scheme.format, x.device, rounding),
     }  # fmt: skip
     arguments = input_of(x) | tiles.arguments() | rounding.arguments | more
     first = Launch(quantize.quantize, tiles.grid, arguments, tiles.warps)

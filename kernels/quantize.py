@@ -89,7 +89,7 @@ def quantize(
     rng_ptr, stream_id: tl.int64, offset: tl.int64, pitch: tl.int64,
     FMT: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr, TILE: tl.constexpr,
     GIVEN: tl.constexpr, DYNAMIC: tl.constexpr, FAKE: tl.constexpr, STORE_SCALE: tl.constexpr,
-    OUT_BITS: tl.constexpr, ROUNDING: tl.constexpr,
+    OUT_BITS: tl.constexpr, ROUNDING: tl.constexpr, CONVERT: tl.constexpr,
 ):  # fmt: skip
     """A tile: scale, encode, then store codes (``OUT_BITS`` wide), or with FAKE decode and store in x's dtype.
 
@@ -122,7 +122,10 @@ def quantize(
     begin = pid_c * (TILE[3] * TILE[4])
     random = rng.draw(row, col, begin, rng_ptr, stream_id, offset, pitch, ROUNDING)
     # Fake quantization needs no canonical codes: there the NaN scale makes every element NaN.
-    code = encode_below(sign, magnitude, scale, zero_point, random, FMT, SCALE, DYNAMIC and not FAKE, ROUNDING != 0)
+    CANONICAL: tl.constexpr = DYNAMIC and not FAKE
+    code = encode_below(
+        sign, magnitude, scale, zero_point, random, FMT, SCALE, CANONICAL, ROUNDING != 0, CONVERT
+    )  # fmt: skip
     if FAKE:
         out = scales.multiply(bits.decode(code, zero_point, FMT), scale, DTYPE)
         to = (row.to(tl.int64) * out_pitch)[:, None] + col[None, :]
@@ -135,10 +138,13 @@ def quantize(
 def encode_below(
     sign, magnitude, scale, zero_point, random,
     FMT: tl.constexpr, SCALE: tl.constexpr, CANONICAL: tl.constexpr, STOCHASTIC: tl.constexpr,
+    CONVERT: tl.constexpr = "",
 ):  # fmt: skip
-    """Codes of numbers divided by their scales (fp32 bits), saturating. CANONICAL: of a NaN scale the canonical one."""
+    """Codes of numbers divided by their scales (fp32 bits), saturating. CANONICAL: of a NaN scale the canonical one.
+    CONVERT: as ``bits.encode``.
+    """
     sign, magnitude = scales.divide(sign, magnitude, scale, SCALE)
-    code = bits.encode(sign, magnitude, random, zero_point, FMT, True, STOCHASTIC)
+    code = bits.encode(sign, magnitude, random, zero_point, FMT, True, STOCHASTIC, CONVERT)
     if CANONICAL:
         code = tl.where((scale & 0x7FFFFFFF) > 0x7F800000, canonical(zero_point, FMT), code)
     return code

@@ -106,6 +106,28 @@ def test_codes_in_segments_are_loaded_many_at_a_time(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+CONVERSIONS = r"""
+from lowbit.kernels import aot
+names = {"fp8_e4m3:row": "e4m3", "fp8_e5m2:row": "e5m2"}
+for case in aot.cases():
+    name = names.get(case.name.removeprefix("quantize "))
+    if name is not None:
+        for architecture in (80, 89, 100):
+            ptx = aot.compile_launch(case.launches[0], architecture).ptx
+            assert (f"cvt.rn.satfinite.{name}x2.f32" in ptx) == (architecture >= 89), (case.name, architecture)
+        del names[case.name.removeprefix("quantize ")]
+assert not names
+"""
+
+
+def test_fp8_is_converted_by_the_instruction_where_there_is_one(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", CONVERSIONS], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_triton_that_flushes_subnormal_numbers_is_refused(monkeypatch):
     monkeypatch.setattr(backend, "version", lambda name: "3.5.1")
     assert "3.5.1" in backend.unavailable() and "triton>=3.6" in backend.unavailable()

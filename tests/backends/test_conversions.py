@@ -1,0 +1,103 @@
+"""FP8 codes by the instruction that GPUs have for it: where it is used, and that the kernels' bits stay the same.
+
+Triton's interpreter rounds conversions to FP8 in a way of its own. Here it follows the PTX ISA: ``cvt.rn.satfinite``
+rounds to nearest even, takes what is too large, Inf too, for the largest number, and has one NaN, 0x7f.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from support.interpreter import within_arguments
+from triton.runtime import interpreter
+
+import lowbit as lb
+from lowbit.kernels import arguments, launch
+from lowbit.testing.inputs import random_matrix
+
+FP8 = {"fp8e4nv": ml_dtypes.float8_e4m3fn, "fp8e5": ml_dtypes.float8_e5m2}
+
+
+@pytest.fixture
+def converted(monkeypatch):
+    """Kernels convert FP8, as on a GPU; the list has a name for each conversion."""
+    done = []
+
+    def as_hardware(source, to, rounding):
+        name = str(to.scalar)
+        if name not in FP8:
+            return plain(source, to, rounding)
+        done.append(name)
+        kind = FP8[name]
+        most, x = float(ml_dtypes.finfo(kind).max), source.data
+        codes = np.clip(x, -most, most).astype(kind).view(np.uint8)
+        return interpreter.TensorHandle(np.where(np.isnan(x), np.uint8(0x7F), codes), to.scalar)
+
+    plain = interpreter.interpreter_builder.create_fp_to_fp
+    monkeypatch.setattr(interpreter.interpreter_builder, "create_fp_to_fp", as_hardware)
+    monkeypatch.setattr(launch, "converts_fp8", lambda device: True)
+    return done
+
+
+def numbers(dtype):
+    """Random ones of all sizes, and a row each of every 16-bit pattern's kind: NaN of both signs, Inf, zeros."""
+    x = random_matrix(37, 300, "cpu", seed=3)
+    special = [float("nan"), -float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-40, -1e-8, 447.9, 464.0, -1e9]
+    x[5, : len(special)] = torch.tensor(special)
+    return x.to(dtype)
+
+
+def same_bits(a, b):
+    assert a.dtype == b.dtype and a.shape == b.shape
+    assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2"])
+def test_codes_without_scales(format, dtype, converted):
+    x = numbers(dtype)
+    with lb.use_backend("reference"):
+        expected = lb.encode(x, format)
+    with lb.use_backend("triton"), within_arguments():
+        same_bits(lb.encode(x, format), expected)
+    assert converted
+
+
+@pytest.mark.parametrize(
+    "scheme", ["fp8_e4m3:row", "fp8_e4m3:tensor", "fp8_e4m3:block128x128", "fp8_e5m2:row", "mxfp8"]
+)
+def test_codes_with_scales_and_what_they_stand_for(scheme, converted):
+    for x in (numbers(torch.float32), numbers(torch.bfloat16).nan_to_num(0, 0, 0)):
+        with lb.use_backend("reference"):
+            expected, faked = lb.quantize(x, scheme), lb.fake_quantize(x, scheme)
+        with lb.use_backend("triton"), within_arguments():
+            found = lb.quantize(x, scheme)
+            same_bits(found.codes, expected.codes)
+            same_bits(found.scale, expected.scale)
+            same_bits(lb.fake_quantize(x, scheme), faked)
+    assert converted
+
+
+@pytest.mark.parametrize("options", [{"saturate": False}, {"rounding": "stochastic"}])
+def test_what_the_instruction_does_not_do_is_done_without(options, converted):
+    x, codes = numbers(torch.float32), {}
+    for backend in ("reference", "triton"):
+        with lb.use_backend(backend):
+            torch.manual_seed(1)
+            codes[backend] = lb.encode(x, "fp8_e4m3", **options)
+    same_bits(codes["triton"], codes["reference"])
+    assert not converted
+
+
+def test_only_devices_that_have_the_instruction_are_asked_for_it(monkeypatch):
+    device, capability = torch.device("cuda"), (8, 9)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of: capability)
+    assert not arguments.INTERPRETED or not arguments.converts_fp8(device)
+    monkeypatch.setattr(arguments, "INTERPRETED", False)
+    assert arguments.converts_fp8(device)
+    capability = (8, 6)
+    assert not arguments.converts_fp8(device)
