@@ -57,6 +57,26 @@ def without_zeros(exact, a_sum, a_zero, b_sum, b_zero, terms, A_ZERO: tl.constex
 
 
 @triton.jit
+def scaled(
+    exact, a_sum, b_sum, terms, row, a_at, row_ok, col, b_at, col_ok,
+    a_scale_ptr, a_zero_ptr, a_global_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr,
+    A: tl.constexpr, A_SCALE: tl.constexpr, A_AFFINE: tl.constexpr,
+    B: tl.constexpr, B_SCALE: tl.constexpr, B_AFFINE: tl.constexpr,
+):  # fmt: skip
+    """fp32 [M, N] of exact sums of ``terms`` products, less zero points, by the scales of the blocks ``a_at`` and
+    ``b_at``.
+    """
+    A_ZERO: tl.constexpr = A_AFFINE or (A[5] == 0 and A[1] == 8)
+    B_ZERO: tl.constexpr = B_AFFINE or (B[5] == 0 and B[1] == 8)
+    a_zero = zero_of(a_zero_ptr, a_at, row_ok, A, A_AFFINE)
+    b_zero = zero_of(b_zero_ptr, b_at, col_ok, B, B_AFFINE)
+    a_scale = scale_of(a_scale_ptr, a_global_ptr, row, a_at, row_ok, A_SCALE)
+    b_scale = scale_of(b_scale_ptr, b_global_ptr, col, b_at, col_ok, B_SCALE)
+    whole = without_zeros(exact, a_sum, a_zero, b_sum, b_zero, terms, A_ZERO, B_ZERO)
+    return whole.to(tl.float32) * (a_scale[:, None] * b_scale[None, :])
+
+
+@triton.jit
 def store(total, row, col, row_ok, col_ok, cols, bias_ptr, out_ptr, BIAS: tl.constexpr, DTYPE: tl.constexpr):
     """Bias and cast of scaled sums [M, N], in that order."""
     if BIAS >= 0:
@@ -145,32 +165,24 @@ def multiply(
         if A_ZERO:
             b_sum += tl.sum(tl.where(k_ok[None, :], b, 0).to(tl.int32), axis=1)
         if not WHOLE:
-            # Segments of the last block may begin beyond K: their scales are read, and count for nothing.
+            # Segments of the last block may begin beyond K: their scales are read, and count for nothing. Blocks whose
+            # length no segment divides are shorter at the end of K: what lies beyond adds nothing.
             there = tl.minimum(first, depth - 1)
             a_at, b_at = a_row + there // a_block_c, b_row + there // b_block_c
-            a_zero = zero_of(a_zero_ptr, a_at, row_ok, A, A_AFFINE)
-            b_zero = zero_of(b_zero_ptr, b_at, col_ok, B, B_AFFINE)
-            a_scale = scale_of(a_scale_ptr, a_global_ptr, row, a_at, row_ok, A_SCALE)
-            b_scale = scale_of(b_scale_ptr, b_global_ptr, col, b_at, col_ok, B_SCALE)
-            whole = without_zeros(exact, a_sum, a_zero, b_sum, b_zero, last - first, A_ZERO, B_ZERO)
-            part = whole.to(tl.float32) * (a_scale[:, None] * b_scale[None, :])
-            if ONE:
-                # Blocks whose length no segment divides are shorter at the end of K: what lies beyond adds nothing.
+            # A branch: Triton 3.9 compiles no selection between sums for tcgen05.
+            if True if ONE else step % steps == steps - 1:
+                part = scaled(
+                    exact, a_sum, b_sum, last - first, row, a_at, row_ok, col, b_at, col_ok, a_scale_ptr, a_zero_ptr,
+                    a_global_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, A, A_SCALE, A_AFFINE, B, B_SCALE, B_AFFINE,
+                )  # fmt: skip
                 total = tl.where(first < last, total + part, total)
                 exact = tl.zeros([M, N], tl.int32)
                 a_sum, b_sum = tl.zeros([M], tl.int32), tl.zeros([N], tl.int32)
-            else:
-                ends = step % steps == steps - 1
-                total = tl.where(ends & (first < last), total + part, total)
-                exact = tl.where(ends, 0, exact)
-                a_sum, b_sum = tl.where(ends, 0, a_sum), tl.where(ends, 0, b_sum)
     if WHOLE:
-        a_zero = zero_of(a_zero_ptr, a_row, row_ok, A, A_AFFINE)
-        b_zero = zero_of(b_zero_ptr, b_row, col_ok, B, B_AFFINE)
-        a_scale = scale_of(a_scale_ptr, a_global_ptr, row, a_row, row_ok, A_SCALE)
-        b_scale = scale_of(b_scale_ptr, b_global_ptr, col, b_row, col_ok, B_SCALE)
-        whole = without_zeros(exact, a_sum, a_zero, b_sum, b_zero, depth, A_ZERO, B_ZERO)
-        total = whole.to(tl.float32) * (a_scale[:, None] * b_scale[None, :])
+        total = scaled(
+            exact, a_sum, b_sum, depth, row, a_row, row_ok, col, b_row, col_ok, a_scale_ptr, a_zero_ptr,
+            a_global_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, A, A_SCALE, A_AFFINE, B, B_SCALE, B_AFFINE,
+        )  # fmt: skip
     store(total, row, col, row_ok, col_ok, cols, bias_ptr, out_ptr, BIAS, DTYPE)
 
 

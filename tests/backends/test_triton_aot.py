@@ -97,13 +97,29 @@ for a, b in (("int8:row", "int4:group128"), ("int8:group128", "int8:group128"), 
         assert re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x(?:10|8)\b", ptx), (a, b, rows)
 """
 
+LONG_SEGMENTS = r"""
+from lowbit.kernels import aot, machine_code, products
+from lowbit.ops.matmul import ScaledMM
+for a, b in (("int8:row", "int4:group256"), ("int8:group512", "int8:group512"), ("int8:row", "uint4:group256:affine")):
+    call = ScaledMM(**aot._side("a", 512, a), **aot._side("b", 512, b), cols=4096)
+    launch, = products.scaled_mm(call, aot._meta(512, 512, dtype=aot.torch.bfloat16))
+    assert not launch.arguments["ONE"], (a, b)
+    for architecture in (90, 100):
+        made = aot.compile_launch(launch, architecture)
+        assert not aot.faults("integers", made.ptx, architecture), (a, b, architecture)
+        assert not machine_code.usage(made).spilled, (a, b, architecture)
+"""
+
+
+def compiles(script, cache):
+    """Run ``script`` where kernels are compiled."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
 
 def test_codes_in_segments_are_loaded_many_at_a_time(tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", SEGMENTS], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    compiles(SEGMENTS, tmp_path)
 
 
 CONVERSIONS = r"""
@@ -120,12 +136,13 @@ assert not names
 """
 
 
+def test_segments_of_several_steps_compile(tmp_path):
+    """Sums that a selection set to zero did not, for tcgen05."""
+    compiles(LONG_SEGMENTS, tmp_path)
+
+
 def test_fp8_is_converted_by_the_instruction_where_there_is_one(tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", CONVERSIONS], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    compiles(CONVERSIONS, tmp_path)
 
 
 def test_a_triton_that_flushes_subnormal_numbers_is_refused(monkeypatch):
