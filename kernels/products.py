@@ -118,11 +118,12 @@ class _Shape(NamedTuple):
 _ALIGNED = 32
 
 #: By what is multiplied and the most rows that it is for; the last serves more. Operands in several terms, codes less
-#: zero points, and patches, whose places are worked out, take more registers an element.
+#: zero points, and patches, whose places are worked out, take more registers an element. So do segments of several
+#: steps, and codes of fewer than 4 bits, which are heavy.
 _SHAPES: dict[str, dict[int, _Shape]] = {
     "rows": {16: _Shape(16, 64, 256, 2, 4), 64: _Shape(64, 128, 128, 4, 3), 128: _Shape(128, 128, 128, 8, 3)},
     "segments": {16: _Shape(16, 64, 128, 4, 5), 64: _Shape(64, 128, 128, 4, 3)},
-    "long segments": {16: _Shape(16, 64, 128, 4, 5), 64: _Shape(64, 64, 128, 4, 3)},
+    "heavy segments": {16: _Shape(16, 64, 128, 4, 5), 64: _Shape(64, 64, 128, 4, 3)},
     "floats": {16: _Shape(16, 64, 128, 4, 3), 64: _Shape(64, 64, 64, 4, 4), 128: _Shape(128, 64, 64, 4, 3)},
     "terms": {16: _Shape(16, 64, 64, 4, 4), 64: _Shape(64, 64, 32, 4, 4), 128: _Shape(128, 128, 32, 8, 3)},
     "rows of patches": {16: _Shape(16, 64, 64, 4, 4), 64: _Shape(64, 64, 64, 4, 4), 128: _Shape(128, 128, 64, 8, 3)},
@@ -178,8 +179,9 @@ def multiply_integers(
     length = depth if whole else min(block, reference.SEGMENT)
     for name, side in (("A", a), ("B", b)):
         arguments[f"{name}_PAIRS"] = scheme(str(side.scheme)).format.bits == 4 and (whole or block % 2 == 0)
-    kind = "rows" if whole else "segments" if patches or length <= _SEGMENT_AT_ONCE else "long segments"
-    named = kind + (" of patches" if patches else "")
+    bits = min(scheme(str(side.scheme)).format.bits for side in (a, b))
+    heavy = not patches and (length > _SEGMENT_AT_ONCE or bits < 4)
+    named = ("rows" if whole else "heavy segments" if heavy else "segments") + (" of patches" if patches else "")
     shape = _shape(named, -(-rows // max(experts, 1)), cols // groups)
     k = min(shape.k, max(32, power_of_two(length)))
     segments, steps = -(-block // length), -(-length // k)
