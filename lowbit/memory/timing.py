@@ -207,11 +207,13 @@ def _cut(value: Any, count: int) -> Any:
 # -- the file ---------------------------------------------------------------------------------------------------------
 @cache
 def timings(device: torch.device) -> Timings:
-    """The timings of this process: of a device, a number of threads, a torch and a lowbit."""
+    """The timings of this process: of a device, a number of threads, a torch and a lowbit, and as this file measures
+    them.
+    """
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     cores = f"{os.cpu_count()} {torch.get_num_threads()} {torch.backends.cpu.get_cpu_capability()}"
     machine = f"{kind} {cores} {torch.__version__} {__version__}"
-    name = hashlib.blake2b(machine.encode(), digest_size=8).hexdigest()
+    name = hashlib.blake2b(machine.encode() + Path(__file__).read_bytes(), digest_size=8).hexdigest()
     return Timings(device, _directory() / f"timings-{name}.json")
 
 
