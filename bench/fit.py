@@ -211,7 +211,7 @@ def _predictions(cells: _Cells) -> str:
     return "\n".join([
         "## Predicted and measured\n",
         f"{len(there)} plans, and {len(refused)} budgets that nothing fits. Held is the peak of torch's allocator in a "
-        f"step, above parameters, states and batch; times are medians of {_STEPS} steps.\n",
+        f"step, parameters, states and batch included; times are medians of {_STEPS} steps.\n",
         f"- the peak is off by {statistics.median(sizes):.2%} in the median, {max(sizes):.2%} at most",
         f"- the time is off by {statistics.median(times):.0%} in the median, {max(times):.0%} at most, and by at most "
         f"20% in {sum(one <= 0.2 for one in times)} of {len(times)}\n",

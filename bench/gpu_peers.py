@@ -21,6 +21,7 @@ Run = Callable[[], object]
 
 def of(x: Tensor, weights: list[Tensor], names: tuple[str | None, str]) -> dict[str, Callable[[int], object]]:
     """Of ``x [M, K]`` and weights ``[N, K]``: cases that are called with the number of a weight."""
+    torch._dynamo.reset()  # which keeps but a few compilations of a kind, and is eager without a word beyond
     found: dict[str, Callable[[int], object]] = {}
     for who, offer in OFFERS.get(names, ()):
         try:
@@ -59,7 +60,7 @@ def _torchao(config: Callable[[], Any]) -> Callable[[Tensor, Tensor], Run]:
         layer.weight.data = weight
         model = nn.Sequential(layer).requires_grad_(False)
         quantization.quantize_(model, config())
-        run = torch.compile(model, dynamic=False) if x.is_cuda else model
+        run = torch.compile(model, dynamic=False, fullgraph=True) if x.is_cuda else model
         return lambda: run(x)
 
     return offer

@@ -1,4 +1,5 @@
-"""Device functions: fp32 bit patterns to codes and back. Integer arithmetic only, so every target agrees.
+"""Device functions: fp32 bit patterns to codes and back, by integers and single fp32 operations that are exact or round
+to nearest, so every target agrees.
 
 A number travels as ``(sign, magnitude)``: int32 0 or 1, and the int32 pattern of its absolute value. ``FMT`` is
 ``spec.format_spec``: its indices are named below. ``DTYPE`` is a row of ``spec.DTYPES``: 0 fp32, 1 bf16, 2 fp16; the
@@ -82,7 +83,7 @@ def encode_float(sign, magnitude, random, FMT: tl.constexpr, SATURATE: tl.conste
 def convert_float(sign, magnitude, CONVERT: tl.constexpr):
     """FP8 codes, to nearest and saturating, by the instruction that GPUs have for it, which loses the sign of NaN.
 
-    Source: PTX ISA, cvt.rn.satfinite.
+    Source: PTX ISA, cvt.rn.satfinite, which Triton compiles a cast to FP8 to.
     """
     value = (magnitude | (sign << 31)).to(tl.float32, bitcast=True)
     if CONVERT == "e4m3":

@@ -169,7 +169,7 @@ def multiply(
             # length no segment divides are shorter at the end of K: what lies beyond adds nothing.
             there = tl.minimum(first, depth - 1)
             a_at, b_at = a_row + there // a_block_c, b_row + there // b_block_c
-            # A branch: Triton 3.9 compiles no selection between sums for tcgen05.
+            # A branch: for tcgen05 Triton 3.9 compiles no selection between the accumulator of a product and zeros.
             if True if ONE else step % steps == steps - 1:
                 part = scaled(
                     exact, a_sum, b_sum, last - first, row, a_at, row_ok, col, b_at, col_ok, a_scale_ptr, a_zero_ptr,

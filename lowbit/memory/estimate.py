@@ -71,7 +71,10 @@ class Estimate(Usage):
         """What each of ``ops`` takes, see ``lowbit.memory.timing``: the first call for a shape runs the op. Where it
         cannot be run, its arithmetic and traffic at the rates of this machine (``lowbit.memory.cost``).
         """
-        return [0.0 if done is None else self._seconds(*done) for done in self._done]
+        try:
+            return [0.0 if done is None else self._seconds(*done) for done in self._done]
+        finally:
+            timings(self.device).save()
 
     def _seconds(self, call: Call | None, work: Work) -> float:
         measured = None if call is None else timings(self.device).seconds(call)
@@ -93,7 +96,7 @@ class Seen:
         self.scratch += [(number, size)] if size else []
         if func is torch.ops.aten.add.Tensor and _sums_in_place(args):
             self.sums.add(number)
-        self.done[number] = call_of(func, args, kwargs), work(func, args, kwargs, out)
+        self.done[number] = call_of(func, args, kwargs, out), work(func, args, kwargs, out)
 
 
 def estimate(

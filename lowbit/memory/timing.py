@@ -32,10 +32,12 @@ __all__ = ["Call", "Timings", "call_of", "timings"]
 
 #: Ops of these namespaces are run; those of others may do more than compute.
 _RUN = frozenset({"aten", "lowbit", "prims"})
-#: The most bytes of tensors that are made up for a call.
+#: The most bytes of the tensors of a call that is run, results included: a model may be far larger than the machine.
 _MOST = 1 << 29
 #: What is read between runs.
 _FLUSH = 48 << 20
+#: What of the environment decides how long lowbit's ops take.
+_SETTINGS = frozenset({"LOWBIT_BACKEND", "LOWBIT_ISA", "LOWBIT_WITHOUT"})
 #: A call is run this often; one that takes less than ``_SHORT`` seconds more often, and after a call on other tensors.
 #: The least counts: what disturbs a run only adds to it, and a median of few took a disturbed calibration for what the
 #: op takes.
@@ -70,26 +72,31 @@ class _Like:
 
 
 class Call(NamedTuple):
-    """A call of ``op``, with what its tensors are like in their place."""
+    """A call of ``op``, with what its tensors are like in their place, and the bytes of its ``results``."""
 
     op: Any
     leaves: tuple[Any, ...]
     tree: TreeSpec
+    results: int = 0
 
     @property
     def bytes(self) -> int:
-        """Of its tensors, without results."""
-        return sum(leaf.numbers() * leaf.dtype.itemsize for leaf in self.leaves if isinstance(leaf, _Like))
+        """Of its tensors, results included."""
+        given = (leaf.numbers() * leaf.dtype.itemsize for leaf in self.leaves if isinstance(leaf, _Like))
+        return sum(given) + self.results
 
 
-def call_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-    """The call of an op of the dispatcher, of tensors that may be fake; None for one that is not run: a view, or an op
-    of somebody else.
+def call_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any = ()) -> Call | None:
+    """The call of an op of the dispatcher, of tensors that may be fake, whose result is ``out``; None for one that is
+    not run: a view, or an op of somebody else.
     """
     if getattr(op, "is_view", False) or op.namespace not in _RUN:
         return None
     leaves, tree = tree_flatten((args, kwargs))
-    return Call(op, tuple(_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), tree)
+    given = {id(leaf) for leaf in leaves}
+    made = (leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor) and id(leaf) not in given)
+    results = sum(leaf.numel() * leaf.element_size() for leaf in made)
+    return Call(op, tuple(_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), tree, results)
 
 
 def _like(tensor: Tensor) -> _Like:
@@ -183,42 +190,51 @@ def _within(call: Call, most: int) -> tuple[Call, float]:
         return call, 1.0
     args, kwargs = tree_unflatten(list(call.leaves), call.tree)
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and a and isinstance(a[0], _Like)]
-    count = min((len(a) for a in lists), default=1)
+    count = whole = min((len(a) for a in lists), default=1)
     while count > 1:
         count //= 2
-        leaves, tree = tree_flatten(_cut((args, kwargs), count))
-        part = Call(call.op, tuple(leaves), tree)
+        leaves, tree = tree_flatten(_cut((args, kwargs), whole, count))
+        part = Call(call.op, tuple(leaves), tree, call.results * count // whole)
         if part.bytes <= most:
             return part, call.bytes / max(part.bytes, 1)
     return call, 1.0
 
 
-def _cut(value: Any, count: int) -> Any:
+def _cut(value: Any, whole: int, count: int) -> Any:
+    """The first ``count`` of each list of ``whole``, of tensors and of the numbers that go with them."""
     if isinstance(value, _Like):
         return value
     if isinstance(value, dict):
-        return {name: _cut(item, count) for name, item in value.items()}
+        return {name: _cut(item, whole, count) for name, item in value.items()}
+    if isinstance(value, list) and value and (len(value) == whole or isinstance(value[0], _Like)):
+        return value[:count]
     if isinstance(value, list | tuple):
-        of_tensors = isinstance(value, list) and value and isinstance(value[0], _Like)
-        return type(value)(value[:count] if of_tensors else (_cut(item, count) for item in value))
+        return type(value)(_cut(item, whole, count) for item in value)
     return value
 
 
 # -- the file ---------------------------------------------------------------------------------------------------------
-@cache
 def timings(device: torch.device) -> Timings:
-    """The timings of this process: of a device, a number of threads, a torch and a lowbit, and as this file measures
-    them.
+    """The timings of a device by what decides them as it is now: threads, precision, torch, lowbit and its settings,
+    and how this file measures.
     """
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    cores = f"{os.cpu_count()} {torch.get_num_threads()} {torch.backends.cpu.get_cpu_capability()}"
-    machine = f"{kind} {cores} {torch.__version__} {__version__}"
-    name = hashlib.blake2b(machine.encode() + Path(__file__).read_bytes(), digest_size=8).hexdigest()
+    settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name in _SETTINGS)
+    decides = (
+        kind, os.cpu_count(), torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), torch.__version__,
+        torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(), __version__, *settings,
+    )  # fmt: skip
+    return _timings(device, " ".join(map(str, decides)))
+
+
+@cache
+def _timings(device: torch.device, decides: str) -> Timings:
+    name = hashlib.blake2b(decides.encode() + Path(__file__).read_bytes(), digest_size=8).hexdigest()
     return Timings(device, _directory() / f"timings-{name}.json")
 
 
 def _directory() -> Path:
-    return Path(os.environ.get("LOWBIT_CACHE") or Path.home() / ".cache" / "lowbit")
+    return Path(os.environ.get("LOWBIT_CACHE") or Path("~/.cache/lowbit").expanduser())
 
 
 def _key(call: Call) -> str:

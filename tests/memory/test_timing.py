@@ -102,6 +102,31 @@ def test_of_long_lists_a_part_is_run(timed, monkeypatch):
     assert Timings(CPU, timed.path).seconds(product(64)) is None
 
 
+def test_what_makes_more_than_fits_is_not_run(timed, monkeypatch):
+    column, row = torch.empty(1 << 20, 1, device="meta"), torch.empty(1, 1 << 20, device="meta")
+    monkeypatch.setattr(Timings, "_made", lambda *_: pytest.fail("run"))
+    assert timed.seconds(call_of(MM, (column, row), {}, column @ row)) is None
+
+
+def test_numbers_beside_a_list_of_tensors_are_cut_with_it(timed, monkeypatch):
+    tensors = [torch.empty(1 << 12) for _ in range(16)]
+    op = torch.ops.aten._foreach_addcdiv_.ScalarList
+    call = call_of(op, (tensors, tensors, tensors, [0.5] * 16), {})
+    monkeypatch.setattr(timing, "_MOST", call.bytes // 4)
+    part, share = timing._within(call, timing._MOST)
+    assert share == 4 and part.leaves.count(0.5) == 4 and timed.seconds(call) > 0
+
+
+def test_other_settings_have_other_timings(monkeypatch):
+    before = timing.timings(CPU)
+    assert timing.timings(CPU) is before
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+    assert timing.timings(CPU).path != before.path
+    monkeypatch.undo()
+    monkeypatch.setenv("LOWBIT_ISA", "scalar")
+    assert timing.timings(CPU).path != before.path
+
+
 def test_the_time_of_a_step_is_that_of_its_ops():
     layer = nn.Linear(256, 256)
     found = estimate(nn.Sequential(layer, nn.Linear(256, 256)), torch.empty(64, 256))

@@ -21,7 +21,7 @@ import lowbit as lb
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.plan import Plan
 from lowbit.plan.fitting import Run
-from lowbit.plan.fitting.adapt import CHANGES, FRUGAL
+from lowbit.plan.fitting.adapt import CHANGES, FRUGAL, permits
 from lowbit.plan.fitting.predict import Prediction
 from lowbit.plan.settings import Settings
 
@@ -398,3 +398,9 @@ def test_a_change_that_fails_leaves_the_run_as_it_was(tmp_path, monkeypatch):
     assert run.settings == Settings() and "Checkpointed" not in type(run.model.blocks[0]).__name__
     with pytest.raises(ValueError, match="same arithmetic, got bits=8 instead of 32"):
         run._change(replace(run.settings, bits=8))
+
+
+def test_states_on_disk_do_not_permit_activations_there():
+    predictions = [Prediction(Settings(offload_states=away), 1, 1.0) for away in (False, True)]
+    assert permits(predictions, "offload_states", True) and not permits(predictions, "offload_activations", True)
+    assert permits([], "offload_activations", True)

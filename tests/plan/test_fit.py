@@ -327,3 +327,8 @@ def test_the_losses_of_choices_are_those_that_are_recorded():
         rows = [line.split("|") for line in (results / f"{file}.md").read_text().splitlines()]
         change = next(row[6] for row in rows if len(row) == 9 and row[1].strip() == run)
         assert choice.loss == pytest.approx(float(change.strip().rstrip("%")), abs=1e-9), choice.name
+
+
+def test_a_model_without_parameters_is_refused():
+    with pytest.raises(ValueError, match="no parameter of Sequential asks for a gradient"):
+        lb.fit(torch.nn.Sequential(), torch.zeros(2, 3), "50%")

@@ -92,7 +92,7 @@ def _states_elsewhere(settings: Settings, model: nn.Module, batch: Any) -> bool 
 FRUGAL = (
     Frugal("micro", _more_parts),
     Frugal("checkpoint", _more_recomputed, ("checkpoint",)),
-    Frugal("offload_activations", _activations_elsewhere, ("offload_activations", "offload_states")),
+    Frugal("offload_activations", _activations_elsewhere, ("offload_activations",)),
     Frugal("offload_states", _states_elsewhere, ("offload_states",)),
 )
 

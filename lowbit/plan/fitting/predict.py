@@ -100,7 +100,7 @@ class Predictor:
 
     def __post_init__(self) -> None:
         self.rows = samples(self.batch)
-        self._device = next(self.model.parameters()).device
+        self._device = next(self.model.parameters(), torch.empty(0)).device  # the estimate refuses a model without
         self._passes: dict[Any, Estimate] = {}
         self._tables: dict[Any, BlockTable] = {}
         self.blocks = blocks_of(self.model)

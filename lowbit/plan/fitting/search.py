@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lowbit.convert.select import check_model
 from lowbit.distributed.ways import WAYS
 from lowbit.memory.planned import bytes_of
-from lowbit.memory.timing import timings
 from lowbit.plan.fitting.choices import (
     LAST,
     PLANNED,
@@ -171,14 +170,11 @@ def fits(
     plain = predictor.whole(Settings(gpus=group.gpus))
     limits = [bytes_of(budget, plain.peak_bytes, "fit") for budget in budgets]
     for limit in limits:
-        try:
-            for tried in _tried(choices, group.gpus):
-                search = _Search(predictor, tried, limit, group, progress)
-                chosen = search.fastest()
-                if chosen is not None:
-                    break
-        finally:
-            timings(next(model.parameters()).device).save()
+        for tried in _tried(choices, group.gpus):
+            search = _Search(predictor, tried, limit, group, progress)
+            chosen = search.fastest()
+            if chosen is not None:
+                break
         yield _plan(search, chosen, plain)
 
 
