@@ -270,8 +270,9 @@ def _falling(cells: _Cells) -> str:
 
 
 def _plans(cells: _Cells, subject: Subject) -> Iterator[Plan]:
-    """Of falling budgets, kept as files."""
-    paths = [cells.directory / f"plan-{_FALLING.index(subject)}-{number}.json" for number in range(_BUDGETS)]
+    """Of falling budgets, kept as files of this commit."""
+    name = f"plan-{cells.commit}-{_FALLING.index(subject)}"
+    paths = [cells.directory / f"{name}-{number}.json" for number in range(_BUDGETS)]
     if not all(path.exists() for path in paths):
         model, batch = subject.make(), subject.batch()
         most = lb.fit(model, batch, "100%", keep=("fp32", "adamw", "everything kept"), no=("disk",)).plain.peak_bytes

@@ -276,8 +276,10 @@ class _Search:
         if self._by_block:
             candidates = sorted([*candidates, *self._planned(settings, candidates)], key=_rank)
         found: Prediction | None = None
-        for candidate in candidates[:_TRIES]:
-            if found is not None and _rank(found) <= _rank(candidate):
+        # Where none of the fastest fits as a whole, those that hold least may.
+        smallest = sorted(candidates[_TRIES:], key=lambda one: one.peak_bytes)[:_TRIES]
+        for number, candidate in enumerate([*candidates[:_TRIES], *smallest]):
+            if found is not None and (number >= _TRIES or _rank(found) <= _rank(candidate)):
                 break
             whole = self._within(candidate)
             if whole is not None and (found is None or _rank(whole) < _rank(found)):
