@@ -88,15 +88,21 @@ class Call(NamedTuple):
 
 def call_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any = ()) -> Call | None:
     """The call of an op of the dispatcher, of tensors that may be fake, whose result is ``out``; None for one that is
-    not run: a view, or an op of somebody else.
+    not run: a view, an op of somebody else, or one that reads what only its forward can have written.
     """
     if getattr(op, "is_view", False) or op.namespace not in _RUN:
         return None
     leaves, tree = tree_flatten((args, kwargs))
+    if op.namespace == "aten" and "backward" in op._opname and any(map(_is_bytes, leaves)):
+        return None  # a workspace that forward filled as a library likes, such as an RNN's: made up, it may crash
     given = {id(leaf) for leaf in leaves}
     made = (leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor) and id(leaf) not in given)
     results = sum(leaf.numel() * leaf.element_size() for leaf in made)
     return Call(op, tuple(_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), tree, results)
+
+
+def _is_bytes(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dtype == torch.uint8
 
 
 def _like(tensor: Tensor) -> _Like:
