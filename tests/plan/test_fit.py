@@ -350,3 +350,11 @@ def test_recurrent_models_are_planned_and_trained(kind):
     run = lb.fit(model, x, "100%", lambda output, batch: output.square().mean(), no=("disk",)).apply_(model)
     losses = [run.step(x) for _ in range(3)]
     assert losses[2] < losses[0]
+
+
+def test_choices_that_find_nothing_to_change_are_not_tried():
+    """A model in bf16 has no matrix in fp32, whose working copy bf16 would be."""
+    model, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).bfloat16(), torch.randn(8, 16).bfloat16()
+    plan = lb.fit(model, x, "100%", lambda output, batch: output.square().mean(), no=("disk",))
+    assert plan.settings.mixed is None
+    assert plan.apply_(model).step(x) > 0
