@@ -30,6 +30,10 @@ def input_of(x: Tensor) -> dict[str, Any]:
     return {"x_ptr": pattern(x), "stride_r": x.stride(0), "stride_c": x.stride(1)}
 
 
+#: The FP8 formats that instructions convert, by what they call them.
+FP8 = {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
+
+
 def converts_fp8(device: torch.device) -> bool:
     """Whether kernels may have FP8 converted by instructions of ``device``, which the interpreter does not follow."""
     return not INTERPRETED and not (device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9))

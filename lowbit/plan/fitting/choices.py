@@ -12,14 +12,16 @@ from dataclasses import fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from lowbit.distributed.ways import WAYS
+from lowbit.memory.fake import fake_model, fake_tensors
 from lowbit.memory.fused_loss import answers_without_logits
 from lowbit.memory.model_attention import attends_without_scores
 from lowbit.models import find_blocks
 from lowbit.plan.allowed import left
-from lowbit.plan.settings import Settings
+from lowbit.plan.settings import Settings, prepare_model_
 
 __all__ = [
     "CHOICES", "LAST", "PARTS", "PLANNED", "QUALITY", "WAY", "Choice", "allowed", "combinations", "described",
@@ -44,11 +46,26 @@ class Choice(NamedTuple):
     applies: Callable[[nn.Module, Any, Any], bool] = lambda model, batch, loss: True
 
 
+def _prepares(**changes: Any) -> Callable[[nn.Module, Any, Any], bool]:
+    """Whether a model has layers that ``changes`` of the settings find, such as matrices in fp32."""
+
+    def applies(model: nn.Module, batch: Any, loss: Any) -> bool:
+        with torch.inference_mode(False), fake_tensors() as mode:
+            copied = fake_model(model, mode, None)
+            try:
+                prepare_model_(copied, Settings(**changes))
+            except ValueError:
+                return False
+        return True
+
+    return applies
+
+
 def _recipe(name: str, loss: float, compress: bool = False) -> Choice:
     about = f"products of Linear layers by the recipe {name.partition('-compressed')[0]}, the rest in bf16"
     more = ", and codes of activations for backward" if compress else ""
     changes = {"mixed": "bf16", "recipe": name.partition("-compressed")[0], "compress": compress}
-    return Choice(name, changes, about + more, loss)
+    return Choice(name, changes, about + more, loss, applies=_prepares(**changes))
 
 
 #: How processes share the model, a dimension of plans of several.
@@ -64,7 +81,8 @@ LAST = "weights"
 CHOICES: dict[str, tuple[Choice, ...]] = {
     "precision": (
         Choice("fp32", {}, "weights, products and activations in fp32"),
-        Choice("bf16", {"mixed": "bf16"}, "products and their weights in bf16, the rest in fp32"),
+        Choice("bf16", {"mixed": "bf16"}, "products and their weights in bf16, the rest in fp32",
+               applies=_prepares(mixed="bf16")),
         _recipe("fp8", 0.12),
         _recipe("fp8-compressed", 0.45, compress=True),
         _recipe("fp8-tensor", 0.0),

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lowbit.convert.select import check_model
 from lowbit.distributed.ways import WAYS
-from lowbit.memory.fake import fake_model, fake_tensors
 from lowbit.memory.planned import bytes_of
 from lowbit.plan.fitting.choices import (
     LAST,
@@ -28,7 +27,7 @@ from lowbit.plan.fitting.link import ALONE, Together, together
 from lowbit.plan.fitting.plan import Plan
 from lowbit.plan.fitting.predict import Prediction, Predictor
 from lowbit.plan.serving import GenerationPlan, serve
-from lowbit.plan.settings import ARITHMETIC, Settings, prepare_model_
+from lowbit.plan.settings import ARITHMETIC, Settings
 from lowbit.progress import Progress
 from lowbit.sizes import amount
 
@@ -185,8 +184,6 @@ def _applicable(
     """Of each dimension the choices that do something here. Raises ValueError where none does."""
     for dimension, row in choices.items():
         found = tuple(choice for choice in row if choice.applies(model, batch, loss))
-        if dimension == "precision":
-            found = tuple(choice for choice in found if not choice.changes or _prepares(model, choice))
         if not found:
             names = ", ".join(repr(choice.name) for choice in row)
             raise ValueError(
@@ -194,17 +191,6 @@ def _applicable(
                 f"keep"
             )
         yield dimension, found
-
-
-def _prepares(model: nn.Module, choice: Choice) -> bool:
-    """Whether the model has layers that the choice changes, such as matrices in fp32; by a copy without data."""
-    with torch.inference_mode(False), fake_tensors() as mode:
-        copied = fake_model(model, mode, None)
-        try:
-            prepare_model_(copied, Settings(**choice.changes))
-        except ValueError:
-            return False
-    return True
 
 
 def _tried(choices: Mapping[str, tuple[Choice, ...]], gpus: int) -> Iterator[Mapping[str, tuple[Choice, ...]]]:
