@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -39,8 +40,8 @@ def fuse_loss_(model: nn.Module) -> Report:
     Calls of a model with a soft cap wait for each other, since its config is another one meanwhile.
     Raises TypeError for what is no module; ValueError, with the model untouched, where there is no such model, its loss
     is another, its last layer is no plain ``nn.Linear``, and where that is done already. The forward raises ValueError
-    where the model changes its logits before the loss (a scale; the soft cap of Gemma is served), and where the last
-    layer has been replaced or sharded since. ``unfuse_loss_`` is the way back.
+    where the model changes its logits before the loss (a scale; the soft cap of Gemma and a cast to fp32 are served),
+    and where the last layer has been replaced or sharded since. ``unfuse_loss_`` is the way back.
     """
     check_model(model)
     if _is_fused(model):
@@ -135,7 +136,8 @@ def _causal(model: nn.Module) -> Iterator[Any]:
 
 class _Fused(threading.local):
     """What model, last layer and loss share in a call of one thread. ``hidden``: what the last layer was given, and
-    answers with. ``softcap``: of the model's logits. ``done``: whether the loss was asked for.
+    answers with; then what the loss was given. ``softcap``: of the model's logits. ``done``: whether the loss was
+    asked for.
     """
 
     def __init__(self, plain: Callable[..., Tensor]) -> None:
@@ -211,15 +213,16 @@ def _loss(
     """transformers' ``ForCausalLMLoss``, where ``logits`` is what the last layer would have been given."""
     if not fused.active:
         return fused.plain(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
-    if logits is not fused.hidden:
+    if not _is_same(logits, fused.hidden):
         raise ValueError(_refused("the model changes its logits between the last layer and the loss"))
     _require_plain(head)
     if isinstance(head.weight, DTensor):
         raise ValueError(_refused("the last layer is sharded"))
-    fused.done = True
-    hidden, targets = logits, shift_labels
+    assert fused.hidden is not None
+    hidden, targets = fused.hidden, shift_labels
+    fused.done, fused.hidden = True, logits
     if targets is None:
-        hidden, targets = logits[..., :-1, :], labels[..., 1:]
+        hidden, targets = hidden[..., :-1, :], labels[..., 1:]
     reduction = "mean" if num_items_in_batch is None else "sum"
     loss = linear_cross_entropy(
         hidden, head.weight, targets.to(hidden.device), head.bias, ignore_index=ignore_index, reduction=reduction,
@@ -228,6 +231,14 @@ def _loss(
     if num_items_in_batch is None:
         return loss
     return loss / (num_items_in_batch.to(loss.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch)
+
+
+def _is_same(logits: Tensor, hidden: Tensor | None) -> bool:
+    """Whether the model left its logits as they were, but for a cast: the loss computes in fp32 anyway."""
+    if logits is hidden or hidden is None or logits.grad_fn is None:
+        return logits is hidden
+    cast = logits.grad_fn.name() == "ToCopyBackward0" and logits.dtype == torch.float32
+    return cast and logits.grad_fn.next_functions[0][0] is hidden.grad_fn
 
 
 def _require_plain(head: nn.Module) -> None:

@@ -233,6 +233,28 @@ def quantized(model):
     return model
 
 
+def test_logits_that_are_cast_to_fp32_before_the_loss_are_those_of_the_last_layer():
+    class Casts(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, labels=None, factor=1.0):
+            hidden = self.model(input_ids).last_hidden_state
+            logits = self.lm_head(hidden).float() * factor if factor != 1 else self.lm_head(hidden).float()
+            loss = self.loss_function(logits, labels, self.config.vocab_size) if labels is not None else None
+            return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    torch.manual_seed(0)
+    model = Casts(transformers.LlamaConfig(**SHAPE)).bfloat16().train()
+    plain, expected = trained(model)
+    lb.memory.fuse_loss_(model)
+    fused, gradients = trained(model)
+    assert fused.logits is None
+    torch.testing.assert_close(fused.loss, plain.loss, rtol=1e-5, atol=0)
+    for name, gradient in gradients.items():
+        largest = expected[name].abs().max().item()
+        torch.testing.assert_close(gradient, expected[name], rtol=2**-7, atol=2**-7 * largest)
+    with pytest.raises(ValueError, match="changes its logits"):
+        model(IDS, labels=LABELS, factor=2.0)
+
+
 def test_models_that_scale_their_logits_and_layers_that_change_later_are_refused():
     torch.manual_seed(0)
     model = transformers.GraniteForCausalLM(transformers.GraniteConfig(**SHAPE, logits_scaling=2.0)).train()
