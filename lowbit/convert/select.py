@@ -145,7 +145,8 @@ def select(
 def check_model(model: Any) -> None:
     """Raises TypeError for what is no model."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"the model must be an nn.Module, got {type(model).__name__}")
+        got = f"the class {model.__name__}; make one of it" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"the model must be an nn.Module, got {got}")
 
 
 def _candidates(names: dict[int, list[str]], modules: dict[int, nn.Module], judge: Judge) -> Iterator[_Candidate]:

@@ -100,7 +100,7 @@ def plan_arguments(
     options = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon, **own}
     return {
         "args": changed,
-        "callbacks": [_ByPlan(settings, directory), *callbacks],
+        "callbacks": [_ByPlan(plan, directory), *callbacks],
         "optimizer_cls_and_kwargs": (cls, options),
     }
 
@@ -135,8 +135,8 @@ def require_sharding(trainer: Any) -> None:
 class _ByPlan(TrainerCallback):  # type: ignore[misc]
     """Prepares the model that Trainer is given, and places the states of the optimizer that it makes."""
 
-    def __init__(self, settings: Settings, directory: str | Path | None) -> None:
-        self._settings, self._directory = settings, directory
+    def __init__(self, plan: Plan, directory: str | Path | None) -> None:
+        self._subject, self._settings, self._directory = plan.subject, plan.settings, directory
         self._model: weakref.ref[nn.Module] | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **given: Any) -> None:
@@ -149,6 +149,7 @@ class _ByPlan(TrainerCallback):  # type: ignore[misc]
             raise ValueError(
                 "trainer.plan_arguments: these arguments are another Trainer's; call plan_arguments for each Trainer"
             )
+        self._subject.check(model, "trainer.plan_arguments")
         prepare_model_(model, self._settings)
         if self._settings.offload_activations:
             wrap_forward(model, _offloading, _offloading_own, self._settings, self._where(model))

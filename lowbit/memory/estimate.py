@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -36,10 +36,13 @@ from lowbit.recipes import Recipe
 from lowbit.train import mixed_, prepare_
 from lowbit.train.mixed import PRECISIONS
 
-__all__ = ["Estimate", "Seen", "estimate", "usual_loss"]
+__all__ = ["Estimate", "Seen", "estimate", "scalar", "usual_loss"]
 
 #: Forward and backward of a model and a batch by a loss of answer and batch.
 Accumulate = Callable[[nn.Module, Any, Callable[[Any, Any], Tensor]], object]
+
+#: What to do about a forward that reads values.
+_INSTEAD = "profile a real step with memory.profile(model, batch, step)"
 
 #: Makes an optimizer of parameters.
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -151,7 +154,8 @@ def estimate(
             checkpoint_(copied, checkpoint)
         if prepare is not None:
             prepare(copied)
-        return _run(copied, given, loss or usual_loss, optimizer, micro_batches, place, accumulate or _accumulate)
+        passes = accumulate or partial(_accumulate, rest=loss is not None)
+        return _run(copied, given, _without_data(loss or usual_loss), optimizer, micro_batches, place, passes)
 
 
 # -- what an estimate can be made of -----------------------------------------------------------------------------------
@@ -221,7 +225,7 @@ def _run(
         ledger.claim(batch, "inputs")
         for _ in range(1 if stepper is None else 2):
             since = len(ledger.ops)
-            with values_needed("memory.estimate", model, "profile a real step with memory.profile(model, batch, step)"):
+            with values_needed("memory.estimate", f"the forward of {type(model).__name__}", _INSTEAD):
                 for _ in range(micro_batches):
                     accumulate(model, batch, loss)
             if stepper is not None:
@@ -242,14 +246,34 @@ def _step_over_lists(optimizer: torch.optim.Optimizer, device: torch.device) -> 
                 group["foreach"] = True
 
 
-def _accumulate(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor]) -> None:
+def _accumulate(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor], rest: bool) -> None:
     """One micro-batch, in a function that holds the model's answer until backward is done, as training loops do."""
-    output = call(model, batch)
+    output = call(model, batch, rest=rest)
     value = loss(output, batch)
+    value.backward()  # type: ignore[no-untyped-call]
+
+
+def scalar(value: Any, who: str) -> Tensor:
+    """What a loss answered. Raises ValueError for what is no tensor of one number with a gradient."""
     if not isinstance(value, Tensor) or value.numel() != 1:
-        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"memory.estimate: loss(output, batch) is a tensor of one number, got {got}; take its mean")
-    value.backward()
+        got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{who}: loss(output, batch) is a tensor of one number, got {got}; take its mean")
+    if not value.requires_grad:
+        raise ValueError(
+            f"{who}: loss(output, batch) has no gradient, so there is nothing to train; compute it from the model's "
+            f"output by ops of torch, without detach() and torch.no_grad()"
+        )
+    return value
+
+
+def _without_data(loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
+    """The loss of answers without numbers."""
+
+    def checked(output: Any, batch: Any) -> Tensor:
+        with values_needed("memory.estimate", "the loss", "return a tensor, without item(), float() or if of numbers"):
+            return scalar(loss(output, batch), "memory.estimate")
+
+    return checked
 
 
 class _Scalars(TorchDispatchMode):

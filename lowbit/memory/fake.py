@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -38,19 +39,19 @@ _KEPT = 1 << 20
 def fake_tensors() -> Iterator[FakeTensorMode]:
     """Within, tensors that are made are fake, and ``value_of`` knows those of small whole numbers."""
     grouped = _Grouped()  # type: ignore[no-untyped-call]
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, grouped, _Values(mode), _told_to_transformers():
+    quiet = mock.patch.object(fake_tensor.log, "disabled", True)  # an op that fails raises, and need not be logged
+    with quiet, FakeTensorMode(allow_non_fake_inputs=True) as mode, grouped, _Values(mode), _told_to_transformers():
         yield mode
 
 
 @contextmanager
-def values_needed(caller: str, model: nn.Module, instead: str) -> Iterator[None]:
-    """Raises ValueError where a forward of ``model`` reads a value that is not known: ``instead`` says what to do."""
+def values_needed(caller: str, reader: str, instead: str) -> Iterator[None]:
+    """Raises ValueError where ``reader`` reads a value that is not known: ``instead`` says what to do."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
-            f"{caller}: {type(model).__name__} reads values of tensors in its forward ({error}), and an estimate has "
-            f"none; {instead}"
+            f"{caller}: {reader} reads values of tensors ({error}), and an estimate has none; {instead}"
         ) from None
 
 

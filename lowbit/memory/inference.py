@@ -67,7 +67,8 @@ def estimate_generation(
         with Ledger(copied, place, seen=seen) as ledger:
             held, since = cache(copied), 0
             prompt = torch.zeros(rows, context - 1, dtype=torch.long, device=place)
-            with values_needed("fit", model, "profile a real generation with memory.profile(model)"):
+            forwards = f"the forward of {type(model).__name__}"
+            with values_needed("fit", forwards, "profile a real generation with memory.profile(model)"):
                 for tokens, counts, phase in _calls(prompt, part):
                     since = since if counts else len(ledger.ops)
                     phases[len(ledger.ops)] = phase

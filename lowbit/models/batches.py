@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from inspect import Parameter, Signature, signature
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-__all__ = ["batches_in", "call", "copied", "feed", "kinds", "mask_of", "tokens_of"]
+__all__ = ["batches_in", "call", "copied", "feed", "given", "kinds", "mask_of", "tokens_of"]
 
 Tree = TypeVar("Tree")
 
@@ -54,20 +55,68 @@ def feed(model: nn.Module, batch: Any) -> Any:
     return call(model, copied(dict(batch) if isinstance(batch, Mapping) else batch))
 
 
-def call(model: nn.Module, batch: Any) -> Any:
+def call(model: nn.Module, batch: Any, *, rest: bool = False) -> Any:
     """Call ``model``: with a tensor as it is, with a tuple or list by position, with a mapping by keyword.
 
-    Raises TypeError for a batch of another type.
+    ``rest``: the batch may have more than the forward takes, such as targets, which are for the loss.
+
+    Raises TypeError for a batch of another type, and for one that the forward does not take.
     """
+    args, kwargs = given(batch)
+    if rest:
+        args, kwargs = _taken(model, args, kwargs)
+    try:
+        return model(*args, **kwargs)
+    except TypeError as error:
+        if (reason := _mismatch(model, args, kwargs)) is None:
+            raise
+        raise TypeError(
+            f"the forward of {type(model).__name__} does not take the batch: {reason}. A tuple is its arguments by "
+            f"position, a dict by keyword; what it does not take, such as targets, is for a loss that you give: "
+            f"loss=lambda output, batch: ..."
+        ) from error
+
+
+def given(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch as arguments by position and by keyword. Raises TypeError for what is none."""
     if isinstance(batch, Tensor):
-        return model(batch)
+        return (batch,), {}
     if isinstance(batch, Mapping):
-        return model(**batch)
+        return (), dict(batch)
     if isinstance(batch, tuple | list):
-        return model(*batch)
+        return tuple(batch), {}
     raise TypeError(
-        f"a batch is a tensor, a tuple of arguments or a dict of keyword arguments; got {type(batch).__name__}"
+        f"a batch is a tensor, a tuple of arguments or a dict of keyword arguments, got {type(batch).__name__}; of a "
+        f"DataLoader take one batch, next(iter(loader)), and of arrays make tensors, torch.from_numpy(array)"
     )
+
+
+def _taken(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Those of the arguments that the forward has parameters for."""
+    known = _parameters(model)
+    kinds = {one.kind for one in known}
+    if Parameter.VAR_POSITIONAL not in kinds:
+        args = args[: sum(one.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD) for one in known)]
+    if Parameter.VAR_KEYWORD not in kinds:
+        kwargs = {name: kwargs[name] for one in known if (name := one.name) in kwargs}
+    return args, kwargs
+
+
+def _mismatch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why the forward cannot be called so; None where it can."""
+    try:
+        Signature(_parameters(model)).bind(*args, **kwargs)
+    except TypeError as error:
+        names = ", ".join(str(one).partition(":")[0] for one in _parameters(model))
+        return f"{error}; it takes ({names})"
+    return None
+
+
+def _parameters(model: nn.Module) -> list[Parameter]:
+    """Those of the forward that the model's class has, or of the model that ``DistributedDataParallel`` wraps."""
+    while isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    return list(signature(type(model).forward).parameters.values())[1:]
 
 
 def copied(tree: Tree) -> Tree:

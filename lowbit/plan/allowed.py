@@ -23,7 +23,7 @@ def left(
 
     Raises ValueError for an unknown name, and where a dimension has no choice left.
     """
-    kept, left_out = set(keep), set(no)
+    kept, left_out = ({given} if isinstance(given, str) else set(given) for given in (keep, no))
     known = [name for row in choices.values() for name in row]
     for name in (*kept, *left_out):
         if name not in known:

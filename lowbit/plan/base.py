@@ -53,6 +53,12 @@ class BasePlan(Generic[_Prediction, _Settings]):
             rows.append((amount(one.peak_bytes), cost, words + (" (chosen)" if one is self.chosen else "")))
         return aligned(rows, (0, 1))
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BasePlan) and type(other) is type(self) and other.as_dict() == self.as_dict()
+
+    def __hash__(self) -> int:
+        return hash((self.budget, self.peak_bytes))
+
     # -- files ---------------------------------------------------------------------------------------------------
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""

@@ -12,6 +12,7 @@ import lowbit as lb
 from lowbit.plan import Plan
 from lowbit.plan.fitting import Run
 from lowbit.plan.fitting.predict import Prediction
+from lowbit.plan.fitting.subject import subject_of
 from lowbit.plan.settings import Settings, make_optimizer
 
 transformers = pytest.importorskip("transformers")
@@ -46,7 +47,8 @@ def data():
 
 
 def plan_of(settings):
-    return Plan(Prediction(settings, 1, 1.0), 1, Prediction(Settings(), 1, 1.0), [])
+    chosen, plain = Prediction(settings, 1, 1.0), Prediction(Settings(), 1, 1.0)
+    return Plan(chosen, 1, plain, [], subject=subject_of(model(), None))
 
 
 def arguments(directory, **more):

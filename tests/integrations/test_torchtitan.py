@@ -25,6 +25,7 @@ import lowbit as lb
 from lowbit.integrations.torchtitan import BEYOND, JobConfig, LowbitConverter, PlanConverter, register
 from lowbit.plan import Plan
 from lowbit.plan.fitting.predict import Prediction
+from lowbit.plan.fitting.subject import Subject
 from lowbit.plan.settings import Settings, make_optimizer, prepare_model_
 from lowbit.train import TrainLinear
 
@@ -199,7 +200,8 @@ class Blocks(nn.Module):
 
 
 def plan_of(settings: Settings) -> Plan:
-    return Plan(Prediction(settings, 1, 1.0), 1, Prediction(Settings(), 1, 1.0), [])
+    chosen, plain = Prediction(settings, 1, 1.0), Prediction(Settings(), 1, 1.0)
+    return Plan(chosen, 1, plain, [], subject=Subject("Toy", {}, None))
 
 
 def by_plan(convert: object, settings: Settings) -> tuple[list[float], nn.Module]:

@@ -181,7 +181,7 @@ class Locked(nn.Linear):
         (
             {"loss": lambda output, batch: output},
             ValueError,
-            r"a tensor of one number, got shape \(2, 4\); take its mean",
+            r"a tensor of one number, got shape \[2, 4\]; take its mean",
         ),
         ({"loss": lambda output, batch: 1.0}, ValueError, "a tensor of one number, got float"),
         ({"model": Locked()}, ValueError, r"Locked cannot be copied, .*_thread.lock.* memory\.profile"),

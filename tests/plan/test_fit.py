@@ -157,6 +157,7 @@ def test_a_model_that_writes_into_results_of_products_keeps_none():
     assert Predictor(GPT(CONFIG), BATCH).applies("save_matmuls")
 
 
+@pytest.mark.filterwarnings("ignore:fit. LlamaForCausalLM is in evaluation mode")
 def test_a_choice_that_does_nothing_here_is_refused_where_it_is_asked_for(llama):
     model, batch = llama
     for other, given, loss in (
@@ -288,6 +289,7 @@ def test_what_is_kept_and_left_out():
 def test_a_plan_that_was_saved_is_the_same_plan(plans, tmp_path):
     for plan in plans.values():
         again = Plan.load(plan.save(tmp_path / "plan.json"))
+        assert again == plan and again != plans[45 if plan is plans[20] else 20]
         assert again.as_dict() == plan.as_dict() and again.table() == plan.table()
         assert again.settings == plan.settings
     (tmp_path / "plan.json").write_text('{"budget": 1}')
@@ -358,3 +360,115 @@ def test_choices_that_find_nothing_to_change_are_not_tried():
     plan = lb.fit(model, x, "100%", lambda output, batch: output.square().mean(), no=("disk",))
     assert plan.settings.mixed is None
     assert plan.apply_(model).step(x) > 0
+
+
+# -- what a plan is of ------------------------------------------------------------------------------------------------
+INPUTS, CLASSES = torch.randn(64, 32), torch.randint(10, (64,))
+
+
+def classifier(classes=10):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, classes))
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = classifier()
+
+    def forward(self, inputs, mask=None):
+        return self.inner(inputs)
+
+
+def by_hand(steps):
+    model = classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        loss = F.cross_entropy(model(INPUTS), CLASSES)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "loss"),
+    [
+        (classifier, (INPUTS, CLASSES), lambda output, batch: F.cross_entropy(output, batch[1])),
+        (
+            Named,
+            {"inputs": INPUTS, "classes": CLASSES},
+            lambda output, batch: F.cross_entropy(output, batch["classes"]),
+        ),
+    ],
+)
+def test_what_the_forward_does_not_take_is_for_the_loss_that_is_given(make, batch, loss):
+    plan = lb.fit(make(), batch, "90%", loss, keep=("fp32", "adamw", "memory", "activations in memory"))
+    torch.manual_seed(0)
+    model = make()
+    run = plan.apply_(model, lr=1e-2)
+    assert [run.step(batch) for _ in range(3)] == pytest.approx(list(by_hand(3)), rel=1e-5)
+    with pytest.raises(TypeError, match=r"does not take the batch: .*; it takes \((input|inputs, mask=None)\).*loss="):
+        lb.fit(make(), batch, "90%")
+
+
+def test_a_plan_is_of_one_model_and_one_loss(tmp_path):
+    def loss(output, batch):
+        return F.cross_entropy(output, batch[1])
+
+    batch = INPUTS, CLASSES
+    plan = lb.fit(classifier(), batch, "100%", loss, keep="fp32")
+    again = Plan.load(plan.save(tmp_path / "plan.json"))
+    with pytest.raises(ValueError, match=r"is of a loss that was given, .*loss, which no file holds; .*loss=\.\.\."):
+        again.apply_(classifier())
+    assert again.apply_(classifier(), loss).step(batch) == pytest.approx(next(by_hand(1)))
+    with pytest.raises(ValueError, match=r"Sequential with '2.weight' of \[10, 64\] in float32, .* of \[11, 64\]"):
+        plan.apply_(classifier(11), loss)
+    frozen = classifier()
+    frozen[0].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"float32, frozen; plan for this model"):
+        plan.apply_(frozen)
+    with pytest.raises(ValueError, match="on the meta device, without numbers to train"):
+        plan.apply_(classifier().to("meta"))
+    model = classifier()
+    plan.apply_(model)
+    with pytest.raises(ValueError, match=r"trains by a plan already; .*run\.refit"):
+        plan.apply_(model)
+
+
+def test_a_model_in_evaluation_mode_is_told_of():
+    with pytest.warns(UserWarning, match=r"fit: Sequential is in evaluation mode.*call model\.train\(\)") as told:
+        plan = lb.fit(classifier().eval(), INPUTS, "100%")
+    assert told[0].filename == __file__
+    with pytest.warns(UserWarning, match=r"plan\.apply_: Sequential is in evaluation mode"):
+        plan.apply_(classifier().eval())
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "options", "message"),
+    [
+        (Named, INPUTS, {}, "got the class Named; make one of it"),
+        (classifier(), INPUTS.numpy(), {}, r"got ndarray; .*torch\.from_numpy"),
+        (classifier(), [INPUTS].__iter__(), {}, r"got list_iterator; of a DataLoader take one batch"),
+        (classifier(), INPUTS, {"budget": "0%"}, "budget is bytes above 0, '8GB' or '80%', got '0%'"),
+        (classifier(), INPUTS, {"loss": lambda output, batch: output}, r"got shape \[64, 10\]; take its mean"),
+        (classifier(), INPUTS, {"loss": lambda output, batch: output.detach().mean()}, "has no gradient"),
+        (classifier(), INPUTS, {"loss": lambda output, batch: output.mean() * output.max().item()},
+         r"the loss reads values of tensors .*; return a tensor, without item\(\)"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_says_why(model, batch, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        lb.fit(model, batch, **({"budget": "90%"} | options))
+
+
+def test_a_batch_of_wrong_shapes_raises_without_a_log(caplog):
+    with pytest.raises(RuntimeError, match=r"\[4, 31\] X \[32, 64\]"):
+        lb.fit(classifier(), torch.randn(4, 31), "90%")
+    assert not caplog.records
+
+
+def test_optimizers_and_recipes_that_take_no_fp64_are_left_out():
+    plan = lb.fit(classifier().double(), INPUTS.double(), "100%")
+    assert plan.settings.bits == 32 and plan.settings.mixed is None
+    assert lb.fit(classifier(), INPUTS, "100%", keep="adamw8bit").settings.bits == 8, "one name is a name"

@@ -19,6 +19,7 @@ from lowbit.demo.gpt import generate as generate_by_gpt
 from lowbit.nn.packed import PackedLinear
 from lowbit.plan import GenerationPlan, Plan
 from lowbit.plan.fitting.predict import Prediction as TrainingPrediction
+from lowbit.plan.fitting.subject import Subject
 from lowbit.plan.settings import Settings as TrainingSettings
 
 CONTEXT, VOCAB = 200, 512
@@ -204,7 +205,7 @@ def test_a_saved_plan_is_the_same(plans, kind, tmp_path):
 
 def test_a_file_of_the_other_task_says_which_class_reads_it(plans, tmp_path):
     chosen = TrainingPrediction(TrainingSettings(), 1000, 1.0)
-    training = Plan(chosen, 2000, chosen, []).save(tmp_path / "training.json")
+    training = Plan(chosen, 2000, chosen, [], subject=Subject("Linear", {}, None)).save(tmp_path / "training.json")
     with pytest.raises(ValueError, match=r"training.json holds no plan for generation.*load it by lb.plan.Plan.load"):
         GenerationPlan.load(training)
     generation = plans("gpt")[80].save(tmp_path / "generation.json")

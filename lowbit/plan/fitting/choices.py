@@ -21,7 +21,7 @@ from lowbit.memory.fused_loss import answers_without_logits
 from lowbit.memory.model_attention import attends_without_scores
 from lowbit.models import find_blocks
 from lowbit.plan.allowed import left
-from lowbit.plan.settings import Settings, prepare_model_
+from lowbit.plan.settings import Settings, make_optimizer, prepare_model_
 
 __all__ = [
     "CHOICES", "LAST", "PARTS", "PLANNED", "QUALITY", "WAY", "Choice", "allowed", "combinations", "described",
@@ -47,14 +47,16 @@ class Choice(NamedTuple):
 
 
 def _prepares(**changes: Any) -> Callable[[nn.Module, Any, Any], bool]:
-    """Whether a model has layers that ``changes`` of the settings find, such as matrices in fp32."""
+    """Whether a model has what ``changes`` of the settings look for, such as matrices in fp32."""
 
     def applies(model: nn.Module, batch: Any, loss: Any) -> bool:
         with torch.inference_mode(False), fake_tensors() as mode:
             copied = fake_model(model, mode, None)
+            settings = Settings(**changes)
             try:
-                prepare_model_(copied, Settings(**changes))
-            except ValueError:
+                prepare_model_(copied, settings)
+                make_optimizer(copied.parameters(), settings)
+            except (ValueError, TypeError):
                 return False
         return True
 
@@ -103,8 +105,8 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
     ),
     "optimizer": (
         Choice("adamw", {}, "both states of AdamW in fp32"),
-        Choice("adamw8bit", {"bits": 8}, "both states of AdamW as 8-bit codes", 0.30),
-        Choice("adamw4bit", {"bits": 4}, "both states of AdamW as 4-bit codes", -0.44),
+        Choice("adamw8bit", {"bits": 8}, "both states of AdamW as 8-bit codes", 0.30, applies=_prepares(bits=8)),
+        Choice("adamw4bit", {"bits": 4}, "both states of AdamW as 4-bit codes", -0.44, applies=_prepares(bits=4)),
     ),
     "masters": (
         Choice("residual", {}, "of weights in bf16, the optimizer keeps the 8 bits that they lack of fp32"),

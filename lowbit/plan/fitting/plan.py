@@ -18,6 +18,7 @@ from lowbit.plan.fitting.choices import PARTS, described, words
 from lowbit.plan.fitting.plot import plot
 from lowbit.plan.fitting.predict import Prediction
 from lowbit.plan.fitting.run import Run
+from lowbit.plan.fitting.subject import Subject
 from lowbit.plan.settings import Settings
 from lowbit.processes import processes
 from lowbit.sizes import amount
@@ -44,10 +45,14 @@ class Plan(BasePlan[Prediction, Settings]):
         loss: Callable[[Any, Any], Tensor] | None = None,
         beside: Mapping[str, Prediction] | None = None,
         ways: Iterable[Prediction] = (),
+        *,
+        subject: Subject,
+        machine: Mapping[str, Any] | None = None,
     ) -> None:
         self._others = {one.settings: one for one in (*predictions, chosen)}
         super().__init__(chosen, budget, plain, self._others.values(), lambda one: one.seconds)
-        self._loss, self.beside = loss, dict(beside or {})
+        self._loss, self.beside, self.subject = loss, dict(beside or {}), subject
+        self._machine = dict(machine or _machine())
         self.ways = [chosen if one.settings.way == chosen.settings.way else one for one in ways]
 
     @property
@@ -63,15 +68,23 @@ class Plan(BasePlan[Prediction, Settings]):
     ) -> Run:
         """Make ``model`` train by the plan, in place; returns its ``Run``, with ``step(batch)`` and ``optimizer``.
 
-        ``loss``: that of ``lb.fit`` unless given, which no file holds. ``directory``: where states and activations on
+        ``loss(output, batch)``: a mean over the rows of a batch, that of ``lb.fit`` unless given; no file holds it.
+        ``directory``: where states and activations on
         disk go, the system's for temporary files unless given, and host memory for a model on a GPU. ``options``: of
         the optimizer, such as ``lr`` and ``weight_decay``.
 
         A plan of several processes shards the model by ``lb.distributed.shard_``: each process calls it, with the same
-        model, and ``step`` with its own batch. Raises ValueError where other than ``gpus`` processes run.
+        model, and ``step`` with its own batch.
+
+        Raises ValueError, with the model untouched, for a model of other parameters than the planned one, one that
+        trains by a plan already, and one on meta; where the loss is missing that the plan is of; and where other than
+        ``gpus`` processes run.
         """
+        loss = loss or self._loss
+        self.subject.check(model, "plan.apply_")
+        self.subject.check_loss(loss, self.settings)
         predictions = list(self._others.values())
-        return Run(model, self.settings, loss or self._loss, directory, options, predictions, self.plain.peak_bytes)
+        return Run(model, self.settings, loss, directory, options, predictions, self.plain.peak_bytes)
 
     # -- for people ----------------------------------------------------------------------------------------------
     def __str__(self) -> str:
@@ -130,7 +143,8 @@ class Plan(BasePlan[Prediction, Settings]):
             "ways": [plain_values(one) for one in self.ways],
             "beside": {name: plain_values(one) for name, one in self.beside.items()},
             "refits": [plain_values(one) for one in self._refits()],
-            "machine": {"cpu": cpu_name(), "threads": torch.get_num_threads(), "lowbit": __version__},
+            "subject": self.subject._asdict(),
+            "machine": self._machine,
         }  # fmt: skip
 
     @classmethod
@@ -138,7 +152,10 @@ class Plan(BasePlan[Prediction, Settings]):
         chosen, plain, *others = map(cls._read, (data["chosen"], data["plain"], *data["frontier"], *data["refits"]))
         beside = {name: cls._read(one) for name, one in data["beside"].items()}
         ways = map(cls._read, data.get("ways", ()))
-        return cls(chosen, data["budget"], plain, others, beside=beside, ways=ways)
+        subject = Subject(**data["subject"])
+        return cls(
+            chosen, data["budget"], plain, others, beside=beside, ways=ways, subject=subject, machine=data["machine"]
+        )
 
     # -- several processes -----------------------------------------------------------------------------------------
     @classmethod
@@ -160,3 +177,8 @@ class Plan(BasePlan[Prediction, Settings]):
         plan = cls._of(said[0])
         plan._loss = loss
         return plan
+
+
+def _machine() -> dict[str, Any]:
+    """What plans are of."""
+    return {"cpu": cpu_name(), "threads": torch.get_num_threads(), "lowbit": __version__}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -310,13 +310,14 @@ class Predictor:
         settings: Settings,
         count: int,
         optimizer: Settings | None,
-        passes: Any = accumulate,
+        passes: Callable[[nn.Module, Any, Any], object] | None = None,
         prepare: Callable[[nn.Module], object] = lambda model: None,
     ) -> Estimate:
         """Of a step in ``count`` parts, of which two show what all take; the batch they are of is held whole.
-        ``prepare``: called on the model that is trained by the settings.
+        ``passes``: in place of forward and backward. ``prepare``: called on the model that is trained by the settings.
         """
         away = elsewhere(settings, tempfile.gettempdir())
+        passes = passes or partial(accumulate, rest=self.loss is not None)
 
         def within(model: nn.Module, batch: Any, loss: Any) -> None:
             *_, (largest, _) = micro_batches(batch, count)

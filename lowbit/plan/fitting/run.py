@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
 from lowbit.memory import micro_batches, usual_loss
+from lowbit.memory.estimate import scalar
 from lowbit.memory.fused_loss import has_causal_loss
 from lowbit.memory.planned import bytes_of
 from lowbit.memory.shortage import ran_out, reclaim
@@ -26,15 +28,21 @@ from lowbit.plan.fitting.adapt import (
     more_frugal,
     permits,
 )
+from lowbit.plan.fitting.subject import check_mode
 from lowbit.plan.settings import Settings, arrange_, elsewhere, require_processes, sharded
 from lowbit.processes import processes
 
 __all__ = ["Run", "accumulate"]
 
+#: Models that train by a plan.
+_PLANNED: WeakSet[nn.Module] = WeakSet()
 
-def accumulate(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor]) -> Tensor:
-    """Forward and backward; returns the loss. The answer of the model goes as soon as the loss has been computed."""
-    value = loss(call(model, batch), batch)
+
+def accumulate(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor], rest: bool = False) -> Tensor:
+    """Forward and backward; returns the loss. The answer of the model goes as soon as the loss has been computed.
+    ``rest``: the batch may have more than the forward takes.
+    """
+    value = loss(call(model, batch, rest=rest), batch)
     value.backward()  # type: ignore[no-untyped-call]
     return value.detach()
 
@@ -57,6 +65,12 @@ class Run:
         plain: int = 0,
     ) -> None:
         require_processes(settings)
+        if model in _PLANNED:
+            raise ValueError(
+                f"plan.apply_: this {type(model).__name__} trains by a plan already; go on with its run, "
+                f"run.refit(budget) for another budget, or plan for a fresh model"
+            )
+        check_mode(model, "plan.apply_")
         self._plain_model, self.settings = model, settings
         self._loss = loss or usual_loss
         self._predictions, self._plain = predictions, plain
@@ -65,6 +79,7 @@ class Run:
         optimizer = arrange_(model, settings, self._where, **options)
         self.model, self.optimizer = sharded(model, optimizer, settings)
         self._at = ""
+        _PLANNED.add(model)
 
     def step(self, batch: Any) -> float:
         """One step of training on a batch, in as many parts as planned; returns its mean loss before the step.
@@ -136,11 +151,11 @@ class Run:
                 self._at = f"forward {of}"
 
                 def loss(output: Any, part: Any, weight: float = weight, of: str = of) -> Tensor:
-                    value = self._loss(output, part) * weight
+                    value = scalar(self._loss(output, part), "run.step") * weight
                     self._at = f"backward {of}"
                     return value
 
-                total += accumulate(self.model, part, loss).item()
+                total += accumulate(self.model, part, loss, self._loss is not usual_loss).item()
         return total
 
     def _targets(self, batch: Any) -> Callable[[Any], Tensor] | None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lowbit.convert.select import check_model
 from lowbit.distributed.ways import WAYS
 from lowbit.memory.planned import bytes_of
+from lowbit.models.batches import given
 from lowbit.plan.fitting.choices import (
     LAST,
     PLANNED,
@@ -26,6 +27,7 @@ from lowbit.plan.fitting.choices import (
 from lowbit.plan.fitting.link import ALONE, Together, together
 from lowbit.plan.fitting.plan import Plan
 from lowbit.plan.fitting.predict import Prediction, Predictor
+from lowbit.plan.fitting.subject import check_mode, subject_of
 from lowbit.plan.serving import GenerationPlan, serve
 from lowbit.plan.settings import ARITHMETIC, Settings
 from lowbit.progress import Progress
@@ -120,6 +122,7 @@ def fit(
     Raises ValueError where nothing fits, with the least that would, for unknown names, and for arguments of the other
     task; and as ``estimate``.
     """
+    check_model(model)
     if task == "generate":
         if loss is not None or quality != QUALITY or (gpus, link, group_size) != (1, None, None):
             raise ValueError(
@@ -162,7 +165,8 @@ def fits(
     progress: Progress = lambda what, done, total: None,
 ) -> Iterator[Plan]:
     """``fit`` for several budgets, one after the other, which share their estimates."""
-    check_model(model)
+    check_mode(model, "fit")
+    given(batch)
     choices = allowed(keep, no, quality, group.gpus, group.group_size)
     choices = dict(_applicable(choices, model, batch, loss))
     predictor = Predictor(model, batch, loss, group.bandwidth)
@@ -208,7 +212,10 @@ def _plan(search: _Search, chosen: Prediction | None, plain: Prediction) -> Plan
     if chosen is None:
         raise ValueError(search.refusal())
     beside = {name: predictor.predicted(plainer) for name, plainer in plainer_by_dimension(chosen.settings).items()}
-    return Plan(chosen, search.limit, plain, list(search.predictions.values()), predictor.loss, beside, search.ways())
+    return Plan(
+        chosen, search.limit, plain, list(search.predictions.values()), predictor.loss, beside, search.ways(),
+        subject=subject_of(predictor.model, predictor.loss),
+    )  # fmt: skip
 
 
 class _Search:

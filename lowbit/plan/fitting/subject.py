@@ -1,0 +1,75 @@
+"""What a plan is of: a model, by its parameters, and a loss, by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lowbit.notice import warn
+from lowbit.plan.settings import Settings
+
+__all__ = ["Subject", "check_mode", "subject_of"]
+
+
+class Subject(NamedTuple):
+    """``model``: the name of its class. ``parameters``: by name what each is like, in words. ``loss``: the name of the
+    one that was given; None for the model's own.
+    """
+
+    model: str
+    parameters: dict[str, str]
+    loss: str | None
+
+    def check(self, model: nn.Module, who: str) -> None:
+        """Raises ValueError for another model, and for one without numbers."""
+        own = subject_of(model, None)
+        for name in (*self.parameters, *own.parameters):
+            planned, has = self.parameters.get(name), own.parameters.get(name)
+            if planned != has:
+                raise ValueError(
+                    f"{who}: the plan is of a {self.model} {_with(name, planned)}, and this {own.model} is "
+                    f"{_with(name, has)}; plan for this model, lb.fit(model, batch, budget), or give the one that was "
+                    f"planned, as it was"
+                )
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise ValueError(
+                f"{who}: this {own.model} is on the meta device, without numbers to train; make or load it on the "
+                f"device where it trains"
+            )
+
+    def check_loss(self, loss: Any, settings: Settings) -> None:
+        """Raises ValueError where the loss is not of the planned kind."""
+        if self.loss is not None and loss is None:
+            raise ValueError(
+                f"plan.apply_: the plan is of a loss that was given, {self.loss}, which no file holds; give it again: "
+                f"plan.apply_(model, loss=...)"
+            )
+        if loss is not None and settings.fused_loss:
+            raise ValueError(
+                "plan.apply_: the plan has 'fused loss', with which the model answers its own loss and no logits, and "
+                "a loss was given; plan for that loss: lb.fit(model, batch, budget, loss)"
+            )
+
+
+def _with(name: str, like: str | None) -> str:
+    return f"without {name!r}" if like is None else f"with {name!r} of {like}"
+
+
+def subject_of(model: nn.Module, loss: Callable[..., Any] | None) -> Subject:
+    parameters = {
+        name: f"{list(one.shape)} in {str(one.dtype).removeprefix('torch.')}{'' if one.requires_grad else ', frozen'}"
+        for name, one in model.named_parameters()
+    }
+    named = None if loss is None else f"{getattr(loss, '__module__', '')}.{getattr(loss, '__qualname__', repr(loss))}"
+    return Subject(type(model).__name__, parameters, named)
+
+
+def check_mode(model: nn.Module, who: str) -> None:
+    """Warns of a model in evaluation mode."""
+    if not model.training:
+        warn(
+            f"{who}: {type(model).__name__} is in evaluation mode, as from_pretrained answers it, and would train "
+            f"without dropout and with the kept statistics of BatchNorm; call model.train() first"
+        )
