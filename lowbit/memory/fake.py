@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from lowbit.models.batches import call
 from lowbit.models.ties import storage
 
-__all__ = ["answer_without_data", "fake_batch", "fake_model", "fake_tensors", "value_of", "values_needed"]
+__all__ = ["answer_without_data", "fake_batch", "fake_model", "fake_tensors", "outlined", "value_of", "values_needed"]
 
 #: Elements of the largest tensor whose values are kept.
 _KEPT = 1 << 20
@@ -70,6 +70,15 @@ def answer_without_data(model: nn.Module, prepare: Callable[[nn.Module], object]
 def fake_batch(batch: Any, mode: FakeTensorMode, device: torch.device | str | None) -> Any:
     """The same tree with fake tensors for its tensors, on ``device`` unless it is None."""
     return tree_map_only(Tensor, lambda tensor: _fake(tensor, mode, device), batch)
+
+
+def outlined(batch: Any) -> Any:
+    """The same tree with all that ``fake_batch`` looks at: tensors on meta, but for small ones of whole numbers."""
+
+    def outline(tensor: Tensor) -> Tensor:
+        return tensor.detach().to("cpu", copy=True) if _is_kept(tensor) else tensor.detach().to("meta")
+
+    return tree_map_only(Tensor, outline, batch)
 
 
 def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device | str | None) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from lowbit import memory, optim
 from lowbit.distributed.ways import WAYS, shard_
 from lowbit.memory.block_table import BlockOptions, blocks_of
+from lowbit.models.batches import call
 from lowbit.processes import processes
 from lowbit.train import compress_activations_, mixed_, prepare_
 
-__all__ = ["ARITHMETIC", "Settings", "arrange_", "elsewhere", "make_optimizer", "optimizer_class", "policy_of",
-           "prepare_model_", "require_processes", "sharded"]  # fmt: skip
+__all__ = ["ARITHMETIC", "Settings", "accumulate", "arrange_", "elsewhere", "make_optimizer", "optimizer_class",
+           "policy_of", "prepare_model_", "require_processes", "sharded"]  # fmt: skip
 
 #: The fields of ``Settings`` that say what forward and backward compute.
 ARITHMETIC = ("mixed", "recipe", "compress", "attention", "fused_loss")
@@ -144,6 +145,15 @@ def optimizer_class(settings: Settings) -> tuple[Any, dict[str, Any]]:
     if settings.bits == 32:
         return torch.optim.AdamW, {}
     return optim.AdamW, {"bits": settings.bits}
+
+
+def accumulate(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor], rest: bool = False) -> Tensor:
+    """Forward and backward; returns the loss. The answer of the model goes as soon as the loss has been computed.
+    ``rest``: the batch may have more than the forward takes.
+    """
+    value = loss(call(model, batch, rest=rest), batch)
+    value.backward()  # type: ignore[no-untyped-call]
+    return value.detach()
 
 
 def elsewhere(settings: Settings, where: str) -> AbstractContextManager[Any]:

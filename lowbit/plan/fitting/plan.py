@@ -47,11 +47,12 @@ class Plan(BasePlan[Prediction, Settings]):
         ways: Iterable[Prediction] = (),
         *,
         subject: Subject,
+        batch: Any = None,
         machine: Mapping[str, Any] | None = None,
     ) -> None:
         self._others = {one.settings: one for one in (*predictions, chosen)}
         super().__init__(chosen, budget, plain, self._others.values(), lambda one: one.seconds)
-        self._loss, self.beside, self.subject = loss, dict(beside or {}), subject
+        self._loss, self.beside, self.subject, self._batch = loss, dict(beside or {}), subject, batch
         self._machine = dict(machine or _machine())
         self.ways = [chosen if one.settings.way == chosen.settings.way else one for one in ways]
 
@@ -84,7 +85,7 @@ class Plan(BasePlan[Prediction, Settings]):
         self.subject.check(model, "plan.apply_")
         self.subject.check_loss(loss, self.settings)
         predictions = list(self._others.values())
-        return Run(model, self.settings, loss, directory, options, predictions, self.plain.peak_bytes)
+        return Run(model, self.settings, loss, directory, options, predictions, self.plain.peak_bytes, self._batch)
 
     # -- for people ----------------------------------------------------------------------------------------------
     def __str__(self) -> str:

@@ -26,11 +26,11 @@ from lowbit.memory.checkpoint.selective import MUTATED
 from lowbit.memory.offload.bandwidth import bandwidth
 from lowbit.memory.planned import Option, best, choices_of, peak_of
 from lowbit.optim.offload import TOGETHER
+from lowbit.plan.fitting.adapt import copies_of_buffers, recompute_
 from lowbit.plan.fitting.link import DEFAULTS, exchange_seconds
-from lowbit.plan.fitting.run import accumulate
 from lowbit.plan.fitting.sharing import Sharing, share_
 from lowbit.plan.fitting.streaming import Streaming
-from lowbit.plan.settings import ARITHMETIC, Settings, elsewhere, make_optimizer, prepare_model_
+from lowbit.plan.settings import ARITHMETIC, Settings, accumulate, elsewhere, make_optimizer, prepare_model_
 
 __all__ = ["Prediction", "Predictor"]
 
@@ -97,6 +97,8 @@ class Predictor:
     loss: Callable[[Any, Any], Tensor] | None = None
     #: Bytes a second that one of several processes sends.
     bandwidth: float = DEFAULTS["cpu"]
+    #: What the model trains by already; predictions are then of these settings with others of ``CHANGES``.
+    trains: Settings | None = None
 
     def __post_init__(self) -> None:
         self.rows = samples(self.batch)
@@ -319,14 +321,21 @@ class Predictor:
         away = elsewhere(settings, tempfile.gettempdir())
         passes = passes or partial(accumulate, rest=self.loss is not None)
 
+        copies: dict[Tensor, Tensor] = {}
+
         def within(model: nn.Module, batch: Any, loss: Any) -> None:
+            copies.clear()
+            copies.update(copies_of_buffers(model))
             *_, (largest, _) = micro_batches(batch, count)
             for _ in range(min(count, 2)):
                 with away:
                     passes(model, largest, loss)
 
         def prepared(model: nn.Module) -> None:
-            prepare_model_(model, settings)
+            if self.trains is None:
+                prepare_model_(model, settings)
+            elif self.trains.checkpoint != settings.checkpoint:
+                recompute_(model, settings.checkpoint)
             prepare(model)
 
         return estimate(

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from lowbit.memory import micro_batches, usual_loss
 from lowbit.memory.estimate import scalar
+from lowbit.memory.fake import outlined
 from lowbit.memory.fused_loss import has_causal_loss
 from lowbit.memory.planned import bytes_of
 from lowbit.memory.shortage import ran_out, reclaim
-from lowbit.models.batches import call
 from lowbit.notice import warn
 from lowbit.plan.fitting.adapt import (
     Before,
@@ -28,23 +28,15 @@ from lowbit.plan.fitting.adapt import (
     more_frugal,
     permits,
 )
+from lowbit.plan.fitting.predict import Predictor
 from lowbit.plan.fitting.subject import check_mode
-from lowbit.plan.settings import Settings, arrange_, elsewhere, require_processes, sharded
+from lowbit.plan.settings import Settings, accumulate, arrange_, elsewhere, require_processes, sharded
 from lowbit.processes import processes
 
-__all__ = ["Run", "accumulate"]
+__all__ = ["Run"]
 
 #: Models that train by a plan.
 _PLANNED: WeakSet[nn.Module] = WeakSet()
-
-
-def accumulate(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor], rest: bool = False) -> Tensor:
-    """Forward and backward; returns the loss. The answer of the model goes as soon as the loss has been computed.
-    ``rest``: the batch may have more than the forward takes.
-    """
-    value = loss(call(model, batch, rest=rest), batch)
-    value.backward()  # type: ignore[no-untyped-call]
-    return value.detach()
 
 
 class Run:
@@ -52,6 +44,7 @@ class Run:
     next step, which adapt.
 
     ``predictions``: what else the plan could have chosen, for ``refit``. ``plain``: the bytes of plain training.
+    ``batch``: the one that was planned for, ``outlined``.
     """
 
     def __init__(
@@ -63,6 +56,7 @@ class Run:
         options: dict[str, Any],
         predictions: Sequence[Predicted] = (),
         plain: int = 0,
+        batch: Any = None,
     ) -> None:
         require_processes(settings)
         if model in _PLANNED:
@@ -73,7 +67,7 @@ class Run:
         check_mode(model, "plan.apply_")
         self._plain_model, self.settings = model, settings
         self._loss = loss or usual_loss
-        self._predictions, self._plain = predictions, plain
+        self._predictions, self._plain, self._batch = predictions, plain, batch
         on_gpu = any(param.is_cuda for param in model.parameters())
         self._where = str(directory or ("cpu" if on_gpu else tempfile.gettempdir()))
         optimizer = arrange_(model, settings, self._where, **options)
@@ -93,6 +87,7 @@ class Run:
         ``lb.memory.micro_batches`` for a batch that cannot be split.
         """
         before, first = Before(self.model), self.settings
+        self._batch = outlined(batch)
         total = self._gradients(batch, before, first)
         self._advance(before)
         self.optimizer.zero_grad()
@@ -102,15 +97,28 @@ class Run:
         """Go on within another budget, smaller or larger; returns what is predicted of a step from now on.
 
         Of the plan's predictions with the arithmetic of this run (precision, recipe, bits of the optimizer) the fastest
-        that fits is taken. Checkpoints, parts, and the place of states and activations may change; a change of parts
-        changes losses by the order of sums, the others change no bit. ``budget``: as ``lb.fit`` takes it.
+        that fits is taken, by an estimate of a step on a batch like the last one. Checkpoints, parts, and the place of
+        states and activations may change; a change of parts changes losses by the order of sums, the others change no
+        bit. ``budget``: as ``lb.fit`` takes it.
+
+        Where several processes train, where weights lie elsewhere, and of a plan from a file before the first step,
+        the plan's predictions count as they are, which sum what few estimates say.
         Raises ValueError where nothing fits, with the least that would; then the run goes on as it was.
         """
         if isinstance(budget, str) and budget.endswith("%") and not self._plain:
             raise ValueError(f"run.refit: a share of plain training needs a run of a plan, got {budget!r}; give bytes")
-        found = fastest(self._predictions, self.settings, bytes_of(budget, self._plain, "run.refit"))
+        limit = bytes_of(budget, self._plain, "run.refit")
+        found = fastest(self._predictions, self.settings, limit, self._whole())
         self._change(found.settings)
         return found
+
+    def _whole(self) -> Callable[[Predicted], Predicted]:
+        """What makes an estimate of a whole step of a prediction."""
+        if self._batch is None or self.settings.gpus > 1 or self.settings.offload_weights:
+            return lambda one: one
+        loss = None if self._loss is usual_loss else self._loss
+        predictor = Predictor(self._plain_model, self._batch, loss, trains=self.settings)
+        return lambda one: predictor.whole(one.settings)
 
     # -- inside ----------------------------------------------------------------------------------------------------
     def _gradients(self, batch: Any, before: Before, first: Settings) -> float:

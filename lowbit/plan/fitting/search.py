@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from lowbit.convert.select import check_model
 from lowbit.distributed.ways import WAYS
+from lowbit.memory.fake import outlined
 from lowbit.memory.planned import bytes_of
 from lowbit.models.batches import given
+from lowbit.plan.fitting.adapt import TRIES
 from lowbit.plan.fitting.choices import (
     LAST,
     PLANNED,
@@ -37,9 +39,6 @@ __all__ = ["fit", "fits"]
 
 #: Each choice that is not plain has to save this part of the time.
 _WORTH = 0.005
-#: How many predictions of an arithmetic are held against an estimate of the whole step, and how often options of
-#: blocks are chosen again within less.
-_TRIES = 6
 #: The way that holds least, and how often the number of processes is doubled to say how many would do.
 _LEAST, _DOUBLINGS = "zero3", 10
 
@@ -214,7 +213,7 @@ def _plan(search: _Search, chosen: Prediction | None, plain: Prediction) -> Plan
     beside = {name: predictor.predicted(plainer) for name, plainer in plainer_by_dimension(chosen.settings).items()}
     return Plan(
         chosen, search.limit, plain, list(search.predictions.values()), predictor.loss, beside, search.ways(),
-        subject=subject_of(predictor.model, predictor.loss),
+        subject=subject_of(predictor.model, predictor.loss), batch=outlined(predictor.batch),
     )  # fmt: skip
 
 
@@ -284,9 +283,9 @@ class _Search:
             candidates = sorted([*candidates, *self._planned(settings, candidates)], key=_rank)
         found: Prediction | None = None
         # Where none of the fastest fits as a whole, those that hold least may.
-        smallest = sorted(candidates[_TRIES:], key=lambda one: one.peak_bytes)[:_TRIES]
-        for number, candidate in enumerate([*candidates[:_TRIES], *smallest]):
-            if found is not None and (number >= _TRIES or _rank(found) <= _rank(candidate)):
+        smallest = sorted(candidates[TRIES:], key=lambda one: one.peak_bytes)[:TRIES]
+        for number, candidate in enumerate([*candidates[:TRIES], *smallest]):
+            if found is not None and (number >= TRIES or _rank(found) <= _rank(candidate)):
                 break
             whole = self._within(candidate)
             if whole is not None and (found is None or _rank(whole) < _rank(found)):
@@ -311,7 +310,7 @@ class _Search:
     def _within(self, candidate: Prediction) -> Prediction | None:
         """The estimate of the whole step; where that is above the budget, with less asked of the blocks."""
         target = self.limit
-        for _ in range(_TRIES):
+        for _ in range(TRIES):
             whole = self.predictor.whole(candidate.settings)
             self.predictions[whole.settings] = whole
             if whole.peak_bytes <= self.limit:
