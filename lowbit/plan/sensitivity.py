@@ -114,9 +114,16 @@ class _Run:
         self.by = "output"
         self.mask: Tensor | None = None
         self.copies = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Let go of what a batch has left. The hooks of its graph hold this object, and the inputs of layers hold that
+        graph, through nodes that Python's collector does not see.
+        """
         self.leaves: list[Tensor] = []
+        self.journal = Journal()
         for layer in self.layers:
-            layer.watch = self._called
+            layer.journal = layer.watch = None
 
     # -- a batch ------------------------------------------------------------------------------------------------------
     def count(self, batch: Any, loss: Loss | None) -> None:
@@ -124,7 +131,10 @@ class _Run:
 
         def run() -> None:
             self.sums = copy.deepcopy(before)
-            self._run(batch, loss)
+            try:
+                self._run(batch, loss)
+            finally:
+                self._forget()
 
         despite_writes(run)
 
@@ -134,7 +144,7 @@ class _Run:
         while True:
             self.leaves, self.journal = [], Journal(self.copies)
             for layer in self.layers:
-                layer.journal = self.journal
+                layer.journal, layer.watch = self.journal, self._called
             with torch.set_grad_enabled(wanted):
                 output = feed(self.work, batch)
                 value = (loss or token_loss)(output, batch) if wanted else None

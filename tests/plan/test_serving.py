@@ -5,12 +5,14 @@ hand.
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 
 import pytest
 import torch
 from support.models import same_state
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import lowbit as lb
 from lowbit.convert import prepack
@@ -78,6 +80,17 @@ def tensors_of(model):
 def held(run, prompt=PROMPT):
     """The most bytes that torch's allocator holds while the model generates to the end of the context."""
     return lb.memory.allocated_peak(lambda: run.generate(prompt)) + size_of(run.model) + prompt.nbytes
+
+
+def alive():
+    """The bytes of all tensors that Python knows of, each storage once."""
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    storages = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for t in found
+        if not isinstance(t, FakeTensor) and t.device.type == "cpu" and t.layout == torch.strided
+    }
+    return sum(storages.values())
 
 
 def by_hand(model, settings):
@@ -188,6 +201,21 @@ def test_the_model_stays_as_it_is_while_a_plan_is_made():
     lb.fit(model, TOKENS, "90%", task="generate", context=CONTEXT, keep=("plain cache",))
     assert same_state(model, before) and version == [p._version for p in model.parameters()]
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+@each
+def test_a_plan_by_a_batch_leaves_nothing_in_memory(kind):
+    model, keep = MAKE[kind](), ("plain cache", "whole prompt")
+    lb.fit(model, TOKENS, "90%", task="generate", context=CONTEXT, keep=keep)  # what is made once a process
+    gc.collect()
+    gc.disable()  # nothing waits for the collector
+    try:
+        before = alive()
+        for _ in range(2):
+            lb.fit(model, TOKENS, "90%", task="generate", context=CONTEXT, keep=keep)
+            assert alive() <= before + 4096
+    finally:
+        gc.enable()
 
 
 # -- a plan's files and words -----------------------------------------------------------------------------------------
