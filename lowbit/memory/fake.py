@@ -29,7 +29,9 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from lowbit.models.batches import call
 from lowbit.models.ties import storage
 
-__all__ = ["answer_without_data", "fake_batch", "fake_model", "fake_tensors", "outlined", "value_of", "values_needed"]
+__all__ = [
+    "Routed", "answer_without_data", "fake_batch", "fake_model", "fake_tensors", "outlined", "value_of", "values_needed",
+]  # fmt: skip
 
 #: Elements of the largest tensor whose values are kept.
 _KEPT = 1 << 20
@@ -184,9 +186,11 @@ class _Values(TorchDispatchMode):
             device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
             return tree_map_only(Tensor, lambda value: _fake(value, self.mode, device), answer)
         out = func(*args, **kwargs)
-        answer = _computed(func, args, kwargs) if sure and _is_kept(out) else None
+        made = tree_leaves(out)
+        answer = _computed(func, args, kwargs) if sure and made and all(map(_is_kept, made)) else None
         if answer is not None:
-            _keep(out, answer, _shared(answer, args))
+            for tensor, value in zip(made, tree_leaves(answer), strict=True):
+                _keep(tensor, value, _shared(value, args))
         elif writes:
             for leaf in _written(func, args, kwargs):
                 if (kept := _kept(leaf)) is not None:
@@ -237,6 +241,25 @@ def _told_to_transformers() -> Iterator[None]:
         return
     with mock.patch.object(module, "is_fake_tensor", lambda x: isinstance(x, FakeTensor) and value_of(x) is None):
         yield
+
+
+class Routed(TorchDispatchMode):
+    """Within ``fake_tensors``: of unknown numbers the first of each row are taken to be the largest. Of all ways in
+    which a router may send tokens to experts it is the one that gives an expert most.
+
+    A forward without gradients holds no more than that. What a backward holds depends on how many experts are given
+    any.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.topk.default and value_of(out[1]) is None and _is_kept(out[1]):
+            axis = args[2] if len(args) > 2 else -1
+            with _disable_current_modes():
+                first = torch.empty(out[1].shape, dtype=torch.long)
+                first.movedim(axis, -1).copy_(torch.arange(first.shape[axis]))
+            _keep(out[1], first, _Shared())
+        return out
 
 
 # -- rules that torch lacks -------------------------------------------------------------------------------------------

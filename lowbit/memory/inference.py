@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowbit.convert.select import check_model
 from lowbit.memory.estimate import Estimate, Seen
-from lowbit.memory.fake import fake_model, fake_tensors, values_needed
+from lowbit.memory.fake import Routed, fake_model, fake_tensors, values_needed
 from lowbit.memory.ledger import Ledger
 from lowbit.models.ties import model_bytes
 from lowbit.nn.base import kind
@@ -53,12 +53,12 @@ def estimate_generation(
 
     Nothing is computed, and ``model`` stays as it is; it may be on the meta device. The prompt is all tokens but the
     last, ``part`` of them at a time (None: all at once); the last is decoded by itself. ``cache(model)``: an empty
-    cache. ``prepare(model)``: called on the copy first.
+    cache. ``prepare(model)``: called on the copy first. All tokens are sent to the same experts, which holds most.
 
     Raises ValueError for a model whose forward reads values of tensors, and one that cannot be copied.
     """
     check_model(model)
-    with torch.inference_mode(False), torch.no_grad(), fake_tensors() as fake:
+    with torch.inference_mode(False), torch.no_grad(), fake_tensors() as fake, Routed():  # type: ignore[no-untyped-call]
         copied = fake_model(model, fake, None).eval()
         if prepare is not None:
             prepare(copied)

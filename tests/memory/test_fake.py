@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lowbit as lb
-from lowbit.memory.fake import fake_batch, fake_tensors, value_of
+from lowbit.memory.fake import Routed, fake_batch, fake_tensors, value_of
 
 OPS = (
     lambda t: t.cumsum(-1), lambda t: torch.diff(t, dim=-1), lambda t: t[:, 1:], lambda t: t.flip(0),
@@ -19,6 +19,7 @@ OPS = (
     lambda t: torch.cat((t, t * 3), 1), lambda t: t.unsqueeze(1).expand(-1, 2, -1).flatten(1),
     lambda t: torch.arange(t.shape[-1]) - t, lambda t: t.clone().clamp_(min=1), lambda t: t.nonzero(),
     lambda t: torch.where(t > 0, t, t + 7), lambda t: t.to(torch.int32), lambda t: t.unique().reshape(1, -1),
+    lambda t: torch.stack(t.unbind(0)), lambda t: t.split(2, 1)[1], lambda t: t.topk(2, 0)[0], lambda t: t.sort(1)[1],
 )  # fmt: skip
 
 
@@ -74,6 +75,26 @@ def test_random_and_fresh_numbers_have_no_value():
         assert value_of(torch.randint(5, (3,))) is value_of(torch.empty(3, dtype=torch.long)) is None
         assert value_of(torch.randn(3)) is value_of(torch.ones(3)) is None
         assert value_of(torch.ones(2, dtype=torch.bool)).tolist() == [True, True]
+
+
+def test_numbers_of_a_known_tensor_are_read_one_by_one():
+    with fake_tensors() as mode:
+        ids = fake_batch(torch.arange(6).reshape(2, 3), mode, None)
+        assert ids.tolist() == [[0, 1, 2], [3, 4, 5]] and [int(one) for one in ids[1]] == [3, 4, 5]
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+def test_a_router_chooses_the_first_experts_where_asked_to(axis):
+    numbers = torch.tensor([[3, 1, 2], [1, 9, 4], [0, 5, 6]])
+    with fake_tensors() as mode:
+        known = fake_batch(numbers, mode, None)
+        with Routed():
+            chosen = torch.randn(5, 4).topk(2, axis)[1]
+            largest = known.topk(1)[1]
+        rows = value_of(chosen).tolist()
+        assert rows == ([[0] * 4, [1] * 4] if axis == 0 else [[0, 1]] * 5) and chosen.unique().tolist() == [0, 1]
+        assert value_of(largest).tolist() == [[0], [1], [2]]
+        assert value_of(torch.randn(5, 4).topk(2, axis)[1]) is None
 
 
 class Masked(nn.Module):

@@ -47,6 +47,22 @@ def llama():
     return transformers.LlamaForCausalLM(config).eval()
 
 
+def mixture(kind, **settings):
+    """Of experts: ``kind`` and ``settings`` are of a configuration of transformers."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        num_experts_per_tok=2, max_position_embeddings=CONTEXT, eos_token_id=None, bos_token_id=None, pad_token_id=0,
+        **settings,
+    )  # fmt: skip
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+
+
+MIXTURES = {
+    "mixtral": lambda: mixture("Mixtral", intermediate_size=160, num_local_experts=5),
+    "gpt-oss": lambda: mixture("GptOss", intermediate_size=160, num_local_experts=5, head_dim=16, sliding_window=24),
+}
 MAKE = {"gpt": gpt, "llama": llama}
 each = pytest.mark.parametrize("kind", MAKE)
 
@@ -147,6 +163,21 @@ def test_several_sequences_and_a_model_on_meta():
     measured = held(plan.apply_(gpt()), PROMPT.expand(3, -1).contiguous())
     assert 0.96 * measured <= plan.peak_bytes <= 1.04 * measured and measured <= 1.03 * plan.budget
     assert "the model is on meta" in str(plan)
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_experts_hold_no_more_than_where_all_tokens_choose_the_same(kind):
+    """How many tokens an expert is given, nobody knows before."""
+    keep = ("int4-weight-only:group32", "parts of 64")
+    plan = lb.fit(MIXTURES[kind](), TOKENS, "60%", task="generate", context=CONTEXT, keep=keep)
+    assert any("experts" in name and one != "float" for name, one in plan.settings.weights.items())
+    spread, same = MIXTURES[kind](), MIXTURES[kind]()
+    with torch.no_grad():
+        for name, parameter in same.named_parameters():
+            if ".mlp.gate." in name or ".router." in name:
+                parameter.zero_()
+    least, most = (held(plan.apply_(model)) for model in (spread, same))
+    assert least <= most <= 1.03 * plan.budget and 0.96 * most <= plan.peak_bytes <= 1.04 * most, plan
 
 
 # -- generation -------------------------------------------------------------------------------------------------------
