@@ -188,10 +188,13 @@ def _undominated(states: dict[int, tuple[float, int, Any]]) -> dict[int, tuple[f
 def bytes_of(budget: str | int, whole: int, who: str) -> int:
     """A budget in bytes, where it may be a share of ``whole``. Raises ValueError for what is no budget."""
     share = re.fullmatch(r"(\d+(?:\.\d+)?)%", budget) if isinstance(budget, str) else None
-    if share is not None:
-        size: Any = int(whole * float(share[1]) / 100)
-    else:
-        size = bytes_in(budget) if isinstance(budget, str) else budget
+    try:
+        if share is not None:
+            size: Any = int(whole * float(share[1]) / 100)
+        else:
+            size = bytes_in(budget) if isinstance(budget, str) else budget
+    except ValueError as error:
+        raise ValueError(f"{who}: budget is bytes above 0, '8GB' or '80%'; {error}") from None
     if not is_bytes(size) or not size:
         raise ValueError(f"{who}: budget is bytes above 0, '8GB' or '80%', got {budget!r}")
     return int(size)

@@ -294,6 +294,8 @@ def test_what_cannot_fit_says_the_least_that_would():
         ({"context": None}, "context is a whole number from 2"),
         ({"rows": 0}, "rows is a whole number from 1"),
         ({"budget": None}, "give a budget"),
+        ({"budget": "0%"}, "budget is bytes above 0, '8GB' or '80%', got '0%'"),
+        ({"budget": "-5%"}, "fit: budget is bytes above 0, '8GB' or '80%'; '-5%' is no size"),
         ({"keep": ("int5",)}, "no choice is called 'int5'"),
         ({"no": ("prepacked", "as stored")}, "leave nothing for the layout"),
         ({"loss": lambda output, batch: output.sum()}, "loss, quality, gpus, link and group_size are for task='train'"),
@@ -319,8 +321,12 @@ def test_models_and_batches_that_do_not_serve():
         plan(llama(), context=201)
     with pytest.raises(ValueError, match="201 positions exceed the model's context of 200"):
         plan(gpt(), context=201)
-    with pytest.raises(TypeError, match="batch as token ids"):
-        plan(gpt(), torch.randn(2, 8))
+    for batch, got in (
+        (torch.randn(2, 8), r"float32 of the shape \[2, 8\]"), ("some text", "str"), (["one", "two"], "list of str"),
+        ([1, 2, 3], "list of int"), (TOKENS.numpy(), "ndarray"), (7, "int"), ({"text": TOKENS}, "dict"), ([], "list"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=rf"batch as token ids.*got {got}\. Tokenize text, tokenizer\(text"):
+            plan(gpt(), batch)
     with torch.device("meta"):
         model = gpt()
     with pytest.raises(ValueError, match="on meta has no weights"):
@@ -333,10 +339,18 @@ def test_generations_beyond_the_plan(plans):
         (PROMPT, {"max_new_tokens": 5}, "within 200, got 196 and 5"),
         (PROMPT.expand(2, -1), {}, "for 1 sequences at a time, got 2"),
         (PROMPT, {"num_beams": 3}, "for 1 sequences at a time, got 3"),
-        (PROMPT[0], {}, "expected token ids"),
+        (PROMPT[0], {}, "expected token ids.*got int64 of the shape \\[196\\]"),
+        (PROMPT.float(), {}, "expected token ids.*got float32 of the shape \\[1, 196\\]"),
     ):
         with pytest.raises(ValueError, match=said):
             run.generate(tokens, **options)
+    for tokens, said in (
+        ("hi", r"got str\. Tokenize text, tokenizer\(text, return_tensors='pt'\).input_ids"),
+        (PROMPT.numpy(), r"got ndarray.*torch.tensor\(\[numbers\]\)"),
+        ([1, 2, 3], "got list of int"),
+    ):
+        with pytest.raises(TypeError, match=f"generate: expected token ids, a tensor.*{said}"):
+            run.generate(tokens)
     with pytest.raises(ValueError, match="takes the likeliest token each time"):
         plans("gpt")[90].apply_(gpt()).generate(PROMPT, 2, temperature=1.0)
     before = llama()

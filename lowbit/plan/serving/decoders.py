@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["DECODERS", "Decoder", "decoder_of"]
+__all__ = ["DECODERS", "Decoder", "decoder_of", "instead_of_tokens"]
 
 
 @dataclass(frozen=True)
@@ -79,4 +79,17 @@ def decoder_of(model: nn.Module) -> Decoder:
         f"{type(model).__name__} has none; for a budget of weights call lb.quantize_(model, lb.sensitivity(model, "
         f"recipes, batches).choose(size=BYTES)). A model of your own needs kv_cache(rows, scheme) and "
         f"forward(tokens, cache=None)"
+    )
+
+
+def instead_of_tokens(given: Any) -> str:
+    """What a caller gave in the place of token ids, and how they are made."""
+    got = type(given).__name__
+    if isinstance(given, Tensor):
+        got = f"{str(given.dtype).removeprefix('torch.')} of the shape {list(given.shape)}"
+    elif isinstance(given, list | tuple) and given:
+        got += f" of {type(given[0]).__name__}"
+    return (
+        f"got {got}. Tokenize text, tokenizer(text, return_tensors='pt').input_ids; of numbers make a tensor, "
+        f"torch.tensor([numbers])"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,7 +20,7 @@ from lowbit.models.batches import batches_in, feed, mask_of, tokens_of
 from lowbit.nn.kv_cache import QuantizedRows
 from lowbit.plan.bits import FLOAT
 from lowbit.plan.sensitivity import sensitivity
-from lowbit.plan.serving.decoders import Decoder
+from lowbit.plan.serving.decoders import Decoder, instead_of_tokens
 from lowbit.plan.serving.layers import Weights, tables, weights_of
 from lowbit.plan.serving.settings import Allowed, packs
 from lowbit.progress import Progress
@@ -110,9 +110,13 @@ def checked(model: nn.Module, batch: Any) -> list[Any] | None:
     """
     if batch is None:
         return None
-    batches = batches_in([batch] if isinstance(batch, Tensor | Mapping) else batch)
+    several = isinstance(batch, Iterable) and not isinstance(batch, Tensor | Mapping)
+    batches = batches_in(batch if several else [batch])
     if not batches or any(tokens_of(one) is None for one in batches):
-        raise TypeError("fit: task='generate' takes batch as token ids [B, T], or several such batches")
+        raise TypeError(
+            f"fit: task='generate' takes batch as token ids, a tensor of whole numbers [B, T], or several such "
+            f"batches; {instead_of_tokens(batch)}"
+        )
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("fit: a model on meta has no weights to see batches with; load it, or leave batch out")
     return batches

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowbit.plan.serving.decoders import decoder_of
+from lowbit.models.batches import tokens_of
+from lowbit.plan.serving.decoders import decoder_of, instead_of_tokens
 from lowbit.plan.serving.settings import Settings
 
 __all__ = ["GenerationRun"]
@@ -28,10 +29,15 @@ class GenerationRun:
         model of transformers, such as ``do_sample``; a model of your own takes the likeliest token and has none.
         Sequences are of one length: a mask for padding takes more than is planned.
 
-        Raises ValueError for more sequences or tokens than planned.
+        Raises ValueError for more sequences or tokens than planned, and for a tensor of something else; TypeError for
+        what is no tensor.
         """
-        if tokens.dim() != 2 or tokens.shape[1] == 0:
-            raise ValueError(f"generate: expected token ids [B, T] with T >= 1, got the shape {list(tokens.shape)}")
+        is_tensor = isinstance(tokens, Tensor)
+        if not is_tensor or tokens_of(tokens) is None or tokens.shape[1] == 0:
+            raise (ValueError if is_tensor else TypeError)(
+                f"generate: expected token ids, a tensor of whole numbers [B, T] with T >= 1, "
+                f"{instead_of_tokens(tokens)}"
+            )
         length = tokens.shape[1]
         count = self.context - length if max_new_tokens is None else max_new_tokens
         if count < 1 or length + count > self.context:
