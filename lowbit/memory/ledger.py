@@ -13,6 +13,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -187,13 +188,8 @@ class Ledger(TorchDispatchMode):
             return None
         self.pieces.append(piece)
         self.live += piece.bytes
-        self._open[key] = (weakref.ref(storage, lambda _: self._gone(key)), piece)
+        self._open[key] = (weakref.ref(storage, partial(_gone, weakref.ref(self), key)), piece)
         return piece
-
-    def _gone(self, key: int) -> None:
-        _, piece = self._open.pop(key)
-        piece.died = max(len(self.ops) - 1, piece.born)
-        self.live -= piece.bytes
 
     def _accumulated(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -277,6 +273,16 @@ class Ledger(TorchDispatchMode):
                     # One that is not known was made where no mode sees it.
                     piece = self._piece(storage, self.ops[-1].layer) if leaf.device == self.device else None
                     yield None if piece is None else piece.kind
+
+
+def _gone(ledger: weakref.ref[Ledger], key: int, storage: Any) -> None:
+    """Write down that a storage is gone, where the ledger is still there: it goes, with its model, once nobody holds
+    it.
+    """
+    if (found := ledger()) is not None:
+        _, piece = found._open.pop(key)
+        piece.died = max(len(found.ops) - 1, piece.born)
+        found.live -= piece.bytes
 
 
 def _inherited(kinds: Iterable[str | None]) -> str | None:
