@@ -80,6 +80,11 @@ def _attention(args: tuple[Any, ...], out: Any) -> int:
     return int(threads * (each + 2 * min(even, 512) * width) + 2 * batch * heads * width * (keys + even))
 
 
+def _safe_softmax(args: tuple[Any, ...], out: Any) -> int:
+    """Whether each score is masked; on CUDA too."""
+    return int(args[0].numel())
+
+
 @cache
 def _packs() -> bool:
     return torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -140,11 +145,6 @@ def _cuda_attention_backward(args: tuple[Any, ...], out: Any) -> int:
     return 4 * int(query.numel() + query.numel() // query.shape[-1]) + wide
 
 
-def _cuda_softmax(args: tuple[Any, ...], out: Any) -> int:
-    """Whether each score is masked."""
-    return int(args[0].numel())
-
-
 def _cuda_softmax_backward(args: tuple[Any, ...], out: Any) -> int:
     """The product of gradient and output."""
     return _bytes(args[0])
@@ -167,6 +167,7 @@ def _chosen(op: str) -> Scratch:
 #: By kind of device and op.
 SCRATCH: dict[str, dict[str, Scratch]] = {
     "cpu": {
+        "aten._safe_softmax.default": _safe_softmax,
         "aten._scaled_dot_product_flash_attention_for_cpu.default": _attention,
         "aten.convolution.default": _convolution,
         "aten.convolution_backward.default": _convolution_backward,
@@ -174,7 +175,7 @@ SCRATCH: dict[str, dict[str, Scratch]] = {
         "aten.sum.default": _sum,
     },
     "cuda": {
-        "aten._safe_softmax.default": _cuda_softmax,
+        "aten._safe_softmax.default": _safe_softmax,
         "aten._scaled_dot_product_cudnn_attention_backward.default": _cuda_attention_backward,
         "aten._scaled_dot_product_efficient_attention_backward.default": _cuda_attention_backward,
         "aten._scaled_dot_product_flash_attention_backward.default": _cuda_attention_backward,

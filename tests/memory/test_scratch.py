@@ -1,4 +1,4 @@
-"""What CUDA kernels are said to allocate for themselves, beside what an H200's allocator gave them.
+"""What kernels are said to allocate for themselves, beside what torch's allocator gave them: on CUDA that of an H200.
 
 The allocator rounds up to 512 bytes, and hands out up to 1 MiB more than was asked for where it cannot split a block.
 """
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import lowbit as lb
 from lowbit.memory.scratch import scratch_bytes
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -79,3 +80,10 @@ def test_on_a_cpu_others_are_known():
     assert scratch_bytes("aten.convolution.default", (x, weight, None, [1, 1]), out) == max(
         sizes[0] + sizes[1], sizes[2]
     )
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_masks_of_softmax_on_the_cpu(dtype):
+    x = torch.randn(2, 64, 200, dtype=dtype)
+    measured = lb.memory.allocated_peak(lambda: torch.ops.aten._safe_softmax(x, -1), "cpu") - x.nbytes
+    assert measured - 1024 <= scratch_bytes("aten._safe_softmax.default", (x, -1), x) <= measured
