@@ -30,7 +30,8 @@ from lowbit.models.batches import call
 from lowbit.models.ties import storage
 
 __all__ = [
-    "Routed", "answer_without_data", "fake_batch", "fake_model", "fake_tensors", "outlined", "value_of", "values_needed",
+    "Routed", "answer_without_data", "fake_batch", "fake_model", "fake_tensors", "outlined", "value_of",
+    "values_needed",
 ]  # fmt: skip
 
 #: Elements of the largest tensor whose values are kept.
