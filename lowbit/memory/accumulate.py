@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["accumulation_weights", "micro_batches", "samples"]
+__all__ = ["accumulation_weights", "largest_part", "micro_batches", "samples"]
 
 #: Where the targets of a batch are: a key (an index in a tuple), or a function of the batch.
 Targets = str | int | Callable[[Any], Tensor]
@@ -55,8 +55,7 @@ def micro_batches(
     Raises ValueError for what cannot be split, and where a process of ``model`` has no targets while others do;
     TypeError for a model without ``no_sync``.
     """
-    given = dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
-    pieces = _split(given, parts, size)
+    pieces = _split(batch, parts, size)
     weights = accumulation_weights(pieces, targets=targets, ignore_index=ignore_index, model=model)
     return _with_weights(pieces, weights, model)
 
@@ -107,11 +106,19 @@ def _split(batch: Any, parts: int | None, size: int | None) -> list[Any]:
     total = samples(batch)
     count = min(number, total) if parts is not None else -(-total // number)
     bounds = [total * i // count if parts is not None else i * number for i in range(count)] + [total]
-    leaves, structure = pytree.tree_flatten_with_path(batch)
-    return [
-        pytree.tree_unflatten([_part(path, leaf, total, start, end) for path, leaf in leaves], structure)
-        for start, end in pairwise(bounds)
-    ]
+    return [_cut(batch, total, start, end) for start, end in pairwise(bounds)]
+
+
+def largest_part(batch: Any, parts: int) -> Any:
+    """The largest of so many parts of a batch, which is the last. Raises as ``micro_batches``."""
+    total = samples(batch)
+    return _cut(batch, total, total * (parts - 1) // parts, total)
+
+
+def _cut(batch: Any, total: int, start: int, end: int) -> Any:
+    """The samples of a batch from ``start`` to before ``end``."""
+    leaves, structure = pytree.tree_flatten_with_path(dict(batch) if isinstance(batch, Mapping) else batch)
+    return pytree.tree_unflatten([_part(path, leaf, total, start, end) for path, leaf in leaves], structure)
 
 
 def _part(path: Any, leaf: Any, samples: int, start: int, end: int) -> Any:

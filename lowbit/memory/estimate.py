@@ -74,14 +74,16 @@ class Estimate(Usage):
         """What each of ``ops`` takes, see ``lowbit.memory.timing``: the first call for a shape runs the op. Where it
         cannot be run, its arithmetic and traffic at the rates of this machine (``lowbit.memory.cost``).
         """
-        try:
-            return [0.0 if done is None else self._seconds(*done) for done in self._done]
-        finally:
-            timings(self.device).save()
+        kept = timings(self.device)
 
-    def _seconds(self, call: Call | None, work: Work) -> float:
-        measured = None if call is None else timings(self.device).seconds(call)
-        return work.seconds(rates(self.device)) if measured is None else measured
+        def seconds(call: Call | None, work: Work) -> float:
+            measured = None if call is None else kept.seconds(call)
+            return work.seconds(rates(self.device)) if measured is None else measured
+
+        try:
+            return [0.0 if done is None else seconds(*done) for done in self._done]
+        finally:
+            kept.save()
 
 
 class Seen:

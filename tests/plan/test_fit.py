@@ -76,20 +76,28 @@ def test_what_cannot_fit_says_the_least_that_would():
 
 
 def test_a_row_of_a_smaller_part_takes_no_less_time():
-    """Where half a batch takes far less than half its time, as in caches, a line through both would end below zero."""
+    """Times are on the line through half a batch and one row, and at least in proportion to half of it."""
 
     def table(rows, seconds):
         zeros = np.zeros(2)
         return BlockTable(zeros + rows, zeros, np.zeros(3), zeros + seconds / 4, seconds, 10.0 + rows)
 
-    line = _Line(8, table(8, 2.0), table(4, 0.5), table(4, 0.6))
-    assert line.at(1).seconds == 2.0 and line.at(2).seconds == 0.6
-    for count, rows in ((3, 3), (4, 2), (8, 1)):
-        part = line.at(count)
-        assert part.seconds == pytest.approx(0.6 * rows / 4) and part.recomputation[0] == pytest.approx(
-            part.seconds / 4
-        )
-        assert part.peak == 10.0 + rows and part.kept[0] == rows, "bytes are on the line"
+    for one, expected in ((0.3, {3: 0.5, 2: 0.4, 1: 0.3}), (0.01, {3: 0.45, 2: 0.3, 1: 0.15})):
+        line = _Line(8, table(8, 2.0), table(4, 0.5), table(4, 0.6), table(1, one))
+        assert line.at(1).seconds == 2.0 and line.at(2).seconds == 0.6
+        for count, rows in ((3, 3), (4, 2), (8, 1)):
+            part = line.at(count)
+            assert part.seconds == pytest.approx(expected[rows])
+            assert part.recomputation[0] == pytest.approx(part.seconds / 4)
+            assert part.peak == 10.0 + rows and part.kept[0] == rows, "bytes are on the line"
+
+
+def test_parts_of_few_rows_are_not_taken_for_as_fast_as_large_ones():
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    predictor = Predictor(model, torch.randn(1024, 64), lambda output, batch: output.square().mean())
+    few, many = (predictor.predicted(Settings(micro=count)) for count in (4, 1024))
+    assert many.seconds > 3 * few.seconds and many.peak_bytes < few.peak_bytes
+    assert many.seconds == pytest.approx(predictor.whole(many.settings).seconds, rel=0.2)
 
 
 @pytest.mark.parametrize(

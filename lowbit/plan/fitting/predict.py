@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lowbit.memory import Estimate, estimate, micro_batches
-from lowbit.memory.accumulate import samples
+from lowbit.memory import Estimate, estimate
+from lowbit.memory.accumulate import largest_part, samples
 from lowbit.memory.block_table import KEEP, OPTIONS, BlockTable, block_table, blocks_of, options_of, parts_of
 from lowbit.memory.checkpoint.policies import choose
 from lowbit.memory.checkpoint.selective import MUTATED
@@ -63,27 +63,31 @@ class _Step(NamedTuple):
 
 @dataclass
 class _Line:
-    """Forward and backward of one part by its rows: of the whole batch, of the first half, and of the second half, when
-    there are gradients. Bytes of parts of other sizes are on the line through whole and half; so are times, which are
-    at least in proportion, since fewer rows are no faster a row.
+    """Forward and backward of one part by its rows: of the whole batch, of its first half, and with gradients there
+    of its second half and of one ``row``. Bytes of other parts are on the line through whole and half. Times are on the
+    line through half and one row, which takes what each op takes at least; they are at least in proportion, since fewer
+    rows are no faster a row.
     """
 
     rows: int
     whole: BlockTable
     first: BlockTable | None = None
     second: BlockTable | None = None
+    row: BlockTable | None = None
 
     def at(self, count: int) -> BlockTable:
         """One of so many parts."""
         if count == 1 or self.first is None or self.second is None:
             return self.whole
         half, rows = -(-self.rows // 2), -(-self.rows // count)
-        share = (half - rows) / max(self.rows - half, 1)
+        share, fewer = (half - rows) / max(self.rows - half, 1), (half - rows) / max(half - 1, 1)
+        least = self.row or self.second
 
         def on_line(field: str) -> Any:
             whole, first, second = (getattr(t, field) for t in (self.whole, self.first, self.second))
-            least = second * rows / half if field in _TIMES else 0.0
-            return np.maximum(second - share * (whole - first), least)
+            if field in _TIMES:
+                return np.maximum(second - fewer * (second - getattr(least, field)), second * rows / half)
+            return np.maximum(second - share * (whole - first), 0.0)
 
         return BlockTable(**{field.name: on_line(field.name) for field in fields(BlockTable)})
 
@@ -277,7 +281,11 @@ class Predictor:
             return _Line(1, whole)
         halves = self._passed(settings, 2)
         first, second = (block_table(halves, self.blocks, part) for part in parts_of(halves))
-        return _Line(self.rows, whole, first, second)
+        if self.rows == 2:
+            return _Line(2, whole, first, second)
+        single = self._passed(settings, self.rows)
+        _, part = parts_of(single)
+        return _Line(self.rows, whole, first, second, block_table(single, self.blocks, part))
 
     def _passed(self, settings: Settings, count: int) -> Estimate:
         """Forward and backward in so many parts, as one process has them. Ways share what one process alone has."""
@@ -326,7 +334,7 @@ class Predictor:
         def within(model: nn.Module, batch: Any, loss: Any) -> None:
             copies.clear()
             copies.update(copies_of_buffers(model))
-            *_, (largest, _) = micro_batches(batch, count)
+            largest = largest_part(batch, count)
             for _ in range(min(count, 2)):
                 with away:
                     passes(model, largest, loss)
