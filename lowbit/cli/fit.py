@@ -112,8 +112,7 @@ def _plan(
 ) -> None:
     """Plan, print, and save where there is a directory."""
     model, batch = find(name, rows, length, "MODEL")
-    with bar("planning") as progress:
-        plan = plan_training(model, batch, memory, progress=progress, **asked)
+    plan = plan_training(model, batch, memory, progress=True, **asked)
     made = Path("plan.json") if directory is None else directory / "plan.json"
     code = "\n".join([*_model_lines(name, model, batch), *_plan_lines(memory, asked, directory and made)])
     if directory is not None:

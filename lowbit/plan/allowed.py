@@ -7,9 +7,14 @@ from typing import TypeVar
 
 from lowbit.named import did_you_mean
 
-__all__ = ["left"]
+__all__ = ["left", "names_in"]
 
 _Choice = TypeVar("_Choice")
+
+
+def names_in(given: Iterable[str]) -> tuple[str, ...]:
+    """The names that a caller gave, of which a single one may be a string."""
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def left(
@@ -23,7 +28,7 @@ def left(
 
     Raises ValueError for an unknown name, and where a dimension has no choice left.
     """
-    kept, left_out = ({given} if isinstance(given, str) else set(given) for given in (keep, no))
+    kept, left_out = set(names_in(keep)), set(names_in(no))
     known = [name for row in choices.values() for name in row]
     for name in (*kept, *left_out):
         if name not in known:

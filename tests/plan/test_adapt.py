@@ -204,7 +204,9 @@ def test_where_nothing_is_left_all_is_as_before(tmp_path):
 def test_what_a_plan_must_not_have_is_not_taken():
     """Its predictions tell: of these none recomputes all of a block, and none has anything elsewhere."""
     run = made("plain", Settings())
-    run._predictions = [Prediction(Settings(checkpoint=policy), 1, 1.0) for policy in (None, "attention")]
+    run._predictions = [
+        Prediction(one, 1, 1.0) for one in (Settings(), Settings(checkpoint="attention"), Settings(micro=2))
+    ]
     handle = run.model.blocks[1].register_forward_pre_hook(NoMemory(*range(1, 99)))
     with pytest.warns(UserWarning), pytest.raises(RuntimeError) as error:
         run.step(ROWS[:2])

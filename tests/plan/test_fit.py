@@ -20,6 +20,7 @@ from lowbit.memory import profile
 from lowbit.memory.block_table import BlockTable
 from lowbit.plan import Plan
 from lowbit.plan.fitting import CHOICES, Run
+from lowbit.plan.fitting.adapt import permits
 from lowbit.plan.fitting.choices import WAY
 from lowbit.plan.fitting.predict import Predictor, _Line
 from lowbit.plan.fitting.search import fits
@@ -480,3 +481,38 @@ def test_optimizers_and_recipes_that_take_no_fp64_are_left_out():
     plan = lb.fit(classifier().double(), INPUTS.double(), "100%")
     assert plan.settings.bits == 32 and plan.settings.mixed is None
     assert lb.fit(classifier(), INPUTS, "100%", keep="adamw8bit").settings.bits == 8, "one name is a name"
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+def summed(output, batch):
+    return F.cross_entropy(output, batch[1], reduction="sum")
+
+
+def masked(output, batch):
+    return F.cross_entropy(output, batch[1].masked_fill(batch[1] > 6, -100))
+
+
+def test_a_summed_loss_is_not_taken_in_parts(tmp_path):
+    batch = INPUTS, CLASSES
+    run = Run(classifier(), Settings(micro=4), summed, tmp_path, {})
+    before = copy.deepcopy(run.model.state_dict())
+    with pytest.raises(
+        ValueError, match=r"the loss of two rows is .*, the sum of .*; divide the loss .*no=\('parts',\)"
+    ):
+        run.step(batch)
+    assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in run.model.parameters())
+    assert Run(classifier(), Settings(), summed, tmp_path, {}).step(batch) == pytest.approx(64 * next(by_hand(1)))
+    for loss in (masked, lambda output, batch: output.square().mean(), lambda output, batch: output.var(0).sum()):
+        Run(classifier(), Settings(micro=4), loss, tmp_path, {}).step(batch)
+
+
+def test_plans_without_parts_are_in_one_and_stay_so():
+    loss = lambda output, batch: F.cross_entropy(output, batch[1])
+    plan = lb.fit(classifier(), (INPUTS, CLASSES), "100%", loss, no=("parts",), keep=("fp32",))
+    predictions = list(plan._others.values())
+    assert {one.settings.micro for one in predictions} == {1} and not permits(predictions, "micro", 2)
+    kept = lb.fit(classifier(), (INPUTS, CLASSES), "100%", loss, keep=("fp32", "parts"))
+    assert kept.settings.micro == 2 and "2 parts" in kept.table()
+    with pytest.raises(ValueError, match="a batch of one row has no 'parts'"):
+        lb.fit(classifier(), (INPUTS[:1], CLASSES[:1]), "100%", loss, keep=("parts",))

@@ -12,8 +12,8 @@ import pytest
 import torch
 from support.models import same_state
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 
 import lowbit as lb
 from lowbit.convert import prepack

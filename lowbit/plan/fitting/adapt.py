@@ -44,14 +44,13 @@ class Predicted(Protocol):
 
 # -- what takes less memory -------------------------------------------------------------------------------------------
 class Frugal(NamedTuple):
-    """One way to less memory: ``next(settings, model, batch)`` is the value of ``field`` that takes less, or None.
-
-    ``like``: the fields by which a plan permits it: one of its predictions has the value in one of them. Empty: always.
+    """One way to less memory: ``next(settings, model, batch)`` is the value of ``field`` that takes less, or None. A
+    plan permits it where one of its predictions is ``like`` it.
     """
 
     field: str
     next: Callable[[Settings, nn.Module, Any], Any]
-    like: tuple[str, ...] = ()
+    like: Callable[[Settings, Any], bool]
 
 
 #: Policies of checkpointing, each of which keeps less than those before.
@@ -96,10 +95,10 @@ TRIES = 6
 
 #: What is tried where memory runs out, in this order.
 FRUGAL = (
-    Frugal("micro", _more_parts),
-    Frugal("checkpoint", _more_recomputed, ("checkpoint",)),
-    Frugal("offload_activations", _activations_elsewhere, ("offload_activations",)),
-    Frugal("offload_states", _states_elsewhere, ("offload_states",)),
+    Frugal("micro", _more_parts, lambda planned, value: planned.micro > 1),
+    Frugal("checkpoint", _more_recomputed, lambda planned, value: planned.checkpoint == value),
+    Frugal("offload_activations", _activations_elsewhere, lambda planned, value: planned.offload_activations),
+    Frugal("offload_states", _states_elsewhere, lambda planned, value: planned.offload_states),
 )
 
 
@@ -117,9 +116,7 @@ def more_frugal(
 def permits(predictions: Sequence[Predicted], field: str, value: Any) -> bool:
     """Whether a plan with these predictions may have the value; without predictions there is no plan that says no."""
     like = next(row.like for row in FRUGAL if row.field == field)
-    if not predictions or not like:
-        return True
-    return any(getattr(one.settings, name) == value for one in predictions for name in like)
+    return not predictions or any(like(one.settings, value) for one in predictions)
 
 
 # -- what may change in the middle of training ------------------------------------------------------------------------

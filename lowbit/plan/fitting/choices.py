@@ -1,6 +1,6 @@
 """What a plan chooses from: in each dimension one row of ``CHOICES``, as what it changes of ``Settings``.
 
-Checkpoints are chosen by block, and parts by the budget; see ``search``.
+Checkpoints of blocks and the number of parts follow from the budget; see ``search``.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from lowbit.memory.fake import fake_model, fake_tensors
 from lowbit.memory.fused_loss import answers_without_logits
 from lowbit.memory.model_attention import attends_without_scores
 from lowbit.models import find_blocks
-from lowbit.plan.allowed import left
+from lowbit.plan.allowed import left, names_in
 from lowbit.plan.settings import Settings, make_optimizer, prepare_model_
 
 __all__ = [
-    "CHOICES", "LAST", "PARTS", "PLANNED", "QUALITY", "WAY", "Choice", "allowed", "combinations", "described",
-    "plainer_by_dimension", "possible", "quality_of", "words",
+    "CHOICES", "LAST", "PARTS", "PLANNED", "QUALITY", "WAY", "Choice", "Most", "allowed", "combinations", "described",
+    "most_of", "plainer_by_dimension", "possible", "quality_of", "words",
 ]  # fmt: skip
 
-#: The most that a choice may add to the loss, in percent, where the caller says nothing.
-QUALITY = 0.3
+#: The most that choices may add to the loss together, in percent, where the caller says nothing, and what their sum may
+#: be above it by rounding.
+QUALITY, _ROUNDING = 0.3, 1e-9
 
 
 class Choice(NamedTuple):
@@ -78,6 +79,9 @@ PLANNED = "planned"
 
 #: A dimension whose choices after the first take so long that they are tried where nothing else fits.
 LAST = "weights"
+
+#: A dimension of its own in searches: the number of parts of a batch.
+PARTS = "parts of a batch"
 
 #: By dimension, the plain choice first.
 CHOICES: dict[str, tuple[Choice, ...]] = {
@@ -140,6 +144,11 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
         Choice(way.name, {} if way.name == Settings.way else {"way": way.name}, way.about)
         for way in WAYS.values() if way.name != "dp"
     ),
+    PARTS: (
+        Choice("whole batch", {}, "the whole batch at once"),
+        # As many as the budget asks for.
+        Choice("parts", {"micro": 2}, "gradients of the parts add up; BatchNorm, and losses among rows, see a part"),
+    ),
 }  # fmt: skip
 
 #: Recipes that are taken only where they are kept: a plan need not estimate them all.
@@ -148,18 +157,15 @@ _ASKED = frozenset({"fp8-tensor", "fp8-block", "mxfp8", "int8-stochastic", "nvfp
 #: What a name in ``no`` leaves out too.
 _TOO = {"disk": ("activations on disk", "weights on disk")}
 
-#: What a dimension of its own is called: the number of parts of a batch.
-PARTS = "parts of a batch"
-
 
 def allowed(
-    keep: Iterable[str], no: Iterable[str], quality: float | str, gpus: int = 1, group_size: int | None = None
+    keep: Iterable[str], no: Iterable[str], most: Most, gpus: int = 1, group_size: int | None = None
 ) -> dict[str, tuple[Choice, ...]]:
-    """What ``keep`` and ``no`` leave; of a dimension without a name in ``keep`` those whose recorded loss is at most
-    ``quality`` percent, or ``"any"``. Of a single process there is one way, and ``hsdp`` needs a ``group_size``.
-    Raises as ``left``, and ValueError for what is no quality, and for a way that cannot be.
+    """What ``keep`` and ``no`` leave; of a dimension without a name in ``keep`` those that cost at most ``most`` alone.
+    Of a single process there is one way, and ``hsdp`` needs a ``group_size``.
+    Raises as ``left``, and ValueError for a way that cannot be.
     """
-    most = _most(quality)
+    keep, no = names_in(keep), names_in(no)
     rows = {dimension: {choice.name: choice for choice in row} for dimension, row in CHOICES.items()}
     ways = {name for name in rows[WAY] if gpus > 1 or name == Settings.way}
     ways -= set() if group_size else {"hsdp"}
@@ -171,21 +177,36 @@ def allowed(
 
     def offered(choice: Choice) -> bool:
         return (
-            choice.name not in _ASKED and choice.loss <= most and (choice.name not in rows[WAY] or choice.name in ways)
+            choice.name not in _ASKED
+            and choice.loss <= most.percent
+            and (choice.name not in rows[WAY] or choice.name in ways)
         )
 
     found = left(rows, keep, left_out, offered)
     return {dimension: tuple(row.values()) for dimension, row in found.items()}
 
 
-def _most(quality: float | str) -> float:
+class Most(NamedTuple):
+    """The ``percent`` of loss that choices may cost together, but for those that are ``kept`` by name."""
+
+    percent: float
+    kept: frozenset[str]
+
+    def lost(self, settings: Settings) -> float:
+        """What those of the choices cost that cost something."""
+        return sum(max(one.loss, 0.0) for one in described(settings).values() if one.name not in self.kept)
+
+
+def most_of(keep: Iterable[str], quality: float | str) -> Most:
+    """Raises ValueError for what is no quality."""
+    kept = frozenset(names_in(keep))
     if quality == "any":
-        return math.inf
+        return Most(math.inf, kept)
     if isinstance(quality, bool) or not isinstance(quality, int | float) or not quality >= 0:
         raise ValueError(
-            f"fit: quality is 'any' or the percent of loss that a choice may cost, such as {QUALITY}, got {quality!r}"
+            f"fit: quality is 'any' or the percent of loss that choices may cost, such as {QUALITY}, got {quality!r}"
         )
-    return quality
+    return Most(quality + _ROUNDING, kept)
 
 
 def combinations(choices: Iterable[tuple[Choice, ...]]) -> list[Settings]:
@@ -227,8 +248,8 @@ def described(settings: Settings) -> dict[str, Choice]:
 
 
 def plainer_by_dimension(settings: Settings) -> dict[str, Settings]:
-    """By dimension that is not plain, and by ``PARTS``, the settings with the plain choice in its place."""
-    found = {name: replace(settings, **_defaults(name)) for name in CHOICES} | {PARTS: replace(settings, micro=1)}
+    """By dimension that is not plain the settings with the plain choice in its place."""
+    found = {name: replace(settings, **_defaults(name)) for name in CHOICES}
     for name, plainer in found.items():
         for dimension in ("masters", LAST):  # which need another choice
             if not possible(found[name]):
@@ -242,17 +263,17 @@ def _defaults(dimension: str) -> dict[str, Any]:
 
 
 def quality_of(settings: Settings) -> float:
-    """The largest recorded loss of the choices, in percent."""
-    return max(choice.loss for choice in described(settings).values())
+    """What was recorded of the choices, added up, in percent."""
+    return sum(choice.loss for choice in described(settings).values())
 
 
 def words(settings: Settings) -> str:
     """The names of all that is not plain."""
     names = []
     for dimension, choice in described(settings).items():
-        names += [] if choice.name == CHOICES[dimension][0].name and dimension != WAY else [choice.name]
-    parts = [f"{settings.micro} parts"] if settings.micro > 1 else []
-    return ", ".join([*names, *parts]) or "plain training"
+        if choice.name != CHOICES[dimension][0].name or dimension == WAY:
+            names.append(f"{settings.micro} parts" if dimension == PARTS else choice.name)
+    return ", ".join(names) or "plain training"
 
 
 def _by_block(settings: Settings) -> str:

@@ -14,7 +14,7 @@ from lowbit._version import __version__
 from lowbit.machine import cpu_name
 from lowbit.plan.base import BasePlan, plain_values
 from lowbit.plan.fitting.adapt import alike
-from lowbit.plan.fitting.choices import PARTS, described, words
+from lowbit.plan.fitting.choices import PARTS, described, quality_of, words
 from lowbit.plan.fitting.plot import plot
 from lowbit.plan.fitting.predict import Prediction
 from lowbit.plan.fitting.run import Run
@@ -93,15 +93,14 @@ class Plan(BasePlan[Prediction, Settings]):
         lines = [
             f"budget {amount(self.budget)}: a step holds {amount(self.peak_bytes)}{each}"
             + (f" in {self.chosen.moment}" if self.chosen.moment else "")
-            + f", plain training {amount(self.plain.peak_bytes)}"
+            + f", plain training {amount(self.plain.peak_bytes)}",
+            f"recorded of the demo's GPT, the choices change the loss by {quality_of(self.settings):+.2f}% together",
         ]
         rows = [("choice", "is", "saves", "takes", "recorded loss", "which means")]
         for dimension, choice in described(self.settings).items():
             loss = f"{choice.loss:+.2f}%" if choice.loss else ""
-            rows.append((dimension, choice.name, *self._beside(dimension), loss, choice.about))
-        parts = self.settings.micro
-        about = "the whole batch at once" if parts == 1 else "gradients of the parts add up"
-        rows.append((PARTS, str(parts), *self._beside(PARTS), "", about))
+            name = str(self.settings.micro) if dimension == PARTS else choice.name
+            rows.append((dimension, name, *self._beside(dimension), loss, choice.about))
         ways = ["", self._of_ways()] if self.ways else []
         return "\n".join([*lines, "", aligned(rows, (2, 3, 4)), *ways])
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
 from lowbit.memory import micro_batches, usual_loss
@@ -73,6 +74,7 @@ class Run:
         optimizer = arrange_(model, settings, self._where, **options)
         self.model, self.optimizer = sharded(model, optimizer, settings)
         self._at = ""
+        self._is_checked = self._loss is usual_loss
         _PLANNED.add(model)
 
     def step(self, batch: Any) -> float:
@@ -159,12 +161,33 @@ class Run:
                 self._at = f"forward {of}"
 
                 def loss(output: Any, part: Any, weight: float = weight, of: str = of) -> Tensor:
+                    if self.settings.micro > 1 and not self._is_checked:
+                        self._check_mean(output, part)
                     value = scalar(self._loss(output, part), "run.step") * weight
                     self._at = f"backward {of}"
                     return value
 
                 total += accumulate(self.model, part, loss, self._loss is not usual_loss).item()
         return total
+
+    @torch.no_grad()
+    def _check_mean(self, output: Any, part: Any) -> None:
+        """Raises ValueError where the loss is the sum of those of two rows. A loss that cannot be taken of single rows
+        is not looked at.
+        """
+        self._is_checked = True
+        try:
+            (two, _), *_ = micro_batches((output, part), size=2)
+            first, second = (float(self._loss(*one)) for one, _ in micro_batches(two, 2))
+            whole = float(self._loss(*two))
+        except Exception:  # of whatever code the loss has
+            return
+        if abs(whole - first - second) <= 1e-3 * abs(whole) and abs(whole) > 1.1 * max(abs(first), abs(second)):
+            raise ValueError(
+                f"run.step: the loss of two rows is {whole:.4g}, the sum of {first:.4g} and {second:.4g}, and a plan "
+                f"in {self.settings.micro} parts weighs the mean of each by its rows; divide the loss by the rows of "
+                f"its batch, or plan with no=('parts',)"
+            )
 
     def _targets(self, batch: Any) -> Callable[[Any], Tensor] | None:
         """What the mean of a model's own loss is over, where the batch has classes as labels; None for rows."""

@@ -17,11 +17,14 @@ from lowbit.models.batches import given
 from lowbit.plan.fitting.adapt import TRIES
 from lowbit.plan.fitting.choices import (
     LAST,
+    PARTS,
     PLANNED,
     QUALITY,
     Choice,
+    Most,
     allowed,
     combinations,
+    most_of,
     plainer_by_dimension,
     possible,
     words,
@@ -32,7 +35,7 @@ from lowbit.plan.fitting.predict import Prediction, Predictor
 from lowbit.plan.fitting.subject import check_mode, subject_of
 from lowbit.plan.serving import GenerationPlan, serve
 from lowbit.plan.settings import ARITHMETIC, Settings
-from lowbit.progress import Progress
+from lowbit.progress import Progress, reporting
 from lowbit.sizes import amount
 
 __all__ = ["fit", "fits"]
@@ -57,7 +60,7 @@ def fit(
     gpus: int = 1,
     link: str | float | None = None,
     group_size: int | None = None,
-    progress: Progress = ...,
+    progress: Progress | bool | None = None,
 ) -> Plan: ...
 
 
@@ -72,7 +75,7 @@ def fit(
     rows: int = 1,
     keep: Iterable[str] = (),
     no: Iterable[str] = (),
-    progress: Progress = ...,
+    progress: Progress | bool | None = None,
 ) -> GenerationPlan: ...
 
 
@@ -91,7 +94,7 @@ def fit(
     gpus: int = 1,
     link: str | float | None = None,
     group_size: int | None = None,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress | bool | None = None,
 ) -> Plan | GenerationPlan:
     """The fastest way to train ``model`` on ``batch`` of which a step holds at most ``budget``.
 
@@ -100,7 +103,9 @@ def fit(
     taken in parts, whose gradients add up to those of the whole. ``keep``: names that the plan has to have, of its
     precision (``fp32``, ``bf16``, a recipe such as ``fp8``), optimizer (``adamw``, ``adamw8bit``), checkpoint policy
     and so on, see ``lowbit.plan.fitting.CHOICES``; ``no``: names that it must not have, such as ``disk``.
-    ``quality``: by how many percent a choice may raise the loss, as recorded of the demo's GPT; ``"any"`` lifts that.
+    ``quality``: by how many percent the choices together may raise the loss: the sum of what was recorded of the demo's
+    GPT for each that raises it and is not in ``keep``; ``"any"`` lifts that. ``progress(what, done, total)`` is called
+    on the way; None: a bar where standard error is a terminal; False: nothing.
 
     ``plan.apply_(model)`` does it; here ``model`` stays as it is, and on meta it may be too. Sizes are those of
     torch's allocator, by estimates. Times are sums of what the ops of a step take on this machine: the first plan for
@@ -128,7 +133,8 @@ def fit(
                 "fit: loss, quality, gpus, link and group_size are for task='train'; leave them out with "
                 "task='generate'"
             )
-        return serve(model, batch, budget, context, rows, keep, no, progress)
+        with reporting(progress, "planning") as shown:
+            return serve(model, batch, budget, context, rows, keep, no, shown)
     if task != "train":
         raise ValueError(f"fit: task is 'train' or 'generate', got {task!r}")
     if batch is None or budget is None:
@@ -145,8 +151,9 @@ def fit(
     group = together(gpus, link, group_size, next(iter(model.parameters()), torch.empty(0)).device)
 
     def made() -> Plan:
-        planned = fits(model, batch, [budget], loss, keep=keep, no=no, quality=quality, group=group, progress=progress)
-        return next(planned)
+        with reporting(progress, "planning") as shown:
+            planned = fits(model, batch, [budget], loss, keep=keep, no=no, quality=quality, group=group, progress=shown)
+            return next(planned)
 
     return made() if gpus == 1 else Plan.everywhere(made, loss)
 
@@ -166,7 +173,8 @@ def fits(
     """``fit`` for several budgets, one after the other, which share their estimates."""
     check_mode(model, "fit")
     given(batch)
-    choices = allowed(keep, no, quality, group.gpus, group.group_size)
+    most = most_of(keep, quality)
+    choices = allowed(keep, no, most, group.gpus, group.group_size)
     choices = dict(_applicable(choices, model, batch, loss))
     predictor = Predictor(model, batch, loss, group.bandwidth)
     progress("plain training", 0, 1)
@@ -174,7 +182,7 @@ def fits(
     limits = [bytes_of(budget, plain.peak_bytes, "fit") for budget in budgets]
     for limit in limits:
         for tried in _tried(choices, group.gpus):
-            search = _Search(predictor, tried, limit, group, progress)
+            search = _Search(predictor, tried, limit, group, most, progress)
             chosen = search.fastest()
             if chosen is not None:
                 break
@@ -226,12 +234,16 @@ class _Search:
         choices: Mapping[str, tuple[Choice, ...]],
         limit: int,
         group: Together,
+        most: Most,
         progress: Progress,
     ) -> None:
         self.predictor, self.limit, self.predictions = predictor, limit, dict[Settings, Prediction]()
         self._progress, self._group = progress, group
         rows = dict(choices)
-        checkpoints = rows.pop("checkpoint")
+        checkpoints, parts = rows.pop("checkpoint"), {choice.name for choice in rows.pop(PARTS)}
+        self._counts = [n for n in predictor.counts() if ("whole batch" if n == 1 else "parts") in parts]
+        if not self._counts:
+            raise ValueError("fit: a batch of one row has no 'parts'; leave them out of keep, or give more rows")
         self._by_block = any(choice.name == PLANNED for choice in checkpoints) and bool(predictor.blocks)
         self._policies = [
             policy
@@ -240,11 +252,13 @@ class _Search:
         ]
         arithmetics = combinations([rows.pop(dimension) for dimension in ("precision", "attention", "loss")])
         self._others = [group.of(one) for one in combinations(rows.values())]
+        self._most, self._losses = most.percent, {one: most.lost(one) for one in (*arithmetics, *self._others)}
         self._arithmetics = [one for one in arithmetics if self._all(one)]
         if not self._arithmetics:
             raise ValueError(
-                "fit: the choices that keep and no leave do not go together: 'stochastic' is of weights in bf16, so "
-                "keep 'bf16' or a recipe with it; 'weights on disk' needs 'disk' and a single process"
+                "fit: the choices that keep, no and quality leave do not go together: 'stochastic' is of weights in "
+                "bf16, so keep 'bf16' or a recipe with it; 'weights on disk' needs 'disk' and a single process; what "
+                "is not in keep may cost no more loss than quality says"
             )
 
     def fastest(self) -> Prediction | None:
@@ -268,8 +282,9 @@ class _Search:
     def _all(self, arithmetic: Settings) -> list[Settings]:
         """All settings of an arithmetic without checkpoints."""
         fixed = {name: getattr(arithmetic, name) for name in ARITHMETIC}
-        counts = self.predictor.counts()
-        found = [replace(other, micro=count, **fixed) for other in self._others for count in counts]
+        left = self._most - self._losses[arithmetic]
+        others = [other for other in self._others if self._losses[other] <= left]
+        found = [replace(other, micro=count, **fixed) for other in others for count in self._counts]
         return [settings for settings in found if possible(settings)]
 
     def _fastest_of(self, arithmetic: Settings) -> Prediction | None:
