@@ -400,7 +400,7 @@ def test_another_budget_is_kept_where_the_sums_of_the_plan_say_too_little(keep, 
         gc.collect()
         found = profile(run.model, rows, run.step)
         held = found.peak_bytes - found.by_kind.get("other", 0)
-        assert held <= budget * 1.01 and held == pytest.approx(predicted.peak_bytes, rel=0.02)
+        assert held <= budget * 1.01 and 0.96 * predicted.peak_bytes <= held <= 1.01 * predicted.peak_bytes
 
 
 def test_a_run_without_a_plan_has_nothing_to_choose_from():
