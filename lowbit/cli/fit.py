@@ -45,7 +45,10 @@ EPILOG = """
 """
 
 _LADDER = "Climb the techniques of memory-efficient training one by one, each in a process with a real limit."
-_MODEL = "demo, a directory with a config.json of transformers, or MODULE:FUNCTION, which returns a model and a batch."
+_MODEL = (
+    "demo, a directory with a config.json of transformers, or MODULE:FUNCTION, which returns a model, a batch, and a "
+    "loss of output and batch where it is not the model's own."
+)
 _MEMORY = "What a step may take: a size such as 2GiB, or of MODEL a share of plain training, such as 60%."
 _KEEP = "What the plan must have, such as bf16, adamw8bit, block, memory; repeat."
 _NO = "What the plan must not have, such as disk; repeat."
@@ -111,10 +114,11 @@ def _plan(
     name: str, memory: str, rows: int, length: int, asked: dict[str, Any], directory: Path | None, json: bool
 ) -> None:
     """Plan, print, and save where there is a directory."""
-    model, batch = find(name, rows, length, "MODEL")
-    plan = plan_training(model, batch, memory, progress=True, **asked)
+    model, batch, loss = find(name, rows, length, "MODEL")
+    plan = plan_training(model, batch, memory, loss, progress=True, **asked)
     made = Path("plan.json") if directory is None else directory / "plan.json"
-    code = "\n".join([*_model_lines(name, model, batch), *_plan_lines(memory, asked, directory and made)])
+    given = "" if loss is None else ", loss"
+    code = "\n".join([*_model_lines(name, model, batch, given), *_plan_lines(memory, asked, directory and made, given)])
     if directory is not None:
         _save(plan, directory, f"{name} within {memory}", code)
     if json:
@@ -126,11 +130,16 @@ def _plan(
         out.print(f"{text}\n", markup=False, soft_wrap=True)
 
 
-def _model_lines(name: str, model: nn.Module, batch: Any) -> list[str]:
-    """Python that makes the model and the batch."""
+def _model_lines(name: str, model: nn.Module, batch: Any, loss: str) -> list[str]:
+    """Python that makes the model and the batch, and the ``loss``, ``", loss"`` where there is one."""
     if ":" in name:
         module, _, function = name.partition(":")
-        return ["import lowbit as lb", f"from {module} import {function}", "", f"model, batch = {function}()"]
+        return [
+            "import lowbit as lb",
+            f"from {module} import {function}",
+            "",
+            f"model, batch{', loss' if loss else ''} = {function}()",
+        ]
     kind = type(model).__name__
     made = ("lowbit.demo.gpt", "GPT, GPTConfig", "GPT(GPTConfig())")
     if name != "demo":
@@ -148,16 +157,16 @@ def _tensors(batch: Any) -> dict[str, Tensor]:
     return batch if isinstance(batch, dict) else {"": batch}
 
 
-def _plan_lines(memory: str, asked: dict[str, Any], made: Path | None) -> list[str]:
+def _plan_lines(memory: str, asked: dict[str, Any], made: Path | None, loss: str) -> list[str]:
     """Python that takes the plan, from its file where there is one, and trains by it."""
     chosen = "".join(f", {key}={value!r}" for key, value in asked.items() if (key, value) != ("gpus", 1))
-    plan = f"lb.fit(model, batch, {memory!r}{chosen})" if made is None else f"lb.plan.Plan.load({str(made)!r})"
+    plan = f"lb.fit(model, batch, {memory!r}{loss}{chosen})" if made is None else f"lb.plan.Plan.load({str(made)!r})"
     count = asked["gpus"]
     start = [f"torch.distributed.init_process_group()  # torchrun --nproc-per-node {count}"] if count > 1 else []
     return [
         *start,
         f"plan = {plan}",
-        "run = plan.apply_(model, lr=1e-3)  # in place; loss=... where it is not the model's own",
+        f"run = plan.apply_(model{loss}, lr=1e-3)  # in place",
         "loss = run.step(batch)  # for each batch",
     ]
 

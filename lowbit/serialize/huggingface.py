@@ -161,11 +161,15 @@ def require_whole(directory: Path, model: nn.Module, missing: Iterable[str]) -> 
 def without_weights(directory: Path) -> nn.Module:
     """What ``from_directory`` loads, with its weights on the meta device.
 
-    Raises as that; FileNotFoundError where there is no safetensors file; ValueError for a model that keeps some modules
-    in fp32.
+    Weights are not needed: where there is no safetensors file, the dtype is that of the config, or fp32.
+    Raises as that; ValueError for a model that keeps some modules in fp32.
     """
     library, kind = _class_of(directory)
-    held = next((e.dtype for e in Checkpoint(directory).entries.values() if e.dtype.is_floating_point), torch.float32)
+    try:
+        entries = Checkpoint(directory).entries
+    except FileNotFoundError:
+        entries = {}
+    held = next((entry.dtype for entry in entries.values() if entry.dtype.is_floating_point), torch.float32)
     try:
         check_config(read_json(directory / "config.json"))
         config = library.AutoConfig.from_pretrained(str(directory), **_LOCAL)

@@ -24,6 +24,10 @@ def made():
 
 def model_alone():
     return nn.Linear(2, 2)
+
+def with_targets():
+    batch = torch.ones(64, 64), torch.zeros(64, dtype=torch.long)
+    return made()[0], batch, lambda output, batch: nn.functional.cross_entropy(output, batch[1])
 """
 
 
@@ -55,6 +59,24 @@ def test_a_plan_in_words_a_table_and_python_that_applies_it(run, mine):
     assert str(plan) in told and plan.table() in told and "(chosen)" in told
     assert names["run"].settings == plan.settings and 0 < names["loss"] < 10
     assert json.loads(run("fit", mine, *options, "--json")) == json.loads(json.dumps(plan.as_dict()))
+
+
+def test_a_loss_of_its_own_is_planned_for_and_printed(run, mine):
+    names = taken(run("fit", "mine_to_plan:with_targets", "--memory", "90%", "--out", "saved"))
+    assert names["plan"].subject.loss is not None and 3 < names["loss"] < 6
+
+
+def test_a_config_alone_is_enough(run, tmp_path):
+    transformers = pytest.importorskip("transformers", minversion="5")
+    config = transformers.T5Config(
+        vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0,
+        architectures=["T5ForConditionalGeneration"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    told = run("fit", str(tmp_path), "--memory", "90%", "--rows", "2", "--length", "8", "--keep", "fp32")
+    assert (
+        "'labels': torch.zeros(2, 8).to(torch.int64)" in told and "T5ForConditionalGeneration.from_pretrained" in told
+    )
 
 
 def test_a_plan_of_several_processes_in_words(run, mine):
@@ -136,7 +158,10 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(mine, tmp_path, monkeypatc
         (("mine_to_plan:made", "--memory", "1GiB", "--gpus", "2", "--link", "fast"), "such as '25GB/s', got 'fast'"),
         (("nothing", "--memory", "1GiB"), "error: MODEL nothing: expected 'demo', a directory"),
         (("nothing:made", "--memory", "1GiB"), "error: MODEL nothing:made: No module named"),
-        (("mine_to_plan:model_alone", "--memory", "1GiB"), "expected (model, batch) from model_alone(), got Linear"),
+        (
+            ("mine_to_plan:model_alone", "--memory", "1GiB"),
+            "expected (model, batch) or (model, batch, loss) from model_alone(), got",
+        ),
         (("mine_to_plan:made", "--memory", "much"), "'much' is no size"),
         (("mine_to_plan:made", "--memory", "1KiB"), "no choice fits a step into 1.00 KiB; the least is"),
         (("mine_to_plan:made", "--memory", "1GiB", "--keep", "bf17"), "no choice is called 'bf17'"),
