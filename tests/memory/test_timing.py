@@ -51,6 +51,19 @@ def test_a_file_that_is_damaged_or_cannot_be_written_is_no_error(timed, tmp_path
     other.save()
 
 
+@pytest.mark.parametrize(
+    ("a", "b"), [((96, 8), (4, 8, 16)), ((8, 96), (96, 16)), ((4, 8, 16), (16, 96)), ((4, 8, 16), (4, 16, 8))]
+)
+def test_grouped_products_have_rows_in_every_group(timed, a, b):
+    """Whole numbers that are made up are zeros: as the ends of groups they would leave nothing to compute."""
+    ends = None if len(a) == len(b) == 3 else torch.empty(4, dtype=torch.int32)
+    given = (torch.empty(a), torch.empty(b), ends)
+    found = timed._made(call_of(torch.ops.aten._grouped_mm.default, given, {}))()
+    length = a[0] if len(a) < len(b) else a[-1]
+    each = length // 4 if len(a) == len(b) == 2 else a[-1]
+    assert (found >= 0.25**2 * each).all() and (found <= 0.75**2 * each).all()
+
+
 def test_shapes_strides_dtypes_and_scalars_are_calls_of_their_own():
     a, add = torch.empty(8, 8), torch.ops.aten.add.Tensor
     calls = [
