@@ -24,12 +24,12 @@ from lowbit.distributed.parameters import begin_with, named, states_of, tree_of
 from lowbit.optim.plain import plain_step, replace_step_, require_own_step
 from lowbit.processes import gather_flat
 
-__all__ = ["SHARES", "TOGETHER", "Shares", "share_states_"]
+__all__ = ["BUCKET_BYTES", "SHARES", "Shares", "share_states_"]
 
 #: The attribute of an optimizer that has its ``Shares``.
 SHARES = "_lowbit_shares"
 #: Shares are gathered in pieces of at most so many bytes, but of one parameter at least.
-TOGETHER = 32 << 20
+BUCKET_BYTES = 32 << 20
 #: Methods of optimizers, torch's and those of lowbit, that look at states.
 _OF_STATES = ("state_dict", "load_state_dict", "kept", "torch_state_dict")
 
@@ -124,7 +124,7 @@ def _pieces(moved: Sequence[tuple[Tensor, nn.Parameter]]) -> list[list[tuple[Ten
     for parameter, share in sorted(moved, key=lambda one: (str(one[0].dtype), str(one[0].device))):
         last = found[-1][0][0] if found else None
         alike = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
-        if not alike or size + parameter.nbytes > TOGETHER:
+        if not alike or size + parameter.nbytes > BUCKET_BYTES:
             found.append([])
             size = 0
         found[-1].append((parameter, share))

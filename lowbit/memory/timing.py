@@ -46,11 +46,12 @@ _RUNS, _MORE, _SHORT = 3, 7, 1e-3
 
 @dataclass(frozen=True)
 class _Like:
-    """What a tensor of a call is like."""
+    """What a tensor of a call is like. ``kind``: of its device, as steps on CUDA have tensors on the host too."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    kind: str
 
     def numbers(self) -> int:
         """How many the storage has."""
@@ -63,6 +64,7 @@ class _Like:
         are in the domain of most functions. A root takes 20 times as long where it is NaN.
         """
         size = max(self.numbers(), 1)
+        device = torch.device("cpu") if self.kind == "cpu" else device
         if self.dtype.is_floating_point and self.dtype.itemsize > 1:
             flat = torch.rand(size, device=device).mul_(0.5).add_(0.25).to(self.dtype)
         else:
@@ -106,7 +108,7 @@ def _is_bytes(leaf: Any) -> bool:
 
 
 def _like(tensor: Tensor) -> _Like:
-    return _Like(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return _Like(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device.type)
 
 
 class Timings:

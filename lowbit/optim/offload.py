@@ -23,10 +23,10 @@ from lowbit.memory.offload.places import side_stream
 from lowbit.optim.base import Optimizer
 from lowbit.optim.plain import plain_step, replace_step_, require_own_step
 
-__all__ = ["OFFLOADED", "TOGETHER", "clip_grad_norm_", "offload_", "unoffload_"]
+__all__ = ["CHUNK_BYTES", "OFFLOADED", "clip_grad_norm_", "offload_", "unoffload_"]
 
 #: Parameters step together up to this many bytes of them, so that small ones cost no step each.
-TOGETHER = 16 << 20
+CHUNK_BYTES = 16 << 20
 #: Smaller states stay where they are.
 _LEAST = 4096
 #: The attribute of an optimizer that says what is offloaded.
@@ -288,7 +288,7 @@ def _chunks(optimizer: torch.optim.Optimizer, offload: _Offload) -> Iterator[lis
         param = group["params"][place]
         if param.grad is None and param not in offload.gradients:
             continue
-        if chunk and size + param.nbytes > TOGETHER:
+        if chunk and size + param.nbytes > CHUNK_BYTES:
             yield chunk
             chunk, size = [], 0
         chunk.append((group, place))

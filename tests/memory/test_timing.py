@@ -92,7 +92,7 @@ def test_random_numbers_stay_what_they_were(timed):
 
 def test_tensors_that_are_made_up_are_in_the_domain_of_most_functions():
     """NaN takes 20 times as long in some: a root made plain AdamW slower than it is."""
-    made = timing._Like((64, 64), (64, 1), torch.float32).made(CPU)
+    made = timing._Like((64, 64), (64, 1), torch.float32, "cpu").made(CPU)
     for function in (torch.sqrt, torch.rsqrt, torch.log, torch.acos, torch.atanh, torch.bernoulli, torch.exp):
         assert function(made).isfinite().all(), function
     assert 0.25 <= made.min() < made.max() <= 0.75

@@ -68,7 +68,7 @@ def states(optimizer):
 @pytest.mark.parametrize("gradients", [False, True], ids=["states", "gradients"])
 @pytest.mark.parametrize("name", MAKE)
 def test_twenty_steps_have_the_bits_that_they_have_without(tmp_path, monkeypatch, recwarn, name, gradients):
-    monkeypatch.setattr("lowbit.optim.offload.TOGETHER", 40_000)  # several chunks
+    monkeypatch.setattr("lowbit.optim.offload.CHUNK_BYTES", 40_000)  # several chunks
     dtype = torch.bfloat16 if "masters" in name else torch.float32
     plain, model = network(dtype), network(dtype)
     expected = MAKE[name](plain.parameters())

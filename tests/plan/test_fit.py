@@ -190,7 +190,7 @@ WIDE = GPTConfig(vocab=256, layers=6, heads=2, dim=256, hidden=768)
 
 def test_weights_go_to_disk_where_nothing_else_fits(tmp_path, monkeypatch):
     for module in ("lowbit.optim.offload", "lowbit.plan.fitting.predict"):
-        monkeypatch.setattr(f"{module}.TOGETHER", 1 << 20)  # so that a few parameters of a small model step together
+        monkeypatch.setattr(f"{module}.CHUNK_BYTES", 1 << 20)  # so that a few parameters of a small model step together
     torch.manual_seed(0)
     model, batch = GPT(WIDE), BATCH[:2, :32] % 256
     weights = sum(p.nbytes for p in model.parameters())

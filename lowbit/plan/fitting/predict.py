@@ -25,7 +25,7 @@ from lowbit.memory.checkpoint.policies import choose
 from lowbit.memory.checkpoint.selective import MUTATED
 from lowbit.memory.offload.bandwidth import bandwidth
 from lowbit.memory.planned import Option, best, choices_of, peak_of
-from lowbit.optim.offload import TOGETHER
+from lowbit.optim.offload import CHUNK_BYTES
 from lowbit.plan.fitting.adapt import copies_of_buffers, recompute_
 from lowbit.plan.fitting.link import DEFAULTS, exchange_seconds
 from lowbit.plan.fitting.sharing import Sharing, share_
@@ -231,7 +231,7 @@ class Predictor:
         step = self._step(settings)
         if not settings.offload_states:
             return step.peak
-        there = min(1.0, 2 * TOGETHER / max(self._weights, 1))
+        there = min(1.0, 2 * CHUNK_BYTES / max(self._weights, 1))
         elsewhere = step.states
         if settings.offload_weights:
             elsewhere += self._streamed(settings) + step.gradients

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.distributed.ways import WAYS, Way
-from lowbit.distributed.zero import TOGETHER
+from lowbit.distributed.zero import BUCKET_BYTES
 from lowbit.memory import Estimate
 from lowbit.memory.block_table import parts_of
 from lowbit.memory.ledger import OUTSIDE
@@ -222,7 +222,7 @@ def share_(model: nn.Module, sharing: Sharing) -> Whole:
     whole = Whole(
         sum(map(sum, sizes.values())),
         sum(p.nbytes for p in parameters if p.requires_grad),
-        max(min(sum(row), max(TOGETHER, *row)) for row in sizes.values()),
+        max(min(sum(row), max(BUCKET_BYTES, *row)) for row in sizes.values()),
     )
     if sharing.shards > 1 and sharing.way.states:
         shares = {p: nn.Parameter(_rows(p, sharing.shards), p.requires_grad) for p in parameters}
