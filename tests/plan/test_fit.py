@@ -84,7 +84,7 @@ def test_a_row_of_a_smaller_part_takes_no_less_time():
         return BlockTable(zeros + rows, zeros, np.zeros(3), zeros + seconds / 4, seconds, 10.0 + rows)
 
     for one, expected in ((0.3, {3: 0.5, 2: 0.4, 1: 0.3}), (0.01, {3: 0.45, 2: 0.3, 1: 0.15})):
-        line = _Line(8, table(8, 2.0), table(4, 0.5), table(4, 0.6), table(1, one))
+        line = _Line(8, table(8, 2.0), table(4, 0.5), table(4, 0.6), one / 0.6)
         assert line.at(1).seconds == 2.0 and line.at(2).seconds == 0.6
         for count, rows in ((3, 3), (4, 2), (8, 1)):
             part = line.at(count)

@@ -63,31 +63,30 @@ class _Step(NamedTuple):
 
 @dataclass
 class _Line:
-    """Forward and backward of one part by its rows: of the whole batch, of its first half, and with gradients there
-    of its second half and of one ``row``. Bytes of other parts are on the line through whole and half. Times are on the
-    line through half and one row, which takes what each op takes at least; they are at least in proportion, since fewer
-    rows are no faster a row.
+    """Forward and backward of one part by its rows: of the whole batch, of its first half, and with gradients there, of
+    its second half. ``single``: what one row takes of the time of half a batch, as each op takes some time at least.
+
+    Bytes of other parts are on the line through whole and half. Times are on the line through half and one row, and at
+    least in proportion, since fewer rows are no faster a row.
     """
 
     rows: int
     whole: BlockTable
     first: BlockTable | None = None
     second: BlockTable | None = None
-    row: BlockTable | None = None
+    single: float = 0.0
 
     def at(self, count: int) -> BlockTable:
         """One of so many parts."""
         if count == 1 or self.first is None or self.second is None:
             return self.whole
         half, rows = -(-self.rows // 2), -(-self.rows // count)
-        share, fewer = (half - rows) / max(self.rows - half, 1), (half - rows) / max(half - 1, 1)
-        least = self.row or self.second
+        fewer = (half - rows) / max(self.rows - half, 1)
+        time = max(rows / half, self.single + (1 - self.single) * (rows - 1) / max(half - 1, 1))
 
         def on_line(field: str) -> Any:
             whole, first, second = (getattr(t, field) for t in (self.whole, self.first, self.second))
-            if field in _TIMES:
-                return np.maximum(second - fewer * (second - getattr(least, field)), second * rows / half)
-            return np.maximum(second - share * (whole - first), 0.0)
+            return second * time if field in _TIMES else np.maximum(second - fewer * (whole - first), 0.0)
 
         return BlockTable(**{field.name: on_line(field.name) for field in fields(BlockTable)})
 
@@ -266,26 +265,33 @@ class Predictor:
         arithmetic = Settings(**{name: getattr(settings, name) for name in ARITHMETIC}, **_placed(settings))
         key = arithmetic, policy
         if key not in self._lines:
-            checkpoint: Any = None if policy == KEEP else policy
-            if policy in OPTIONS and policy != KEEP:
-                checkpoint = (policy,) * len(self.blocks)
-            self._lines[key] = self._line(replace(arithmetic, checkpoint=checkpoint))
+            self._lines[key] = self._line(arithmetic, policy)
         at = *key, settings.micro
         if at not in self._tables:
             self._tables[at] = self._lines[key].at(settings.micro)
         return self._tables[at]
 
-    def _line(self, settings: Settings) -> _Line:
+    def _line(self, arithmetic: Settings, policy: str) -> _Line:
+        checkpoint: Any = None if policy == KEEP else policy
+        if policy in OPTIONS and policy != KEEP:
+            checkpoint = (policy,) * len(self.blocks)
+        settings = replace(arithmetic, checkpoint=checkpoint)
         whole = block_table(self._passed(settings, 1), self.blocks)
         if self.rows == 1:
             return _Line(1, whole)
         halves = self._passed(settings, 2)
         first, second = (block_table(halves, self.blocks, part) for part in parts_of(halves))
-        if self.rows == 2:
-            return _Line(2, whole, first, second)
-        single = self._passed(settings, self.rows)
-        _, part = parts_of(single)
-        return _Line(self.rows, whole, first, second, block_table(single, self.blocks, part))
+        if policy != KEEP:  # with checkpoints it is about the same
+            self._table(arithmetic, KEEP)
+            single = self._lines[arithmetic, KEEP].single
+        else:
+            single = self._seconds_of_a_row(settings) / max(second.seconds, 1e-12)
+        return _Line(self.rows, whole, first, second, single)
+
+    def _seconds_of_a_row(self, settings: Settings) -> float:
+        """What a part of one row takes, with gradients there."""
+        usage = self._passed(settings, self.rows)
+        return sum(usage.op_seconds[index] for index in parts_of(usage)[-1])
 
     def _passed(self, settings: Settings, count: int) -> Estimate:
         """Forward and backward in so many parts, as one process has them. Ways share what one process alone has."""
