@@ -115,7 +115,10 @@ def _plan(
 ) -> None:
     """Plan, print, and save where there is a directory."""
     model, batch, loss = find(name, rows, length, "MODEL")
-    plan = plan_training(model, batch, memory, loss, progress=True, **asked)
+    try:
+        plan = plan_training(model, batch, memory, loss, progress=True, **asked)
+    except TypeError as error:
+        raise ValueError(f"{name}: {error}") from error
     made = Path("plan.json") if directory is None else directory / "plan.json"
     given = "" if loss is None else ", loss"
     code = "\n".join([*_model_lines(name, model, batch, given), *_plan_lines(memory, asked, directory and made, given)])

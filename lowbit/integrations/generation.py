@@ -80,6 +80,6 @@ def _knows(model: nn.Module) -> bool:
 #: Causal language models of transformers.
 TRANSFORMERS = Decoder(
     "a causal language model of transformers", _knows, _refuses, _cache, _forward, _logits, _options, _generate,
-    _copies, _plain_only, in_parts=True,
+    _copies, _plain_only, in_parts=lambda model: not getattr(model, "_is_stateful", False),
 )  # fmt: skip
 DECODERS.append(TRANSFORMERS)

@@ -149,7 +149,7 @@ BEYOND = (
     Beyond("parts", lambda settings: settings.micro > 1, "batches in {settings.micro} parts",
            "set training.global_batch_size to the rows of a step in all processes, and divide "
            "training.local_batch_size by {settings.micro}"),
-    Beyond("optimizer", lambda settings: settings.mixed is not None or settings.bits != 32,
+    Beyond("optimizer", lambda settings: settings.half or settings.mixed is not None or settings.bits != 32,
            "lowbit.optim.AdamW with bits={settings.bits}",
            "give the TrainSpec a build_optimizers_fn that makes lowbit.plan.settings.make_optimizer(parameters, "
            "plan.settings, lr=...)"),

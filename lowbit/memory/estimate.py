@@ -273,7 +273,14 @@ def _without_data(loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Te
 
     def checked(output: Any, batch: Any) -> Tensor:
         with values_needed("memory.estimate", "the loss", "return a tensor, without item(), float() or if of numbers"):
-            return scalar(loss(output, batch), "memory.estimate")
+            try:
+                value = loss(output, batch)
+            except TypeError as error:
+                raise TypeError(
+                    f"the loss failed: {error}. It is called with the model's output and the whole batch; of a "
+                    f"criterion of torch make loss=lambda output, batch: criterion(output, batch[1])"
+                ) from error
+            return scalar(value, "memory.estimate")
 
     return checked
 

@@ -77,8 +77,12 @@ def unfuse_loss_(model: nn.Module) -> Report:
 
 
 def has_causal_loss(model: nn.Module) -> bool:
-    """Whether the loss of ``model`` is transformers' for causal models, whose labels are shifted by one."""
-    return _is_fused(model) or next(_causal(model), None) is not None
+    """Whether the loss of ``model`` is transformers' for causal models, whose labels are shifted by one. Encoders with
+    decoders that compute their loss themselves do not shift.
+    """
+    return _is_fused(model) or any(
+        _asks_for_loss(one) or not getattr(one.config, "is_encoder_decoder", False) for one in _causal(model)
+    )
 
 
 def can_fuse_loss(model: nn.Module) -> bool:

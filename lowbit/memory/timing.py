@@ -135,7 +135,10 @@ class Timings:
         return self._known[call]
 
     def save(self) -> None:
-        """Add what is new to the file. A directory that cannot be written to keeps nothing."""
+        """Add what is new to the file, and let go what was read between runs. A directory that cannot be written to
+        keeps nothing.
+        """
+        self._flush = None
         if not self._new:
             return
         try:

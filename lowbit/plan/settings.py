@@ -21,13 +21,14 @@ __all__ = ["ARITHMETIC", "Settings", "accumulate", "arrange_", "elsewhere", "mak
            "policy_of", "prepare_model_", "require_processes", "sharded"]  # fmt: skip
 
 #: The fields of ``Settings`` that say what forward and backward compute.
-ARITHMETIC = ("mixed", "recipe", "compress", "attention", "fused_loss")
+ARITHMETIC = ("half", "mixed", "recipe", "compress", "attention", "fused_loss")
 
 
 @dataclass(frozen=True)
 class Settings:
     """How a model trains; as it stands, in plain fp32 with torch's AdamW.
 
+    ``half``: the model comes with weights in bf16, of which the optimizer keeps what ``master`` says, unlike torch's.
     ``checkpoint``: the policy by which backward recomputes, or of each block its option; None for none. ``mixed``: the
     precision of products, whose matrices are then stored in it. ``bits``: of the optimizer's states, 32, 8 or 4.
     ``master``: what makes up for matrices of 16 bits in the optimizer, ``"residual"`` or ``"stochastic"``.
@@ -54,6 +55,7 @@ class Settings:
     gpus: int = 1
     way: str = "ddp"
     group_size: int | None = None
+    half: bool = False
 
     @property
     def fully(self) -> bool:
@@ -63,7 +65,7 @@ class Settings:
     @property
     def working_copies(self) -> bool:
         """Whether matrices are stored in the precision of products. ``fully_shard`` takes parameters of one dtype."""
-        return self.mixed is not None and not self.fully
+        return (self.half or self.mixed is not None) and not self.fully
 
 
 def arrange_(model: nn.Module, settings: Settings, where: str, **options: Any) -> torch.optim.Optimizer:

@@ -34,6 +34,13 @@ def test_a_call_is_measured_once_for_all_processes(timed, monkeypatch):
     assert Timings(CPU, timed.path).seconds(product(64)) == seconds
 
 
+def test_what_is_read_between_runs_goes_when_times_are_saved(timed):
+    timed.seconds(product(32))
+    assert timed._flush is not None
+    timed.save()
+    assert timed._flush is None
+
+
 def test_two_processes_keep_what_both_have_measured(timed):
     other = Timings(CPU, timed.path)
     first, second = timed.seconds(product(32)), other.seconds(product(64))

@@ -20,8 +20,8 @@ from lowbit.memory import profile
 from lowbit.memory.block_table import BlockTable
 from lowbit.plan import Plan
 from lowbit.plan.fitting import CHOICES, Run
-from lowbit.plan.fitting.adapt import permits
-from lowbit.plan.fitting.choices import WAY
+from lowbit.plan.fitting.adapt import more_frugal, permits
+from lowbit.plan.fitting.choices import PARTS, WAY
 from lowbit.plan.fitting.predict import Predictor, _Line
 from lowbit.plan.fitting.search import fits
 from lowbit.plan.settings import Settings
@@ -366,7 +366,7 @@ def test_recurrent_models_are_planned_and_trained(kind):
 def test_choices_that_find_nothing_to_change_are_not_tried():
     """A model in bf16 has no matrix in fp32, whose working copy bf16 would be."""
     model, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).bfloat16(), torch.randn(8, 16).bfloat16()
-    plan = lb.fit(model, x, "100%", lambda output, batch: output.square().mean(), no=("disk",))
+    plan = lb.fit(model, x, "200%", lambda output, batch: output.square().mean(), no=("disk",))
     assert plan.settings.mixed is None
     assert plan.apply_(model).step(x) > 0
 
@@ -516,3 +516,73 @@ def test_plans_without_parts_are_in_one_and_stay_so():
     assert kept.settings.micro == 2 and "2 parts" in kept.table()
     with pytest.raises(ValueError, match="a batch of one row has no 'parts'"):
         lb.fit(classifier(), (INPUTS[:1], CLASSES[:1]), "100%", loss, keep=("parts",))
+
+
+def test_parts_of_a_batch_norm_have_two_rows_at_least():
+    model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10))
+    plan = lb.fit(model, (INPUTS[:63], CLASSES[:63]), "60%", lambda output, batch: F.cross_entropy(output, batch[1]))
+    assert max(one.settings.micro for one in plan._others.values()) == 24
+    assert plan.apply_(model).step((INPUTS[:63], CLASSES[:63])) > 0
+    few = more_frugal(Settings(micro=31), model.train(), INPUTS[:63])
+    assert (few is not None and few.micro == 1) or few.checkpoint is not None
+
+
+def test_a_loss_that_is_no_mean_over_rows_is_told_of_in_parts(tmp_path):
+    labels = torch.randint(10, (8, 12))
+    labels[1:, 2:] = -100
+
+    def of_labels(output, batch):
+        return F.cross_entropy(output.flatten(0, 1), batch[1].flatten())
+
+    model = nn.Sequential(nn.Embedding(10, 16), nn.Linear(16, 10))
+    run = Run(model, Settings(micro=2), of_labels, tmp_path, {})
+    with pytest.warns(UserWarning, match=r"the loss of two rows is .*, and not the mean of .*no=\('parts',\)"):
+        run.step((labels.clamp_min(0), labels))
+
+
+def test_a_loss_among_rows_that_transformers_names_is_not_taken_in_parts():
+    parts = next(choice for choice in CHOICES[PARTS] if choice.name == "parts")
+    assert not parts.applies(nn.Linear(1, 1), {"return_loss": True}, None)
+    assert parts.applies(nn.Linear(1, 1), {"return_loss": False}, None) and parts.applies(nn.Linear(1, 1), INPUTS, None)
+
+
+def test_options_of_the_optimizer_are_looked_at_before_the_model_changes():
+    plan, model = lb.fit(classifier(), INPUTS, "100%", keep=("bf16",)), classifier()
+    with pytest.raises(TypeError, match="learning_rate"):
+        plan.apply_(model, learning_rate=1e-3)
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    plan.apply_(model, lr=1e-3)
+
+
+def test_a_criterion_of_torch_is_told_how_it_becomes_a_loss():
+    with pytest.raises(TypeError, match=r"the loss failed: .*criterion\(output, batch\[1\]\)"):
+        lb.fit(classifier(), (INPUTS, CLASSES), "100%", nn.CrossEntropyLoss())
+
+
+def test_a_model_in_bf16_has_the_masters_that_its_plan_says():
+    made = [classifier().bfloat16() for _ in range(2)]
+    plan = lb.fit(made[0], INPUTS.bfloat16(), "100%", keep=("adamw", "residual"))
+    assert plan.settings.half and "weights in bf16, as the model comes" in str(plan)
+    run, rows = plan.apply_(made[0], lr=1e-5), INPUTS.bfloat16()
+    optimizer = lb.optim.AdamW(made[1].parameters(), lr=1e-5, master="residual")
+    for _ in range(20):
+        run.step(rows)
+        lb.memory.usual_loss(made[1](rows), rows).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert isinstance(run.optimizer, lb.optim.AdamW)
+    for one, other in zip(*(model.parameters() for model in made), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_labels_of_encoders_with_decoders_are_not_shifted():
+    transformers = pytest.importorskip("transformers", minversion="5")
+    config = transformers.T5Config(
+        vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0, dropout_rate=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, labels = transformers.T5ForConditionalGeneration(config).train(), torch.randint(64, (8, 12))
+    labels[1:, 3:] = -100
+    batch = {"input_ids": torch.randint(64, (8, 10)), "labels": labels}
+    expected = model(**batch).loss.item()
+    assert Run(model, Settings(micro=4), None, None, {}).step(batch) == pytest.approx(expected, rel=1e-6)

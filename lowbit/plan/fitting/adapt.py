@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lowbit.memory import checkpoint_, micro_batches, uncheckpoint_
 from lowbit.memory.accumulate import samples
@@ -27,7 +28,7 @@ from lowbit.train.state import State
 
 __all__ = [
     "CHANGES", "FRUGAL", "TRIES", "Before", "Frugal", "Marks", "Predicted", "alike", "change_", "copies_of_buffers",
-    "difference", "fastest", "more_frugal", "permits", "recompute_",
+    "difference", "fastest", "least_rows", "more_frugal", "permits", "recompute_",
 ]  # fmt: skip
 
 
@@ -57,10 +58,15 @@ class Frugal(NamedTuple):
 _POLICIES = (None, "attention", "save_matmuls", "sqrt", "block")
 
 
+def least_rows(model: nn.Module) -> int:
+    """The rows that a part has at least: in training BatchNorm refuses a single value a channel."""
+    return 2 if any(isinstance(one, _BatchNorm) and one.training for one in model.modules()) else 1
+
+
 def _more_parts(settings: Settings, model: nn.Module, batch: Any) -> int | None:
     try:
         rows = samples(batch)
-        more = min(2 * settings.micro, rows)
+        more = min(2 * settings.micro, max(rows // least_rows(model), 1))
         micro_batches(batch, more)
     except ValueError:  # a batch that cannot be split
         return None

@@ -25,6 +25,7 @@ from lowbit.plan.settings import Settings, make_optimizer, prepare_model_
 
 __all__ = [
     "CHOICES", "LAST", "PARTS", "PLANNED", "QUALITY", "WAY", "Choice", "Most", "allowed", "combinations", "described",
+    "has_half",
     "most_of", "plainer_by_dimension", "possible", "quality_of", "words",
 ]  # fmt: skip
 
@@ -62,6 +63,16 @@ def _prepares(**changes: Any) -> Callable[[nn.Module, Any, Any], bool]:
         return True
 
     return applies
+
+
+def has_half(model: nn.Module) -> bool:
+    """Whether weights that train are in bf16 as the model comes."""
+    return any(p.dtype == torch.bfloat16 and p.dim() > 1 and p.requires_grad for p in model.parameters())
+
+
+def _is_contrastive(batch: Any) -> bool:
+    """Whether a model of transformers is asked for a loss among the rows of a batch, as CLIP is."""
+    return isinstance(batch, Mapping) and bool(batch.get("return_loss"))
 
 
 def _recipe(name: str, loss: float, compress: bool = False) -> Choice:
@@ -147,7 +158,8 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
     PARTS: (
         Choice("whole batch", {}, "the whole batch at once"),
         # As many as the budget asks for.
-        Choice("parts", {"micro": 2}, "gradients of the parts add up; BatchNorm, and losses among rows, see a part"),
+        Choice("parts", {"micro": 2}, "gradients of the parts add up; BatchNorm, and losses among rows, see a part",
+               applies=lambda model, batch, loss: not _is_contrastive(batch)),
     ),
 }  # fmt: skip
 
@@ -241,6 +253,8 @@ def described(settings: Settings) -> dict[str, Choice]:
         defaults = _defaults(dimension)
         mine = {name: getattr(settings, name) for name in defaults}
         choice = next((choice for choice in row if {**defaults, **choice.changes} == mine), row[-1])
+        if dimension == "precision" and settings.half and settings.mixed is None:
+            choice = choice._replace(about="weights in bf16, as the model comes, and products as it makes them")
         if choice.name == PLANNED:
             choice = choice._replace(about=f"computed again: {_by_block(settings)}")
         found[dimension] = choice

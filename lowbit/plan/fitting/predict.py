@@ -26,7 +26,7 @@ from lowbit.memory.checkpoint.selective import MUTATED
 from lowbit.memory.offload.bandwidth import bandwidth
 from lowbit.memory.planned import Option, best, choices_of, peak_of
 from lowbit.optim.offload import CHUNK_BYTES
-from lowbit.plan.fitting.adapt import copies_of_buffers, recompute_
+from lowbit.plan.fitting.adapt import copies_of_buffers, least_rows, recompute_
 from lowbit.plan.fitting.link import DEFAULTS, exchange_seconds
 from lowbit.plan.fitting.sharing import Sharing, share_
 from lowbit.plan.fitting.streaming import Streaming
@@ -64,10 +64,11 @@ class _Step(NamedTuple):
 @dataclass
 class _Line:
     """Forward and backward of one part by its rows: of the whole batch, of its first half, and with gradients there, of
-    its second half. ``single``: what one row takes of the time of half a batch, as each op takes some time at least.
+    its second half. ``single``: what the ``least`` rows of a part take of the time of half a batch, as each op takes
+    some time at least.
 
-    Bytes of other parts are on the line through whole and half. Times are on the line through half and one row, and at
-    least in proportion, since fewer rows are no faster a row.
+    Bytes of other parts are on the line through whole and half. Times are on the line through half and the least, and
+    at least in proportion, since fewer rows are no faster a row.
     """
 
     rows: int
@@ -75,6 +76,7 @@ class _Line:
     first: BlockTable | None = None
     second: BlockTable | None = None
     single: float = 0.0
+    least: int = 1
 
     def at(self, count: int) -> BlockTable:
         """One of so many parts."""
@@ -82,7 +84,8 @@ class _Line:
             return self.whole
         half, rows = -(-self.rows // 2), -(-self.rows // count)
         fewer = (half - rows) / max(self.rows - half, 1)
-        time = max(rows / half, self.single + (1 - self.single) * (rows - 1) / max(half - 1, 1))
+        more = (rows - self.least) / max(half - self.least, 1)
+        time = max(rows / half, self.single + (1 - self.single) * more)
 
         def on_line(field: str) -> Any:
             whole, first, second = (getattr(t, field) for t in (self.whole, self.first, self.second))
@@ -104,7 +107,7 @@ class Predictor:
     trains: Settings | None = None
 
     def __post_init__(self) -> None:
-        self.rows = samples(self.batch)
+        self.rows, self.least = samples(self.batch), least_rows(self.model)
         self._device = next(self.model.parameters(), torch.empty(0)).device  # the estimate refuses a model without
         self._passes: dict[Any, Estimate] = {}
         self._tables: dict[Any, BlockTable] = {}
@@ -116,8 +119,8 @@ class Predictor:
 
     def counts(self) -> list[int]:
         """The numbers of parts that a batch may be taken in: powers of two, and three times these."""
-        powers = [1 << k for k in range(self.rows.bit_length())]
-        return sorted(count for count in {*powers, *(3 * power for power in powers)} if count <= self.rows)
+        powers, most = [1 << k for k in range(self.rows.bit_length())], max(self.rows // self.least, 1)
+        return sorted(count for count in {*powers, *(3 * power for power in powers)} if count <= most)
 
     def applies(self, policy: str | None) -> bool:
         """Whether the model has what the policy of checkpoints looks for, and keeps what it keeps."""
@@ -277,20 +280,20 @@ class Predictor:
             checkpoint = (policy,) * len(self.blocks)
         settings = replace(arithmetic, checkpoint=checkpoint)
         whole = block_table(self._passed(settings, 1), self.blocks)
-        if self.rows == 1:
-            return _Line(1, whole)
+        if self.rows < 2 * self.least:
+            return _Line(self.rows, whole)
         halves = self._passed(settings, 2)
         first, second = (block_table(halves, self.blocks, part) for part in parts_of(halves))
         if policy != KEEP:  # with checkpoints it is about the same
             self._table(arithmetic, KEEP)
             single = self._lines[arithmetic, KEEP].single
         else:
-            single = self._seconds_of_a_row(settings) / max(second.seconds, 1e-12)
-        return _Line(self.rows, whole, first, second, single)
+            single = self._least_part(settings) / max(second.seconds, 1e-12)
+        return _Line(self.rows, whole, first, second, single, self.least)
 
-    def _seconds_of_a_row(self, settings: Settings) -> float:
-        """What a part of one row takes, with gradients there."""
-        usage = self._passed(settings, self.rows)
+    def _least_part(self, settings: Settings) -> float:
+        """Seconds that a part of the least rows takes, with gradients there."""
+        usage = self._passed(settings, self.rows // self.least)
         return sum(usage.op_seconds[index] for index in parts_of(usage)[-1])
 
     def _passed(self, settings: Settings, count: int) -> Estimate:
@@ -304,7 +307,8 @@ class Predictor:
         return Sharing.of(settings, self.model).applied(self._passes[alone])
 
     def _step(self, settings: Settings) -> _Step:
-        key = Settings(mixed=settings.mixed, bits=settings.bits, master=settings.master, **_placed(settings))
+        names = ("half", "mixed", "bits", "master")
+        key = Settings(**{name: getattr(settings, name) for name in names}, **_placed(settings))
         if key not in self._steps:
             sharing = Sharing.of(key, self.model)
             wholes = []

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +29,11 @@ from lowbit.plan.fitting.adapt import (
     permits,
 )
 from lowbit.plan.fitting.predict import Predictor
-from lowbit.plan.fitting.subject import check_mode
-from lowbit.plan.settings import Settings, accumulate, arrange_, elsewhere, require_processes, sharded
+from lowbit.plan.fitting.subject import PLANNED, check_mode
+from lowbit.plan.settings import Settings, accumulate, arrange_, elsewhere, make_optimizer, require_processes, sharded
 from lowbit.processes import processes
 
 __all__ = ["Run"]
-
-#: Models that train by a plan.
-_PLANNED: WeakSet[nn.Module] = WeakSet()
 
 
 class Run:
@@ -60,12 +56,8 @@ class Run:
         batch: Any = None,
     ) -> None:
         require_processes(settings)
-        if model in _PLANNED:
-            raise ValueError(
-                f"plan.apply_: this {type(model).__name__} trains by a plan already; go on with its run, "
-                f"run.refit(budget) for another budget, or plan for a fresh model"
-            )
         check_mode(model, "plan.apply_")
+        make_optimizer([nn.Parameter(torch.zeros(1))], settings, **options)  # which raises for unknown options
         self._plain_model, self.settings = model, settings
         self._loss = loss or usual_loss
         self._predictions, self._plain, self._batch = predictions, plain, batch
@@ -75,7 +67,7 @@ class Run:
         self.model, self.optimizer = sharded(model, optimizer, settings)
         self._at = ""
         self._is_checked = self._loss is usual_loss
-        _PLANNED.add(model)
+        PLANNED.add(model)
 
     def step(self, batch: Any) -> float:
         """One step of training on a batch, in as many parts as planned; returns its mean loss before the step.
@@ -172,8 +164,8 @@ class Run:
 
     @torch.no_grad()
     def _check_mean(self, output: Any, part: Any) -> None:
-        """Raises ValueError where the loss is the sum of those of two rows. A loss that cannot be taken of single rows
-        is not looked at.
+        """Raises ValueError where the loss is the sum of those of two rows, and warns where it is not their mean. A
+        loss that cannot be taken of single rows is not looked at.
         """
         self._is_checked = True
         try:
@@ -187,6 +179,13 @@ class Run:
                 f"run.step: the loss of two rows is {whole:.4g}, the sum of {first:.4g} and {second:.4g}, and a plan "
                 f"in {self.settings.micro} parts weighs the mean of each by its rows; divide the loss by the rows of "
                 f"its batch, or plan with no=('parts',)"
+            )
+        if abs(whole - (first + second) / 2) > 1e-2 * max(abs(first), abs(second)):
+            warn(
+                f"run.step: the loss of two rows is {whole:.4g}, and not the mean of {first:.4g} and {second:.4g}, so "
+                f"that in {self.settings.micro} parts, each of which is weighed by its rows, a step is not that of the "
+                f"whole batch; average over each row first, let the model compute the loss from 'labels', or plan "
+                f"with no=('parts',)"
             )
 
     def _targets(self, batch: Any) -> Callable[[Any], Tensor] | None:

@@ -24,6 +24,7 @@ from lowbit.plan.fitting.choices import (
     Most,
     allowed,
     combinations,
+    has_half,
     most_of,
     plainer_by_dimension,
     possible,
@@ -250,8 +251,10 @@ class _Search:
             for policy in (choice.changes.get("checkpoint") for choice in checkpoints if choice.name != PLANNED)
             if predictor.applies(policy)
         ]
-        arithmetics = combinations([rows.pop(dimension) for dimension in ("precision", "attention", "loss")])
+        found = combinations([rows.pop(dimension) for dimension in ("precision", "attention", "loss")])
+        arithmetics = [replace(one, half=has_half(predictor.model)) for one in found]
         self._others = [group.of(one) for one in combinations(rows.values())]
+        self._asked = bool(most.kept)
         self._most, self._losses = most.percent, {one: most.lost(one) for one in (*arithmetics, *self._others)}
         self._arithmetics = [one for one in arithmetics if self._all(one)]
         if not self._arithmetics:
@@ -355,7 +358,8 @@ class _Search:
         least = self.predictor.whole(min(self.predictions.values(), key=lambda one: one.peak_bytes).settings)
         return (
             f"fit: no choice fits a step into {amount(self.limit)}; the least is {amount(least.peak_bytes)}, with "
-            f"{words(least.settings)}. Ask for as much, give shorter rows or a smaller model, or {self._more(least)}"
+            f"{words(least.settings)}. Ask for as much, {'leave names out of keep, ' if self._asked else ''}give "
+            f"shorter rows or a smaller model, or {self._more(least)}"
         )
 
     def _more(self, least: Prediction) -> str:

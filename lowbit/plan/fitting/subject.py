@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from torch import nn
 
 from lowbit.notice import warn
 from lowbit.plan.settings import Settings
 
-__all__ = ["Subject", "check_mode", "subject_of"]
+__all__ = ["PLANNED", "Subject", "check_mode", "subject_of"]
+
+
+#: Models that train by a plan.
+PLANNED: WeakSet[nn.Module] = WeakSet()
 
 
 class Subject(NamedTuple):
@@ -23,7 +28,12 @@ class Subject(NamedTuple):
     loss: str | None
 
     def check(self, model: nn.Module, who: str) -> None:
-        """Raises ValueError for another model, and for one without numbers."""
+        """Raises ValueError for another model, one that trains by a plan already, and one without numbers."""
+        if model in PLANNED:
+            raise ValueError(
+                f"{who}: this {type(model).__name__} trains by a plan already; go on with its run, "
+                f"run.refit(budget) for another budget, or plan for a fresh model"
+            )
         own = subject_of(model, None)
         for name in (*self.parameters, *own.parameters):
             planned, has = self.parameters.get(name), own.parameters.get(name)

@@ -22,7 +22,7 @@ class Decoder:
     needs. ``logits(model, tokens, cache)``: those of all positions [B, T, V]. ``options(model, cache, part)``: what its
     generation takes of a plan. ``generate(model, tokens, count, options)``: tokens [B, T] with at most ``count`` more.
     ``copies(model, options)``: how many sequences there are of each row. ``plain_only(model)``: why its cache can only
-    be plain, or None. ``in_parts``: whether it takes a prompt in parts.
+    be plain, or None. ``in_parts(model)``: whether it takes a prompt in parts.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Decoder:
     generate: Callable[[Any, Tensor, int, dict[str, Any]], Tensor]
     copies: Callable[[Any, dict[str, Any]], int] = lambda model, options: 1
     plain_only: Callable[[Any], str | None] = lambda model: None
-    in_parts: bool = False
+    in_parts: Callable[[Any], bool] = lambda model: False
 
 
 @torch.no_grad()

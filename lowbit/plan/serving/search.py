@@ -91,7 +91,10 @@ def serve(
 def _check(model: nn.Module, decoder: Decoder, context: Any, rows: Any) -> None:
     for name, value, least in (("context", context, 2), ("rows", rows, 1)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"fit: {name} is a whole number from {least} for task='generate', got {value!r}")
+            raise ValueError(
+                f"fit: {name} is a whole number from {least} for task='generate', got {value!r}; context is the most "
+                f"tokens of a sequence, prompt included, and rows the sequences at a time"
+            )
     reason = decoder.refuses(model, context)
     if reason is not None:
         raise ValueError(f"fit: {type(model).__name__} cannot generate within {context} tokens: {reason}")
@@ -113,7 +116,7 @@ def _possible(choices: Allowed, decoder: Decoder, model: nn.Module, context: int
         raise ValueError(
             f"fit: the cache of {type(model).__name__} can only be plain: {reason}; leave 'plain cache' in"
         )
-    few = [part for part in parts if part is None or (decoder.in_parts and part < context - 1)]
+    few = [part for part in parts if part is None or (decoder.in_parts(model) and part < context - 1)]
     return choices._replace(caches=caches, parts=few or [None])
 
 
