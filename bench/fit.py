@@ -36,7 +36,9 @@ from lowbit.memory.offload.mapped import is_mapped
 from lowbit.memory.shortage import ran_out
 from lowbit.plan import Plan
 from lowbit.plan.fitting.choices import words
+from lowbit.plan.fitting.predict import Prediction
 from lowbit.plan.fitting.search import fits
+from lowbit.plan.fitting.subject import subject_of
 from lowbit.plan.ladder.cell import MALLOC
 from lowbit.plan.ladder.limits import LIMITS
 from lowbit.plan.settings import Settings
@@ -288,7 +290,7 @@ def _beside(cells: _Cells, subject: Subject, settings: Settings) -> int:
     the shapes and the precision at hand.
     """
     only = Settings(mixed=settings.mixed, recipe=settings.recipe, compress=settings.compress)
-    found = cells(f"{subject.name} {words(only)}, no limit", lambda: _limited(subject, _by(only), None))
+    found = cells(f"{subject.name} {words(only)}, no limit", lambda: _limited(subject, _by(only, subject), None))
     return int(found["kept"])
 
 
@@ -324,13 +326,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="lowbit-fit-") as directory:
         path = Path(directory) / "plan.json"
         if plan is None:
-            chosen = _by(Settings())
+            chosen = _by(Settings(), subject)
         else:
             path.write_text(json.dumps(plan))
             chosen = Plan.load(path)
         small = subject._replace(batch=lambda: _first_rows(subject.batch()))
         for settings in (Settings(), Settings(offload_activations=True)):
-            trained(_by(settings), small, 1)  # what libraries load and keep, and threads, are there from here on
+            trained(_by(settings, subject), small, 1)  # what libraries keep, and threads, are there from here on
         gc.collect()
         limits = LIMITS["cpu"]
         before = limits.counted()
@@ -352,12 +354,10 @@ def _first_rows(batch: Any) -> Any:
     return {key: value[:1] for key, value in batch.items()} if isinstance(batch, dict) else batch[:1]
 
 
-def _by(settings: Settings) -> Plan:
-    """A plan of these settings, whatever the budget."""
-    from lowbit.plan.fitting.predict import Prediction
-
+def _by(settings: Settings, subject: Subject) -> Plan:
+    """A plan of these settings for a subject, whatever the budget."""
     one = Prediction(settings, 1, 1.0)
-    return Plan(one, 1 << 50, one, [one])
+    return Plan(one, 1 << 50, one, [one], subject=subject_of(subject.make(), None))
 
 
 # -- everything -------------------------------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ def _everything(cells: _Cells) -> str:
         taken: list[list[Held]] = [[] for _ in space]
         for _ in range(_ROUNDS):  # all take turns
             for index, settings in enumerate(space):
-                taken[index].append(measured(_by(settings), subject, 3))
+                taken[index].append(measured(_by(settings, subject), subject, 3))
         return {"peaks": [max(h.peak for h in held) for held in taken],
                 "times": [min(h.seconds for h in held) for held in taken]}  # fmt: skip
 
