@@ -61,8 +61,8 @@ CODES = {
     100: re.compile(r"tcgen05\.mma\S*(?:block_scale|f8f6f4)"),
     120: re.compile(r"mma\.sync\S*(?:block_scale|\.e[45]m[23])"),
 }
-#: The architecture from which on hardware converts FP8.
-FP8_FROM = 89
+#: The architectures from which on hardware converts FP8, and to FP4.
+FP8_FROM, FP4_FROM = 89, 100
 #: Kernels of products of matrices, which those of depthwise convolutions are not. Theirs may multiply and add at once
 #: pairs of 16 bits, where no result is rounded (``decode_4bit``).
 INTEGERS = ("integers", "grouped_integers", "conv_integers")
@@ -328,6 +328,8 @@ def specialized(one: Launch, architecture: int) -> tuple[dict[str, str], dict[st
     constants: dict[str, Any] = {}
     attributes: dict[Any, Any] = {}
     without = {} if architecture >= FP8_FROM else dict.fromkeys(("FP8", "A_FP8", "CONVERT"), "")
+    if architecture < FP4_FROM and one.arguments.get("CONVERT") == "e2m1":
+        without["CONVERT"] = ""
     arguments = one.arguments | without
     for index, param in enumerate(one.kernel.params):
         value = arguments[param.name]

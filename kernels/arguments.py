@@ -30,10 +30,17 @@ def input_of(x: Tensor) -> dict[str, Any]:
     return {"x_ptr": pattern(x), "stride_r": x.stride(0), "stride_c": x.stride(1)}
 
 
-#: The FP8 formats that instructions convert, by what they call them.
+#: The FP8 formats that instructions convert, by what they call them, and all formats that they convert to.
 FP8 = {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
+CONVERTED = {**FP8, "fp4_e2m1": "e2m1"}
+
+#: The compute capability from which on each is converted.
+CONVERTED_FROM = {"e4m3": (8, 9), "e5m2": (8, 9), "e2m1": (10, 0)}
 
 
-def converts_fp8(device: torch.device) -> bool:
-    """Whether kernels may have FP8 converted by instructions of ``device``, which the interpreter does not follow."""
-    return not INTERPRETED and not (device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9))
+def converts(name: str, device: torch.device) -> bool:
+    """Whether kernels may have numbers converted by instructions of ``device``, which the interpreter does not follow.
+    ``name``: a value of ``CONVERTED``.
+    """
+    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < CONVERTED_FROM[name]
+    return not INTERPRETED and not old

@@ -11,6 +11,15 @@ Source: docs/numerics.md sections 2 to 4 and 6.
 import triton
 import triton.language as tl
 
+#: Four fp32 patterns to four bytes of an FP4 code each. The instruction makes a byte of two, the first above the other.
+FP4 = tl.constexpr(
+    "{ .reg .b8 low, high; .reg .b32 word, upper; "
+    "cvt.rn.satfinite.e2m1x2.f32 low, $2, $1; cvt.rn.satfinite.e2m1x2.f32 high, $4, $3; "
+    "mov.b32 word, {low, low, high, high}; shr.u32 upper, word, 4; "
+    "and.b32 word, word, 0x000f000f; and.b32 upper, upper, 0x0f000f00; or.b32 $0, word, upper; }"
+)
+FP4_REGISTERS = tl.constexpr("=r,r,r,r,r")
+
 
 @triton.jit
 def split(raw, DTYPE: tl.constexpr):
@@ -81,11 +90,15 @@ def encode_float(sign, magnitude, random, FMT: tl.constexpr, SATURATE: tl.conste
 
 @triton.jit
 def convert_float(sign, magnitude, CONVERT: tl.constexpr):
-    """FP8 codes, to nearest and saturating, by the instruction that GPUs have for it, which loses the sign of NaN.
+    """FP8 and FP4 codes, to nearest and saturating, by the instruction that GPUs have for it. Of FP8 it loses the sign
+    of NaN; of FP4, which has none, NaN is the largest number.
 
     Source: PTX ISA, cvt.rn.satfinite, which Triton compiles a cast to FP8 to.
     """
-    value = (magnitude | (sign << 31)).to(tl.float32, bitcast=True)
+    wide = magnitude | (sign << 31)
+    if CONVERT == "e2m1":
+        return tl.inline_asm_elementwise(FP4, FP4_REGISTERS, [wide], tl.int8, True, 4).to(tl.int32)
+    value = wide.to(tl.float32, bitcast=True)
     if CONVERT == "e4m3":
         code = value.to(tl.float8e4nv)
     else:

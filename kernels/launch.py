@@ -16,7 +16,7 @@ from torch import Tensor
 from lowbit import reference
 from lowbit.formats import Format
 from lowbit.kernels import backward, codec, optim, quantize, rotation
-from lowbit.kernels.arguments import FP8, converts_fp8, dense, dtype_of, input_of, pattern
+from lowbit.kernels.arguments import CONVERTED, converts, dense, dtype_of, input_of, pattern
 from lowbit.kernels.spec import (
     PROGRAMS,
     TARGET,
@@ -100,9 +100,9 @@ def encode(x: Tensor, out: Tensor, format: Format, saturate: bool, rounding: Rou
 
 
 def _conversion(format: Format, device: torch.device, rounding: Rounding) -> str:
-    """``CONVERT`` in kernels: the FP8 format whose saturating codes to nearest an instruction makes, "" for none."""
-    name = FP8.get(format.name, "")
-    return name if name and not rounding.stochastic and converts_fp8(device) else ""
+    """``CONVERT`` in kernels: the format whose saturating codes to nearest an instruction makes, "" for none."""
+    name = CONVERTED.get(format.name, "")
+    return name if name and not rounding.stochastic and converts(name, device) else ""
 
 
 def decode(codes: Tensor, out: Tensor, format: Format) -> list[Launch]:

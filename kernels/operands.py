@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lowbit import reference
 from lowbit.formats import Format, find
 from lowbit.kernels import decode_4bit
-from lowbit.kernels.arguments import FP8, converts_fp8, dense, pattern
+from lowbit.kernels.arguments import FP8, converts, dense, pattern
 from lowbit.kernels.launch import dequantize
 from lowbit.kernels.spec import Launch, scale_spec
 from lowbit.ops.matmul import Side
@@ -206,7 +206,7 @@ def folds(scheme: Scheme, operand: str) -> bool:
 def fp8(scheme: Scheme | None, device: torch.device) -> str:
     """The name of an FP8 format that is converted by hardware, or as half of fp16."""
     name = "" if scheme is None else FP8.get(scheme.format.name, "")
-    return "" if name == "e4m3" and not converts_fp8(device) else name
+    return "" if name == "e4m3" and not converts(name, device) else name
 
 
 @cache

@@ -1,4 +1,4 @@
-"""FP8 codes by the instruction that GPUs have for it: where it is used, and that the kernels' bits stay the same.
+"""FP8 and FP4 codes by the instructions that GPUs have: where they are used, and that the bits stay the same.
 
 Triton's interpreter rounds conversions to FP8 in a way of its own. Here it follows the PTX ISA: ``cvt.rn.satfinite``
 rounds to nearest even, takes what is too large, Inf too, for the largest number, and has one NaN, 0x7f.
@@ -13,10 +13,11 @@ import torch
 
 pytest.importorskip("triton")
 from support.interpreter import within_arguments
+from support.ptx import run
 from triton.runtime import interpreter
 
 import lowbit as lb
-from lowbit.kernels import arguments, launch
+from lowbit.kernels import arguments, bits, launch
 from lowbit.testing.inputs import random_matrix
 
 FP8 = {"fp8e4nv": ml_dtypes.float8_e4m3fn, "fp8e5": ml_dtypes.float8_e5m2}
@@ -39,7 +40,7 @@ def converted(monkeypatch):
 
     plain = interpreter.interpreter_builder.create_fp_to_fp
     monkeypatch.setattr(interpreter.interpreter_builder, "create_fp_to_fp", as_hardware)
-    monkeypatch.setattr(launch, "converts_fp8", lambda device: True)
+    monkeypatch.setattr(launch, "converts", lambda name, device: name in ("e4m3", "e5m2"))
     return done
 
 
@@ -93,11 +94,30 @@ def test_what_the_instruction_does_not_do_is_done_without(options, converted):
     assert not converted
 
 
+def test_fp4_is_what_the_instruction_makes():
+    """Over every bf16 number, and fp32 ones beside each boundary between two codes."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    codes = lb.decode(torch.arange(16, dtype=torch.uint8), "fp4_e2m1").unique()
+    middles = ((codes[1:] + codes[:-1]) / 2).numpy()
+    beside = [np.nextafter(middles, np.float32(to), dtype=np.float32) for to in (-np.inf, np.inf)]
+    x = torch.cat([every, torch.from_numpy(np.concatenate([middles, *beside, middles[:2]]))])
+    x = torch.cat([x, x.new_zeros(-len(x) % 4)])
+    patterns = x.view(torch.int32).numpy().view(np.uint32)
+    made = [run(bits.FP4.value, {f"${at + 1}": int(one) for at, one in enumerate(four)})["$0"]
+            for four in patterns.reshape(-1, 4)]  # fmt: skip
+    found = torch.tensor(made).to(torch.int64)
+    found = torch.stack([found >> 8 * at & 255 for at in range(4)], 1).flatten().to(torch.uint8)
+    with lb.use_backend("reference"):
+        same_bits(found, lb.encode(x, "fp4_e2m1"))
+
+
 def test_only_devices_that_have_the_instruction_are_asked_for_it(monkeypatch):
     device, capability = torch.device("cuda"), (8, 9)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of: capability)
-    assert not arguments.INTERPRETED or not arguments.converts_fp8(device)
+    assert not arguments.INTERPRETED or not arguments.converts("e4m3", device)
     monkeypatch.setattr(arguments, "INTERPRETED", False)
-    assert arguments.converts_fp8(device)
+    assert arguments.converts("e4m3", device) and not arguments.converts("e2m1", device)
     capability = (8, 6)
-    assert not arguments.converts_fp8(device)
+    assert not arguments.converts("e5m2", device)
+    capability = (12, 0)
+    assert arguments.converts("e4m3", device) and arguments.converts("e2m1", device)

@@ -124,13 +124,14 @@ def test_codes_in_segments_are_loaded_many_at_a_time(tmp_path):
 
 CONVERSIONS = r"""
 from lowbit.kernels import aot
-names = {"fp8_e4m3:row": "e4m3", "fp8_e5m2:row": "e5m2"}
+names = {"fp8_e4m3:row": "e4m3", "fp8_e5m2:row": "e5m2", "nvfp4": "e2m1", "mxfp4": "e2m1"}
 for case in aot.cases():
     name = names.get(case.name.removeprefix("quantize "))
     if name is not None:
-        for architecture in (80, 89, 100):
-            ptx = aot.compile_launch(case.launches[0], architecture).ptx
-            assert (f"cvt.rn.satfinite.{name}x2.f32" in ptx) == (architecture >= 89), (case.name, architecture)
+        for architecture in (80, 89, 90, 100, 120):
+            ptx = aot.compile_launch(case.launches[-1], architecture).ptx
+            has = architecture >= (100 if name == "e2m1" else 89)
+            assert (f"cvt.rn.satfinite.{name}x2.f32" in ptx) == has, (case.name, architecture)
         del names[case.name.removeprefix("quantize ")]
 assert not names
 """
@@ -141,7 +142,7 @@ def test_segments_of_several_steps_compile(tmp_path):
     compiles(LONG_SEGMENTS, tmp_path)
 
 
-def test_fp8_is_converted_by_the_instruction_where_there_is_one(tmp_path):
+def test_fp8_and_fp4_are_converted_by_the_instruction_where_there_is_one(tmp_path):
     compiles(CONVERSIONS, tmp_path)
 
 
