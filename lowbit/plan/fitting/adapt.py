@@ -27,8 +27,8 @@ from lowbit.sizes import amount
 from lowbit.train.state import State
 
 __all__ = [
-    "CHANGES", "FRUGAL", "TRIES", "Before", "Frugal", "Marks", "Predicted", "alike", "change_", "copies_of_buffers",
-    "difference", "fastest", "least_rows", "more_frugal", "permits", "recompute_",
+    "CHANGES", "FRUGAL", "RANDOM_BYTES", "TRIES", "Before", "Frugal", "Marks", "Predicted", "alike", "change_",
+    "copies_of_buffers", "difference", "fastest", "least_rows", "more_frugal", "permits", "recompute_",
 ]  # fmt: skip
 
 
@@ -94,6 +94,9 @@ def _activations_elsewhere(settings: Settings, model: nn.Module, batch: Any) -> 
 def _states_elsewhere(settings: Settings, model: nn.Module, batch: Any) -> bool | None:
     return None if settings.offload_states else True
 
+
+#: The bytes of torch's random state on the CPU, which a step keeps until it is done.
+RANDOM_BYTES = torch.get_rng_state().numel()
 
 #: How many of the fastest predictions, and of those that hold least, are held against an estimate of the whole step,
 #: and how often a search chooses options of blocks again within less.

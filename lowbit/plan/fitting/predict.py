@@ -26,7 +26,7 @@ from lowbit.memory.checkpoint.selective import MUTATED
 from lowbit.memory.offload.bandwidth import bandwidth
 from lowbit.memory.planned import Option, best, choices_of, peak_of
 from lowbit.optim.offload import CHUNK_BYTES
-from lowbit.plan.fitting.adapt import copies_of_buffers, least_rows, recompute_
+from lowbit.plan.fitting.adapt import RANDOM_BYTES, copies_of_buffers, least_rows, recompute_
 from lowbit.plan.fitting.link import DEFAULTS, exchange_seconds
 from lowbit.plan.fitting.sharing import Sharing, share_
 from lowbit.plan.fitting.streaming import Streaming
@@ -340,10 +340,12 @@ class Predictor:
         passes = passes or partial(accumulate, rest=self.loss is not None)
 
         copies: dict[Tensor, Tensor] = {}
+        random: list[Tensor] = []
 
         def within(model: nn.Module, batch: Any, loss: Any) -> None:
             copies.clear()
             copies.update(copies_of_buffers(model))
+            random[:] = [torch.empty(RANDOM_BYTES, dtype=torch.uint8)]
             largest = largest_part(batch, count)
             for _ in range(min(count, 2)):
                 with away:

@@ -81,7 +81,8 @@ class Run:
         ``lb.memory.micro_batches`` for a batch that cannot be split.
         """
         before, first = Before(self.model), self.settings
-        self._batch = outlined(batch)
+        if self._batch is None:  # of a plan from a file
+            self._batch = outlined(batch)
         total = self._gradients(batch, before, first)
         self._advance(before)
         self.optimizer.zero_grad()
@@ -91,7 +92,7 @@ class Run:
         """Go on within another budget, smaller or larger; returns what is predicted of a step from now on.
 
         Of the plan's predictions with the arithmetic of this run (precision, recipe, bits of the optimizer) the fastest
-        that fits is taken, by an estimate of a step on a batch like the last one. Checkpoints, parts, and the place of
+        that fits is taken, by an estimate of a step on the planned batch. Checkpoints, parts, and the place of
         states and activations may change; a change of parts changes losses by the order of sums, the others change no
         bit. ``budget``: as ``lb.fit`` takes it.
 
