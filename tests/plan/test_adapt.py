@@ -343,7 +343,7 @@ def test_ten_budgets_lose_no_step_and_no_bit(case, tmp_path):
     _, batch, _, settings, _ = CASES[case]
     plain, run = made(case, settings), made(case, settings, tmp_path)
     run._predictions = [one for one in predicted(settings) if one.settings.micro == 1]
-    run._whole = lambda: lambda one: one  # what is predicted is made up
+    run._whole = lambda batch: lambda one: one  # what is predicted is made up
     if case in ("draws", "batch norm"):  # which have no products to save
         run._predictions = [one for one in run._predictions if one.settings.checkpoint != "save_matmuls"]
     taken = set[Settings]()
@@ -363,7 +363,7 @@ def test_ten_budgets_lose_no_step_and_no_bit(case, tmp_path):
 def test_other_parts_leave_losses_close(tmp_path):
     plain, run = made("plain", Settings()), made("plain", Settings(), tmp_path)
     run._predictions, run._plain = predicted(Settings()), 990
-    run._whole = lambda: lambda one: one  # what is predicted is made up
+    run._whole = lambda batch: lambda one: one  # what is predicted is made up
     for budget, micro in (("100%", 1), ("99%", 2), (965, 4), (925, 8), ("100%", 1)):
         run.refit(budget)
         assert run.settings.micro == micro and run.step(ROWS) == pytest.approx(plain.step(ROWS), rel=1e-5)

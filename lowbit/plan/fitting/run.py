@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lowbit.memory import micro_batches, usual_loss
 from lowbit.memory.estimate import scalar
-from lowbit.memory.fake import outlined
 from lowbit.memory.fused_loss import has_causal_loss
 from lowbit.memory.planned import bytes_of
 from lowbit.memory.shortage import ran_out, reclaim
@@ -81,38 +80,37 @@ class Run:
         ``lb.memory.micro_batches`` for a batch that cannot be split.
         """
         before, first = Before(self.model), self.settings
-        if self._batch is None:  # of a plan from a file
-            self._batch = outlined(batch)
         total = self._gradients(batch, before, first)
         self._advance(before)
         self.optimizer.zero_grad()
         return total
 
-    def refit(self, budget: str | int) -> Predicted:
+    def refit(self, budget: str | int, batch: Any = None) -> Predicted:
         """Go on within another budget, smaller or larger; returns what is predicted of a step from now on.
 
         Of the plan's predictions with the arithmetic of this run (precision, recipe, bits of the optimizer) the fastest
-        that fits is taken, by an estimate of a step on the planned batch. Checkpoints, parts, and the place of
-        states and activations may change; a change of parts changes losses by the order of sums, the others change no
-        bit. ``budget``: as ``lb.fit`` takes it.
+        that fits is taken, by an estimate of a step on ``batch``, or the planned one. Checkpoints, parts, and the place
+        of states and activations may change. A change of parts changes losses by the order of sums, the others change
+        no bit. ``budget``: as ``lb.fit`` takes it.
 
-        Where several processes train, where weights lie elsewhere, and of a plan from a file before the first step,
-        the plan's predictions count as they are, which sum what few estimates say.
+        Where several processes train, where weights lie elsewhere, and of a plan from a file without ``batch``, the
+        plan's predictions count as they are, which sum what few estimates say.
         Raises ValueError where nothing fits, with the least that would; then the run goes on as it was.
         """
         if isinstance(budget, str) and budget.endswith("%") and not self._plain:
             raise ValueError(f"run.refit: a share of plain training needs a run of a plan, got {budget!r}; give bytes")
         limit = bytes_of(budget, self._plain, "run.refit")
-        found = fastest(self._predictions, self.settings, limit, self._whole())
+        found = fastest(self._predictions, self.settings, limit, self._whole(batch))
         self._change(found.settings)
         return found
 
-    def _whole(self) -> Callable[[Predicted], Predicted]:
+    def _whole(self, batch: Any) -> Callable[[Predicted], Predicted]:
         """What makes an estimate of a whole step of a prediction."""
-        if self._batch is None or self.settings.gpus > 1 or self.settings.offload_weights:
+        batch = self._batch if batch is None else batch
+        if batch is None or self.settings.gpus > 1 or self.settings.offload_weights:
             return lambda one: one
         loss = None if self._loss is usual_loss else self._loss
-        predictor = Predictor(self._plain_model, self._batch, loss, trains=self.settings)
+        predictor = Predictor(self._plain_model, batch, loss, trains=self.settings)
         return lambda one: predictor.whole(one.settings)
 
     # -- inside ----------------------------------------------------------------------------------------------------
