@@ -68,6 +68,7 @@ _SPACE = {
     "optimizer": ("adamw", "adamw8bit"), "masters": ("residual",),
     "checkpoint": ("everything kept", "save_matmuls", "block"), "states": ("memory",),
     "activations": ("activations in memory",), "weights": ("weights in memory",),
+    "parts of a batch": ("whole batch", "parts"),
 }  # fmt: skip
 _SPACE_BUDGETS = (90, 70, 50, 35, 25)
 _ROUNDS = 3
