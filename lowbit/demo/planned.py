@@ -85,10 +85,11 @@ def _plan(settings: Settings, corpus: Corpus, precision: str, progress: Progress
     assert settings.memory is not None
     config, model = settings.of(precision), model_of(settings, corpus)
     arrange_(model, config)
-    tokens_BT, _ = corpus.batch(0, config.batch, config.context, config.seed)
+    tokens_BT, targets_BT = corpus.batch(0, config.batch, config.context, config.seed)
+    batch = {"tokens_BT": tokens_BT, "targets_BT": targets_BT}
     keep = list(_choices(settings.optimizer))
     try:
-        return fit(model, tokens_BT, settings.memory, _loss, keep=keep, progress=progress)
+        return fit(model, batch, settings.memory, _loss, keep=keep, progress=progress)
     except ValueError as error:
         raise ValueError(f"the {precision} run: {error}") from None
 
@@ -105,9 +106,9 @@ def _choices(optimizer: str | None) -> Iterator[str]:
         yield from names
 
 
-def _loss(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
-    """``loop.loss_of``, with tokens as the targets, of which an estimate knows the shape alone."""
-    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), tokens_BT.flatten())
+def _loss(logits_BTV: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """``loop.loss_of``, of a batch of tokens and targets."""
+    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), batch["targets_BT"].flatten())
 
 
 def _named(progress: Progress, precision: str, what: str, done: int, total: int) -> None:

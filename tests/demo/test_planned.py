@@ -21,6 +21,7 @@ from lowbit.files import read_checked
 from lowbit.plan import Plan
 from lowbit.plan.fitting import CHOICES
 from lowbit.plan.fitting.predict import Prediction
+from lowbit.plan.fitting.subject import Subject
 from lowbit.plan.settings import Settings as PlanSettings
 
 WHOLE = torch.zeros(4, 32, dtype=torch.long)
@@ -48,7 +49,9 @@ def follow(monkeypatch):
 
     def planned_so(**settings: object) -> None:
         one = Prediction(PlanSettings(**settings), 1, 1.0)
-        monkeypatch.setattr(planned, "fit", lambda *_, **__: Plan(one, 1 << 30, one, [one]))
+        monkeypatch.setattr(
+            planned, "fit", lambda *_, **__: Plan(one, 1 << 30, one, [one], subject=Subject("GPT", {}, None))
+        )
 
     return planned_so
 
