@@ -1,0 +1,232 @@
+"""What a plan is of, and what it says of models, batches, losses and arguments that it does not go with."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lowbit as lb
+from lowbit.plan import Plan
+from lowbit.plan.fitting import CHOICES, Run
+from lowbit.plan.fitting.adapt import more_frugal, permits
+from lowbit.plan.fitting.choices import PARTS
+from lowbit.plan.settings import Settings
+
+INPUTS, CLASSES = torch.randn(64, 32), torch.randint(10, (64,))
+
+
+def classifier(classes=10):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, classes))
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = classifier()
+
+    def forward(self, inputs, mask=None):
+        return self.inner(inputs)
+
+
+def by_hand(steps):
+    model = classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        loss = F.cross_entropy(model(INPUTS), CLASSES)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "loss"),
+    [
+        (classifier, (INPUTS, CLASSES), lambda output, batch: F.cross_entropy(output, batch[1])),
+        (
+            Named,
+            {"inputs": INPUTS, "classes": CLASSES},
+            lambda output, batch: F.cross_entropy(output, batch["classes"]),
+        ),
+    ],
+)
+def test_what_the_forward_does_not_take_is_for_the_loss_that_is_given(make, batch, loss):
+    plan = lb.fit(make(), batch, "90%", loss, keep=("fp32", "adamw", "memory", "activations in memory"))
+    torch.manual_seed(0)
+    model = make()
+    run = plan.apply_(model, lr=1e-2)
+    assert [run.step(batch) for _ in range(3)] == pytest.approx(list(by_hand(3)), rel=1e-5)
+    with pytest.raises(TypeError, match=r"does not take the batch: .*; it takes \((input|inputs, mask=None)\).*loss="):
+        lb.fit(make(), batch, "90%")
+
+
+def test_a_plan_is_of_one_model_and_one_loss(tmp_path):
+    def loss(output, batch):
+        return F.cross_entropy(output, batch[1])
+
+    batch = INPUTS, CLASSES
+    plan = lb.fit(classifier(), batch, "100%", loss, keep="fp32")
+    again = Plan.load(plan.save(tmp_path / "plan.json"))
+    with pytest.raises(ValueError, match=r"is of a loss that was given, .*loss, which no file holds; .*loss=\.\.\."):
+        again.apply_(classifier())
+    assert again.apply_(classifier(), loss).step(batch) == pytest.approx(next(by_hand(1)))
+    with pytest.raises(ValueError, match=r"Sequential with '2.weight' of \[10, 64\] in float32, .* of \[11, 64\]"):
+        plan.apply_(classifier(11), loss)
+    frozen = classifier()
+    frozen[0].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"float32, frozen; plan for this model"):
+        plan.apply_(frozen)
+    with pytest.raises(ValueError, match="on the meta device, without numbers to train"):
+        plan.apply_(classifier().to("meta"))
+    model = classifier()
+    plan.apply_(model)
+    with pytest.raises(ValueError, match=r"trains by a plan already; .*run\.refit"):
+        plan.apply_(model)
+
+
+def test_a_model_in_evaluation_mode_is_told_of():
+    with pytest.warns(UserWarning, match=r"fit: Sequential is in evaluation mode.*call model\.train\(\)") as told:
+        plan = lb.fit(classifier().eval(), INPUTS, "100%")
+    assert told[0].filename == __file__
+    with pytest.warns(UserWarning, match=r"plan\.apply_: Sequential is in evaluation mode"):
+        plan.apply_(classifier().eval())
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "options", "message"),
+    [
+        (Named, INPUTS, {}, "got the class Named; make one of it"),
+        (classifier(), INPUTS.numpy(), {}, r"got ndarray; .*torch\.from_numpy"),
+        (classifier(), [INPUTS].__iter__(), {}, r"got list_iterator; of a DataLoader take one batch"),
+        (classifier(), INPUTS, {"budget": "0%"}, "budget is bytes above 0, '8GB' or '80%', got '0%'"),
+        (classifier(), INPUTS, {"loss": lambda output, batch: output}, r"got shape \[64, 10\]; take its mean"),
+        (classifier(), INPUTS, {"loss": lambda output, batch: output.detach().mean()}, "has no gradient"),
+        (classifier(), INPUTS, {"loss": lambda output, batch: output.mean() * output.max().item()},
+         r"the loss reads values of tensors .*; return a tensor, without item\(\)"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_says_why(model, batch, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        lb.fit(model, batch, **({"budget": "90%"} | options))
+
+
+def test_a_batch_of_wrong_shapes_raises_without_a_log(caplog):
+    with pytest.raises(RuntimeError, match=r"\[4, 31\] X \[32, 64\]"):
+        lb.fit(classifier(), torch.randn(4, 31), "90%")
+    assert not caplog.records
+
+
+def test_optimizers_and_recipes_that_take_no_fp64_are_left_out():
+    plan = lb.fit(classifier().double(), INPUTS.double(), "100%")
+    assert plan.settings.bits == 32 and plan.settings.mixed is None
+    assert lb.fit(classifier(), INPUTS, "100%", keep="adamw8bit").settings.bits == 8, "one name is a name"
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+def summed(output, batch):
+    return F.cross_entropy(output, batch[1], reduction="sum")
+
+
+def masked(output, batch):
+    return F.cross_entropy(output, batch[1].masked_fill(batch[1] > 6, -100))
+
+
+def test_a_summed_loss_is_not_taken_in_parts(tmp_path):
+    batch = INPUTS, CLASSES
+    run = Run(classifier(), Settings(micro=4), summed, tmp_path, {})
+    before = copy.deepcopy(run.model.state_dict())
+    with pytest.raises(
+        ValueError, match=r"the loss of two rows is .*, the sum of .*; divide the loss .*no=\('parts',\)"
+    ):
+        run.step(batch)
+    assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in run.model.parameters())
+    assert Run(classifier(), Settings(), summed, tmp_path, {}).step(batch) == pytest.approx(64 * next(by_hand(1)))
+    for loss in (masked, lambda output, batch: output.square().mean(), lambda output, batch: output.var(0).sum()):
+        Run(classifier(), Settings(micro=4), loss, tmp_path, {}).step(batch)
+
+
+def test_plans_without_parts_are_in_one_and_stay_so():
+    loss = lambda output, batch: F.cross_entropy(output, batch[1])
+    plan = lb.fit(classifier(), (INPUTS, CLASSES), "100%", loss, no=("parts",), keep=("fp32",))
+    predictions = list(plan._others.values())
+    assert {one.settings.micro for one in predictions} == {1} and not permits(predictions, "micro", 2)
+    kept = lb.fit(classifier(), (INPUTS, CLASSES), "100%", loss, keep=("fp32", "parts"))
+    assert kept.settings.micro == 2 and "2 parts" in kept.table()
+    with pytest.raises(ValueError, match="a batch of one row has no 'parts'"):
+        lb.fit(classifier(), (INPUTS[:1], CLASSES[:1]), "100%", loss, keep=("parts",))
+
+
+def test_parts_of_a_batch_norm_have_two_rows_at_least():
+    model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10))
+    plan = lb.fit(model, (INPUTS[:63], CLASSES[:63]), "60%", lambda output, batch: F.cross_entropy(output, batch[1]))
+    assert max(one.settings.micro for one in plan._others.values()) == 24
+    assert plan.apply_(model).step((INPUTS[:63], CLASSES[:63])) > 0
+    few = more_frugal(Settings(micro=31), model.train(), INPUTS[:63])
+    assert few is not None and few.micro == 31
+
+
+def test_a_loss_that_is_no_mean_over_rows_is_told_of_in_parts(tmp_path):
+    labels = torch.randint(10, (8, 12))
+    labels[1:, 2:] = -100
+
+    def of_labels(output, batch):
+        return F.cross_entropy(output.flatten(0, 1), batch[1].flatten())
+
+    model = nn.Sequential(nn.Embedding(10, 16), nn.Linear(16, 10))
+    run = Run(model, Settings(micro=2), of_labels, tmp_path, {})
+    with pytest.warns(UserWarning, match=r"the loss of two rows is .*, and not the mean of .*no=\('parts',\)"):
+        run.step((labels.clamp_min(0), labels))
+
+
+def test_a_loss_among_rows_that_transformers_names_is_not_taken_in_parts():
+    parts = next(choice for choice in CHOICES[PARTS] if choice.name == "parts")
+    assert not parts.applies(nn.Linear(1, 1), {"return_loss": True}, None)
+    assert parts.applies(nn.Linear(1, 1), {"return_loss": False}, None) and parts.applies(nn.Linear(1, 1), INPUTS, None)
+
+
+def test_options_of_the_optimizer_are_looked_at_before_the_model_changes():
+    plan, model = lb.fit(classifier(), INPUTS, "100%", keep=("bf16",)), classifier()
+    with pytest.raises(TypeError, match="learning_rate"):
+        plan.apply_(model, learning_rate=1e-3)
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    plan.apply_(model, lr=1e-3)
+
+
+def test_a_criterion_of_torch_is_told_how_it_becomes_a_loss():
+    with pytest.raises(TypeError, match=r"the loss failed: .*criterion\(output, batch\[1\]\)"):
+        lb.fit(classifier(), (INPUTS, CLASSES), "100%", nn.CrossEntropyLoss())
+
+
+def test_a_model_in_bf16_has_the_masters_that_its_plan_says():
+    made = [classifier().bfloat16() for _ in range(2)]
+    plan = lb.fit(made[0], INPUTS.bfloat16(), "300%", keep=("adamw", "residual", "whole batch"))
+    assert plan.settings.half and "weights in bf16, as the model comes" in str(plan)
+    run, rows = plan.apply_(made[0], lr=1e-5), INPUTS.bfloat16()
+    optimizer = lb.optim.AdamW(made[1].parameters(), lr=1e-5, master="residual")
+    for _ in range(20):
+        run.step(rows)
+        lb.memory.usual_loss(made[1](rows), rows).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert isinstance(run.optimizer, lb.optim.AdamW)
+    for one, other in zip(*(model.parameters() for model in made), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_labels_of_encoders_with_decoders_are_not_shifted():
+    transformers = pytest.importorskip("transformers", minversion="5")
+    config = transformers.T5Config(
+        vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0, dropout_rate=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, labels = transformers.T5ForConditionalGeneration(config).train(), torch.randint(64, (8, 12))
+    labels[1:, 3:] = -100
+    batch = {"input_ids": torch.randint(64, (8, 10)), "labels": labels}
+    expected = model(**batch).loss.item()
+    assert Run(model, Settings(micro=4), None, None, {}).step(batch) == pytest.approx(expected, rel=1e-6)
