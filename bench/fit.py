@@ -46,6 +46,8 @@ from lowbit.tables import markdown
 
 #: Steps after the first, whose median time is taken.
 _STEPS = 5
+#: Steps whose peak is measured.
+_WATCHED = 3
 #: What a plan is asked for, for each model of ``lowbit bench memory``: a share of plain training, and what it keeps.
 _ASKED = ((100, ("fp32",)), (60, ("bf16",)), (50, ("fp8",)), (30, ()))
 
@@ -83,13 +85,15 @@ class Held:
 
 
 def measured(plan: Plan, subject: Subject, steps: int = _STEPS) -> Held:
-    """Of training by ``plan`` in this process: a step for the states, one under the allocator, then ``steps``."""
+    """Of training by ``plan`` in this process: a step for the states, some under the allocator, since what lies
+    elsewhere comes and goes beside them, then ``steps``.
+    """
     with _training(plan, subject) as (training, batch):
         gc.collect()
-        states = [] if plan.settings.offload_states else [list(s.values()) for s in training.optimizer.state.values()]
-        weights = [t for t in (*training.model.parameters(), *training.model.buffers()) if not is_mapped(t)]
-        before = storages([weights, states, batch])
-        peak = before + _peak(lambda: training.step(batch), plan.settings.offload_weights)
+        states = [t for s in training.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+        there = [*training.model.parameters(), *training.model.buffers(), *states]
+        before = storages([[t for t in there if not is_mapped(t)], batch])
+        peak = before + _peak(lambda: [training.step(batch) for _ in range(_WATCHED)], plan.settings.offload_weights)
         return Held(peak, _timed(training, batch, steps))
 
 
@@ -213,8 +217,8 @@ def _predictions(cells: _Cells) -> str:
     ]  # fmt: skip
     return "\n".join([
         "## Predicted and measured\n",
-        f"{len(there)} plans, and {len(refused)} budgets that nothing fits. Held is the peak of torch's allocator in a "
-        f"step, parameters, states and batch included; times are medians of {_STEPS} steps.\n",
+        f"{len(there)} plans, and {len(refused)} budgets that nothing fits. Held is the peak of torch's allocator in "
+        f"{_WATCHED} steps, parameters, states and batch included; times are medians of {_STEPS} steps.\n",
         f"- the peak is off by {statistics.median(sizes):.2%} in the median, {max(sizes):.2%} at most",
         f"- the time is off by {statistics.median(times):.0%} in the median, {max(times):.0%} at most, and by at most "
         f"20% in {sum(one <= 0.2 for one in times)} of {len(times)}\n",

@@ -23,12 +23,12 @@ from lowbit.memory.offload.places import side_stream
 from lowbit.optim.base import Optimizer
 from lowbit.optim.plain import plain_step, replace_step_, require_own_step
 
-__all__ = ["CHUNK_BYTES", "OFFLOADED", "clip_grad_norm_", "offload_", "unoffload_"]
+__all__ = ["CHUNK_BYTES", "LEAST_BYTES", "OFFLOADED", "clip_grad_norm_", "offload_", "unoffload_"]
 
 #: Parameters step together up to this many bytes of them, so that small ones cost no step each.
 CHUNK_BYTES = 16 << 20
-#: Smaller states stay where they are.
-_LEAST = 4096
+#: States of fewer bytes stay where they are.
+LEAST_BYTES = 4096
 #: The attribute of an optimizer that says what is offloaded.
 OFFLOADED = "_lowbit_offload"
 
@@ -145,7 +145,7 @@ class _Offload:
 
     def moves(self, value: Any) -> bool:
         """Whether a state gains by being in ``where``."""
-        large = isinstance(value, Tensor) and value.nbytes >= _LEAST
+        large = isinstance(value, Tensor) and value.nbytes >= LEAST_BYTES
         return large and (self.files is not None or value.device.type == "cuda")
 
     # -- a step ------------------------------------------------------------------------------------------------------

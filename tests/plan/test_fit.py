@@ -53,6 +53,21 @@ def test_a_step_holds_what_the_plan_says_and_no_more_than_the_budget(plans, tmp_
         assert plan.peak_bytes * (0.96 - late) <= held <= plan.peak_bytes * 1.01
 
 
+def test_small_states_are_held_although_states_are_offloaded(tmp_path):
+    torch.manual_seed(0)
+    layers = [layer for _ in range(24) for layer in (nn.Linear(64, 64), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(64, 1024))
+    batch, loss = torch.randn(32, 64), lambda output, batch: output.square().mean()
+    settings = Settings(bits=4, offload_states=True)
+    predicted = Predictor(model, batch, loss).whole(settings)
+    run = Run(model, settings, loss, tmp_path, {})
+    for _ in range(2):
+        run.step(batch)
+    small = sum(t.nbytes for s in run.optimizer.state.values() for t in s.values() if t.nbytes < 4096)
+    held = measured(run, batch)
+    assert small > 0.05 * held and 0.99 * held <= predicted.peak_bytes <= 1.02 * held
+
+
 def test_less_memory_takes_no_less_time(plans):
     for more, less in itertools.pairwise(plans.values()):
         assert less.budget < more.budget and less.peak_bytes <= less.budget and less.seconds >= more.seconds

@@ -25,7 +25,7 @@ from lowbit.memory.checkpoint.policies import choose
 from lowbit.memory.checkpoint.selective import MUTATED
 from lowbit.memory.offload.bandwidth import bandwidth
 from lowbit.memory.planned import Option, best, choices_of, peak_of
-from lowbit.optim.offload import CHUNK_BYTES
+from lowbit.optim.offload import CHUNK_BYTES, LEAST_BYTES
 from lowbit.plan.fitting.adapt import RANDOM_BYTES, copies_of_buffers, least_rows, recompute_
 from lowbit.plan.fitting.link import DEFAULTS, exchange_seconds
 from lowbit.plan.fitting.sharing import Sharing, share_
@@ -50,11 +50,12 @@ class Prediction(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """An optimizer's step: the bytes of its states, the most that is held, seconds, and the bytes of all parameters and
-    gradients.
+    """An optimizer's step: the bytes of its states, of those that stay where they are when states are offloaded, the
+    most that is held, seconds, and the bytes of all parameters and gradients.
     """
 
     states: int
+    small: int
     peak: int
     seconds: float
     parameters: int
@@ -160,8 +161,7 @@ class Predictor:
         """
         if self._stepping(settings) > limit:
             return None
-        beside = 0 if settings.offload_states else self._step(settings).states
-        names = best(*self._choices(settings), limit - beside)
+        names = best(*self._choices(settings), limit - self._states_beside(settings))
         return None if names is None else self._predicted_by_block(settings, tuple(names))
 
     def _predicted_by_block(self, settings: Settings, names: tuple[str, ...]) -> Prediction:
@@ -200,7 +200,7 @@ class Predictor:
             usage = Sharing.of(settings, self.model).applied(usage)
         peak, moment = usage.peak_bytes, str(usage.moment)
         if apart:
-            peak += 0 if settings.offload_states else step.states
+            peak += self._states_beside(settings)
             stepping = self._stepping(settings)
             peak, moment = max((peak, moment), (stepping, "step of (optimizer)"))
         return Prediction(settings, peak, seconds, moment, whole=True)
@@ -213,11 +213,10 @@ class Predictor:
     def _prediction(self, settings: Settings, held: float, seconds: float, kept: float) -> Prediction:
         """From what one part holds and takes, and what it keeps for backward."""
         step = self._step(settings)
-        beside = 0 if settings.offload_states else step.states
         moved = self._moved(kept) if settings.offload_activations else 0.0
         return Prediction(
             settings,
-            int(max(held + beside, self._stepping(settings))),
+            int(max(held + self._states_beside(settings), self._stepping(settings))),
             settings.micro * (seconds + moved) + step.seconds + self._states_moved(settings)
             + self._weights_moved(settings) + self._exchanged(settings, seconds),
         )  # fmt: skip
@@ -228,13 +227,18 @@ class Predictor:
         return exchange_seconds(settings, parameters, compute, self.bandwidth, self._device.type == "cuda")
 
     # -- offload -----------------------------------------------------------------------------------------------------
+    def _states_beside(self, settings: Settings) -> int:
+        """The bytes of states that are held in forward and backward."""
+        step = self._step(settings)
+        return step.small if settings.offload_states else step.states
+
     def _stepping(self, settings: Settings) -> int:
         """The most that is held while the optimizer steps; states that lie elsewhere come a few at a time."""
         step = self._step(settings)
         if not settings.offload_states:
             return step.peak
         there = min(1.0, 2 * CHUNK_BYTES / max(self._weights, 1))
-        elsewhere = step.states
+        elsewhere = step.states - step.small
         if settings.offload_weights:
             elsewhere += self._streamed(settings) + step.gradients
         return step.peak - elsewhere + int(there * elsewhere)
@@ -313,15 +317,14 @@ class Predictor:
             sharing = Sharing.of(key, self.model)
             wholes = []
             usage = self._estimated(key, 1, key, _gradients_alone, lambda model: wholes.append(share_(model, sharing)))
-            kinds: dict[str, int] = {}
-            for holding in usage.held_at(0):
-                kinds[holding.kind] = kinds.get(holding.kind, 0) + holding.bytes
-            states = kinds.get("optimizer state", 0) + kinds.get("master copies", 0)
+            kinds = ("optimizer state", "master copies")
+            sizes = [holding.bytes for holding in usage.held_at(0) if holding.kind in kinds]
+            states, small = sum(sizes), sum(size for size in sizes if size < LEAST_BYTES)
             peak, whole = usage.by_phase.get("step", 0), wholes[0]
             if key.gpus > 1:
                 peak = sharing.stepping(peak, states, whole)
             self._steps[key] = _Step(
-                states, peak, usage.seconds_by_phase.get("step", 0.0), whole.parameters, whole.gradients
+                states, small, peak, usage.seconds_by_phase.get("step", 0.0), whole.parameters, whole.gradients
             )
         return self._steps[key]
 
