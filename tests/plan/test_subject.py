@@ -89,6 +89,23 @@ def test_a_plan_is_of_one_model_and_one_loss(tmp_path):
         plan.apply_(model)
 
 
+def test_a_larger_batch_than_planned_is_told_of_once(recwarn):
+    def loss(output, batch):
+        return F.cross_entropy(output, batch[1])
+
+    plan = lb.fit(classifier(), (INPUTS, CLASSES), "100%", loss, keep=("fp32", "adamw"))
+    run, larger = plan.apply_(classifier()), (INPUTS.repeat(2, 1), CLASSES.repeat(2))
+    run.step((INPUTS[:8], CLASSES[:8]))
+    assert not recwarn.list
+    for _ in range(2):
+        run.step(larger)
+    (one,) = recwarn.list
+    assert "the batch has 4224 elements, and the plan is of one with 2112" in str(one.message)
+    run.refit("100MiB", larger)
+    run.step(larger)
+    assert len(recwarn.list) == 1, "the run is of the larger one by now"
+
+
 def test_a_model_in_evaluation_mode_is_told_of():
     with pytest.warns(UserWarning, match=r"fit: Sequential is in evaluation mode.*call model\.train\(\)") as told:
         plan = lb.fit(classifier().eval(), INPUTS, "100%")

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lowbit.memory import micro_batches, usual_loss
 from lowbit.memory.estimate import scalar
+from lowbit.memory.fake import outlined
 from lowbit.memory.fused_loss import has_causal_loss
 from lowbit.memory.planned import bytes_of
 from lowbit.memory.shortage import ran_out, reclaim
@@ -64,7 +66,7 @@ class Run:
         self._where = str(directory or ("cpu" if on_gpu else tempfile.gettempdir()))
         optimizer = arrange_(model, settings, self._where, **options)
         self.model, self.optimizer = sharded(model, optimizer, settings)
-        self._at = ""
+        self._at, self._is_larger = "", False
         self._is_checked = self._loss is usual_loss
         PLANNED.add(model)
 
@@ -74,11 +76,12 @@ class Run:
         Parts are weighed by their rows, under a model's own loss by their ``labels`` other than -100.
         Where memory runs out, all that the attempt has moved is put back, ``settings`` take less memory by a row of
         ``FRUGAL``, a warning says which, and the step is taken again. A step that fails otherwise before the
-        optimizer's is put back too.
+        optimizer's is put back too. A batch that is larger than the planned one is warned of.
         Raises RuntimeError where memory runs out with nothing left that takes less, with all as before the step; and
         where it runs out after the optimizer has moved some of its parameters, which nothing puts back. Raises as
         ``lb.memory.micro_batches`` for a batch that cannot be split.
         """
+        self._compare(batch)
         before, first = Before(self.model), self.settings
         total = self._gradients(batch, before, first)
         self._advance(before)
@@ -102,6 +105,8 @@ class Run:
         limit = bytes_of(budget, self._plain, "run.refit")
         found = fastest(self._predictions, self.settings, limit, self._whole(batch))
         self._change(found.settings)
+        if batch is not None:
+            self._batch, self._is_larger = outlined(batch), False
         return found
 
     def _whole(self, batch: Any) -> Callable[[Predicted], Predicted]:
@@ -142,6 +147,16 @@ class Run:
             self._change(after)
             warn(f"run.step: memory ran out in the {self._at} ({said}); this step is taken again, and later ones too, "
                  f"with {told}")  # fmt: skip
+
+    def _compare(self, batch: Any) -> None:
+        """Warns, once, of a batch that is larger than the one that was planned for."""
+        planned, given = _elements(self._batch), _elements(batch)
+        if planned and given > planned and not self._is_larger:
+            self._is_larger = True
+            warn(
+                f"run.step: the batch has {given} elements, and the plan is of one with {planned}, so that a step may "
+                f"hold more than was predicted; plan with the largest batch, or call run.refit(budget, batch)"
+            )
 
     def _attempt(self, batch: Any) -> float:
         total = 0.0
@@ -233,6 +248,10 @@ class Run:
     def _change(self, settings: Settings) -> None:
         change_(self._plain_model, self.optimizer, self.settings, settings, self._where)
         self.settings = settings
+
+
+def _elements(batch: Any) -> int:
+    return sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
 def _first_line(error: BaseException) -> str:
