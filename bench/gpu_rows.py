@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowbit import scaling
 from lowbit.bench.gpu_trace import empty
-from lowbit.kernels.aot import STEPS
+from lowbit.kernels.cases import BOTH, STEPS
 from lowbit.ops import OPS
 from lowbit.ops.optim import FLOAT_STATES, RULES
 from lowbit.recipes.cast import Cast
@@ -185,6 +185,19 @@ def _rotations() -> Iterator[Row]:
         yield Row("hadamard", f"blocks of {block}", "hadamard", partial(_hadamard, block), Work(4 * SIZE * SIZE, 0))
 
 
+def _both(first: str, second: str, block: int, architecture: int) -> Any:
+    return OPS["quantize_both"].args(empty((SIZE, SIZE), torch.bfloat16, architecture), first, second, block)
+
+
+def _pairs() -> Iterator[Row]:
+    for first, second, block in BOTH:
+        turned = f", transformed in {block}" if block > 1 else ""
+        name = f"{first} and {second}{turned}"
+        yield Row(
+            "quantize_both", name, "quantize_both", partial(_both, first, second, block), Work(6 * SIZE * SIZE, 0)
+        )
+
+
 def _sums(architecture: int) -> Any:
     x, exponents = empty((SIZE, SIZE), torch.float32, architecture), empty((SIZE,), torch.int32, architecture)
     return OPS["square_sums"].args(x, exponents, 0)
@@ -203,7 +216,7 @@ def _steps() -> Iterator[Row]:
 
 def rows() -> list[Row]:
     """Every row."""
-    return [*_products(), *_codecs(), *_rotations(), *_steps(), *_convolutions()]
+    return [*_products(), *_codecs(), *_rotations(), *_pairs(), *_steps(), *_convolutions()]
 
 
 def sections() -> list[str]:

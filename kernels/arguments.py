@@ -7,10 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit import reference
 from lowbit.kernels.spec import DTYPES, INTERPRETED
 
 #: Raw patterns of 16- and 32-bit types are moved as integers: see ``bits``.
 _PATTERN = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+#: The fixed signs of the Hadamard transform as int32 words, ``SIGNS`` in kernels.
+SIGNS = tuple((reference.PI >> shift & 0xFFFFFFFF ^ 1 << 31) - (1 << 31) for shift in (96, 64, 32, 0))
 
 
 def pattern(x: Tensor) -> Tensor:

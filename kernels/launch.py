@@ -16,7 +16,7 @@ from torch import Tensor
 from lowbit import reference
 from lowbit.formats import Format
 from lowbit.kernels import backward, codec, optim, quantize, rotation
-from lowbit.kernels.arguments import CONVERTED, converts, dense, dtype_of, input_of, pattern
+from lowbit.kernels.arguments import CONVERTED, SIGNS, converts, dense, dtype_of, input_of, pattern
 from lowbit.kernels.spec import (
     PROGRAMS,
     TARGET,
@@ -94,12 +94,12 @@ def encode(x: Tensor, out: Tensor, format: Format, saturate: bool, rounding: Rou
     more = {
         "out_ptr": out, "out_pitch": out.shape[1], "FMT": format_spec(format), "DTYPE": dtype_of(x),
         "SATURATE": saturate, "ROUNDING": rounding.mode(tiles),
-        "CONVERT": _conversion(format, x.device, rounding) if saturate else "",
+        "CONVERT": conversion(format, x.device, rounding) if saturate else "",
     }  # fmt: skip
     return [Launch(codec.encode, tiles.grid, input_of(x) | sizes | rounding.arguments | more, tiles.warps)]
 
 
-def _conversion(format: Format, device: torch.device, rounding: Rounding) -> str:
+def conversion(format: Format, device: torch.device, rounding: Rounding) -> str:
     """``CONVERT`` in kernels: the format whose saturating codes to nearest an instruction makes, "" for none."""
     name = CONVERTED.get(format.name, "")
     return name if name and not rounding.stochastic and converts(name, device) else ""
@@ -155,8 +155,6 @@ def _pairs(tiles: Tiling, bits: int) -> bool:
 
 def hadamard(x: Tensor, out: Tensor, block: int, signed: bool) -> list[Launch]:
     """``out`` of x ``[rows, cols]`` transformed along its columns: a launch for each size of blocks."""
-    words = (reference.PI >> shift & 0xFFFFFFFF for shift in (96, 64, 32, 0))
-    signs = tuple(word - ((word >> 31) << 32) for word in words)  # as int32
     launches = []
     for start, length, size in reference.pieces(x.shape[1], block):
         # Along what lies side by side in memory a tile is long.
@@ -166,7 +164,7 @@ def hadamard(x: Tensor, out: Tensor, block: int, signed: bool) -> list[Launch]:
         arguments = input_of(x) | {
             "out_ptr": pattern(out), "out_stride_r": out.stride(0), "out_stride_c": out.stride(1),
             "rows": x.shape[0], "start": start, "end": start + length, "tiles_c": -(-length // cols),
-            "SIGNS": signs if signed else None, "BLOCK": block, "FACTOR": size**-0.5, "DTYPE": dtype_of(x),
+            "SIGNS": SIGNS if signed else None, "BLOCK": block, "FACTOR": size**-0.5, "DTYPE": dtype_of(x),
             "SIZE": size, "R": rows, "C": cols,
         }  # fmt: skip
         grid = (-(-x.shape[0] // rows) * arguments["tiles_c"],)
@@ -278,7 +276,7 @@ def _quantize(
         "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme), "DTYPE": dtype_of(x), "TILE": tiles.constexpr(),
         "GIVEN": given, "DYNAMIC": dynamic, "FAKE": fake, "STORE_SCALE": scale is not None and not given,
         "OUT_BITS": bits if fused else 8, "ROUNDING": rounding.mode(tiles),
-        "CONVERT": _conversion(scheme.format, x.device, rounding),
+        "CONVERT": conversion(scheme.format, x.device, rounding),
     }  # fmt: skip
     arguments = input_of(x) | tiles.arguments() | rounding.arguments | more
     first = Launch(quantize.quantize, tiles.grid, arguments, tiles.warps)

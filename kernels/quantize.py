@@ -32,10 +32,18 @@ def reduce_extremes(
     row, row_ok = tiles.positions(pid_r, pieces_r, block_r, rows, TILE[0], TILE[1], TILE[2])
     col, col_ok = tiles.positions(pid_c, pieces_c, block_c, cols, TILE[3], TILE[4], TILE[5])
     sign, magnitude = load_input(x_ptr, stride_r, stride_c, row, col, row_ok, col_ok, DTYPE)
+    at, ok = tiles.blocks(pid_r, pid_c, pieces_r, pieces_c, blocks_r, blocks_c, TILE)
+    reduce_tile(sign, magnitude, high_ptr, low_ptr, at, ok, BOTH, FINITE, TILE)
+
+
+@triton.jit
+def reduce_tile(
+    sign, magnitude, high_ptr, low_ptr, at, ok, BOTH: tl.constexpr, FINITE: tl.constexpr, TILE: tl.constexpr
+):
+    """Extremes of a tile, added to those of its blocks ``at``."""
     if FINITE:
         magnitude = tl.where(magnitude < 0x7F800000, magnitude, 0)
     high, low = tiles.extremes(sign, magnitude, BOTH, TILE)
-    at, ok = tiles.blocks(pid_r, pid_c, pieces_r, pieces_c, blocks_r, blocks_c, TILE)
     tl.atomic_max(high_ptr + at, high, ok, sem="relaxed")
     if BOTH:
         tl.atomic_max(low_ptr + at, low, ok, sem="relaxed")
@@ -91,16 +99,35 @@ def quantize(
     GIVEN: tl.constexpr, DYNAMIC: tl.constexpr, FAKE: tl.constexpr, STORE_SCALE: tl.constexpr,
     OUT_BITS: tl.constexpr, ROUNDING: tl.constexpr, CONVERT: tl.constexpr,
 ):  # fmt: skip
-    """A tile: scale, encode, then store codes (``OUT_BITS`` wide), or with FAKE decode and store in x's dtype.
-
-    GIVEN: scales are read, not made. DYNAMIC: scales come from these very elements, so a NaN scale marks a non-finite
-    block, whose codes are canonical. ROUNDING: as ``rng.draw``.
-    """
+    """A tile: ``quantize_tile`` of the input's."""
     pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     row, row_ok = tiles.positions(pid_r, pieces_r, block_r, rows, TILE[0], TILE[1], TILE[2])
     col, col_ok = tiles.positions(pid_c, pieces_c, block_c, cols, TILE[3], TILE[4], TILE[5])
     sign, magnitude = load_input(x_ptr, stride_r, stride_c, row, col, row_ok, col_ok, DTYPE)
     at, ok = tiles.blocks(pid_r, pid_c, pieces_r, pieces_c, blocks_r, blocks_c, TILE)
+    begin = pid_c * (TILE[3] * TILE[4])
+    random = rng.draw(row, col, begin, rng_ptr, stream_id, offset, pitch, ROUNDING)
+    quantize_tile(
+        sign, magnitude, row, col, row_ok, col_ok, begin, at, ok, random, scale_ptr, zero_ptr, global_scale_ptr,
+        out_ptr, out_pitch, out_bytes, blocks_c, FMT, SCALE, DTYPE, TILE, GIVEN, DYNAMIC, FAKE, STORE_SCALE, OUT_BITS,
+        ROUNDING, CONVERT,
+    )  # fmt: skip
+
+
+@triton.jit
+def quantize_tile(
+    sign, magnitude, row, col, row_ok, col_ok, begin, at, ok, random, scale_ptr, zero_ptr, global_scale_ptr,
+    out_ptr, out_pitch, out_bytes, blocks_c,
+    FMT: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr, TILE: tl.constexpr,
+    GIVEN: tl.constexpr, DYNAMIC: tl.constexpr, FAKE: tl.constexpr, STORE_SCALE: tl.constexpr,
+    OUT_BITS: tl.constexpr, ROUNDING: tl.constexpr, CONVERT: tl.constexpr,
+):  # fmt: skip
+    """Scale and encode a tile whose blocks are ``at``, then store codes (``OUT_BITS`` wide), or with FAKE decode and
+    store in x's dtype.
+
+    GIVEN: scales are read, not made. DYNAMIC: scales come from these very elements, so a NaN scale marks a non-finite
+    block, whose codes are canonical. ROUNDING: as ``rng.draw``.
+    """
     global_scale = scales.load_global_scale(global_scale_ptr, at, ok, blocks_c, SCALE)
     if GIVEN:
         scale = scales.widen(tl.load(scale_ptr + at, ok, 0), global_scale, SCALE)
@@ -119,8 +146,6 @@ def quantize(
         zero_point = tiles.spread(zero_point, TILE)
     else:
         zero_point = 0
-    begin = pid_c * (TILE[3] * TILE[4])
-    random = rng.draw(row, col, begin, rng_ptr, stream_id, offset, pitch, ROUNDING)
     # Fake quantization needs no canonical codes: there the NaN scale makes every element NaN.
     CANONICAL: tl.constexpr = DYNAMIC and not FAKE
     code = encode_below(

@@ -21,6 +21,24 @@ def transform(value, SIZE: tl.constexpr, HALF: tl.constexpr):
         return transform(tl.reshape(pairs, [R, C]), SIZE, 2 * HALF)
 
 
+@triton.jit
+def signs_of(place, SIGNS: tl.constexpr):
+    """The fixed sign, 0 or 1, of each place in a block. ``SIGNS``: four words of 32, the first in the uppermost bit."""
+    word = tl.where(place < 64, tl.where(place < 32, SIGNS[0], SIGNS[1]), tl.where(place < 96, SIGNS[2], SIGNS[3]))
+    return ((word >> (31 - place % 32)) & 1).to(tl.int32)
+
+
+@triton.jit
+def turn_rows(sign, magnitude, row, SIGNS: tl.constexpr, SIZE: tl.constexpr, FACTOR: tl.constexpr, DTYPE: tl.constexpr):
+    """A tile after the signed transform along its rows, which begin where a block of SIZE does, as (sign, magnitude) of
+    DTYPE.
+    """
+    sign ^= signs_of(row.to(tl.int32) % SIZE, SIGNS)[:, None]
+    value = tl.trans((magnitude | (sign << 31)).to(tl.float32, bitcast=True))
+    value = tl.trans(transform(value, SIZE, 1) * FACTOR)
+    return bits.split(bits.narrow(value.to(tl.int32, bitcast=True), DTYPE, False), DTYPE)
+
+
 @triton.jit(do_not_specialize=GENERAL)
 def hadamard(
     x_ptr, stride_r, stride_c, out_ptr, out_stride_r, out_stride_c, rows, start, end, tiles_c,
@@ -29,7 +47,7 @@ def hadamard(
 ):  # fmt: skip
     """Columns from ``start`` to ``end`` of a matrix, in blocks of SIZE, of which a tile has whole ones.
 
-    ``SIGNS``: four words of 32 signs of places in a block of ``BLOCK``, the first in the uppermost bit, or none.
+    ``SIGNS``: as ``signs_of``, of places in a block of ``BLOCK``, or none.
     """
     row = (tl.program_id(0) // tiles_c) * R + tl.arange(0, R)
     col = start + (tl.program_id(0) % tiles_c) * C + tl.arange(0, C)
@@ -37,9 +55,7 @@ def hadamard(
     row, col = row.to(tl.int64), col.to(tl.int64)
     sign, magnitude = bits.split(tl.load(x_ptr + (row * stride_r)[:, None] + (col * stride_c)[None, :], ok, 0), DTYPE)
     if SIGNS is not None:
-        place = col.to(tl.int32) % BLOCK
-        word = tl.where(place < 64, tl.where(place < 32, SIGNS[0], SIGNS[1]), tl.where(place < 96, SIGNS[2], SIGNS[3]))
-        sign ^= ((word >> (31 - place % 32)) & 1).to(tl.int32)[None, :]
+        sign ^= signs_of(col.to(tl.int32) % BLOCK, SIGNS)[None, :]
     value = transform((magnitude | (sign << 31)).to(tl.float32, bitcast=True), SIZE, 1) * FACTOR
     to = out_ptr + (row * out_stride_r)[:, None] + (col * out_stride_c)[None, :]
     tl.store(to, bits.narrow(value.to(tl.int32, bitcast=True), DTYPE, False), ok)

@@ -30,7 +30,8 @@ class Target(NamedTuple):
 #: Arguments whose value changes little in the machine code: kernels are not compiled anew for each kind of value.
 GENERAL = (
     "rows", "block_r", "block_c", "blocks_r", "blocks_c", "pieces_r", "pieces_c", "tiles_c", "count", "pieces",
-    "share", "first_blocks", "second_blocks", "stream_id", "param_stream_id", "offset", "pitch",
+    "share", "first_blocks", "second_blocks", "stream_id", "param_stream_id", "offset", "pitch", "other_blocks_r",
+    "other_blocks_c", "other_pieces_r", "other_pieces_c", "other_stream_id",
     "f0", "f1", "f2", "f3", "f4", "f5", "f6",
 )  # fmt: skip
 
@@ -158,6 +159,15 @@ def tiling(rows: int, cols: int, block: tuple[int, int], target: Target = TARGET
         return Tiling(_axis(block[0], rows, max(1, target.usual // across.span), cut=False), across)
     across = _axis(block[1], cols, target.usual // min(tall, 16), cut=True)
     return Tiling(_axis(block[0], rows, max(1, target.usual // across.span), cut=True), across)
+
+
+def shared_tiling(rows: int, cols: int, block: tuple[int, int], span: tuple[int, int]) -> Tiling | None:
+    """Tiles of ``span``, powers of two no larger than the matrix needs, as blocks of ``block``; None where these do not
+    fill them.
+    """
+    found = Tiling(_axis(block[0], rows, span[0], cut=True), _axis(block[1], cols, span[1], cut=True))
+    axes = tuple(zip(found, span, strict=True))
+    return found if all(axis.exact and axis.span == wanted for axis, wanted in axes) else None
 
 
 class StepTiles(NamedTuple):

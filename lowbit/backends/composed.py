@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lowbit import scaling
 from lowbit.backends.registry import Impl
-from lowbit.ops import OPS
+from lowbit.ops import OPS, rotation
+from lowbit.ops import both as twice
 from lowbit.ops import conv as convolution
 from lowbit.ops import grouped as grouping
 from lowbit.ops import packed as packing
@@ -19,8 +20,9 @@ from lowbit.ops import quantize as q
 from lowbit.ops.linear import Linear, Scales, given_scales, product
 from lowbit.ops.spec import as_rows
 from lowbit.tensor import packing as tensors
+from lowbit.tensor.quantized import zero_dtype
 
-__all__ = ["conv", "grouped", "linear", "packed"]
+__all__ = ["both", "conv", "grouped", "linear", "packed"]
 
 #: Elements of the patches that ``conv`` lays out at a time.
 _PATCHES = 1 << 21
@@ -136,6 +138,47 @@ def packed(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
 
 def _run_packed(linear: Impl, outs: tuple[Tensor, ...], call: packing.LinearPacked) -> None:
     linear.run(outs, packing.plain(call))
+
+
+# -- quantize_both -----------------------------------------------------------------------------------------------------
+def both(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
+    """``quantize_both`` wherever ``rows`` of one backend quantize: one after the other."""
+    made = []
+    for row in rows:
+        if row.op == "quantize":
+            parts = {one.op: one for one in rows if one.devices == row.devices}
+            made.append(
+                replace(row, op="quantize_both", run=partial(_run_both, parts), supports=partial(_supports_both, parts))
+            )
+    return tuple(made)
+
+
+def _transform(call: twice.QuantizeBoth) -> rotation.Hadamard:
+    return rotation.Hadamard(call.x, call.block, 0, True)
+
+
+def _supports_both(parts: dict[str, Impl], call: twice.QuantizeBoth) -> str | None:
+    reasons = [parts["quantize"].supports(half) for half in twice.halves(call)]
+    if call.block > 1:
+        missing = "it has no kernel of the Hadamard transform"
+        reasons.append(parts["hadamard"].supports(_transform(call)) if "hadamard" in parts else missing)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _run_both(parts: dict[str, Impl], outs: tuple[Tensor, ...], call: twice.QuantizeBoth) -> None:
+    x = call.x
+    for number, half in enumerate(twice.halves(call)):
+        codes, scale, above = outs[3 * number : 3 * number + 3]
+        if number == 1 and call.block > 1:
+            (turned,) = _empty("hadamard", _transform(call), x.device)
+            parts["hadamard"].run((turned,), _transform(call))
+            x = turned
+        scheme = scaling.scheme(half.scheme)
+        if scheme.global_scale:
+            parts["global_scale"].run((above,), q.GlobalScale(x, half.scheme))
+        asked = half._replace(x=x, global_scale=above if scheme.global_scale else None)
+        zero = torch.empty(0, dtype=zero_dtype(scheme), device=x.device)
+        parts["quantize"].run((codes, scale, zero), asked)
 
 
 # -- scaled_grouped_mm -------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ IMPLS = (
     *_ROWS,
     *_ROUNDING,
     *composed.grouped(_ROWS + _ROUNDING),
+    *composed.both(_ROWS),
     *(replace(row, name="cpu_patches", priority=9) for row in composed.conv(_ROWS)),
 )
 

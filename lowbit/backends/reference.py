@@ -180,7 +180,9 @@ _ROWS = tuple(
     Impl(op, "reference", ("cpu", "cuda"), priority=0, run=run, numerics=Numerics("fp32", "fp32"))
     for op, run in _RUN.items()
 )
-IMPLS = composed.packed(_ROWS + composed.linear(_ROWS) + composed.conv(_ROWS) + composed.grouped(_ROWS))
+IMPLS = composed.packed(
+    _ROWS + composed.linear(_ROWS) + composed.conv(_ROWS) + composed.grouped(_ROWS) + composed.both(_ROWS)
+)
 
 
 def unavailable() -> str | None:

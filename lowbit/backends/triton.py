@@ -7,12 +7,13 @@ so that only ``use_backend("triton")`` picks them. Kernels are imported at the f
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from lowbit import formats, scaling
 from lowbit.backends import composed, replay
 from lowbit.backends.registry import Impl, matmul_precision
 from lowbit.checkout import adopt
-from lowbit.ops import codec, conv, grouped, matmul, optim, rotation
+from lowbit.ops import both, codec, conv, grouped, matmul, optim, rotation
 from lowbit.ops import quantize as q
 from lowbit.ops.spec import Numerics, as_rows, matrix_shape
 
@@ -155,6 +156,17 @@ def _fake_quantize_backward(outs: tuple[Tensor, ...], call: q.FakeQuantizeBackwa
     start(launches, call.x.device)
 
 
+@cache
+def _halves() -> Any:
+    from lowbit.kernels import halves
+
+    return halves
+
+
+def _quantize_both(outs: tuple[Tensor, ...], call: both.QuantizeBoth) -> None:
+    start(_halves().quantize_both(call, outs), call.x.device)
+
+
 def _hadamard(outs: tuple[Tensor, ...], call: rotation.Hadamard) -> None:
     x, out = (call.x, outs[0]) if call.axis == 1 else (call.x.t(), outs[0].t())
     start(_launch().hadamard(x, out, call.block, call.signed), x.device)
@@ -256,6 +268,10 @@ def _supports_hadamard(call: rotation.Hadamard) -> str | None:
     return _fits(call.x)
 
 
+def _supports_both(call: both.QuantizeBoth) -> str | None:
+    return _fits(call.x) or cast(str | None, _halves().supports(call))
+
+
 def _fits_cols(call: Any) -> str | None:
     return _fits(call[0]) or _fits(call[0].new_empty((1, call.cols), device="meta"))
 
@@ -318,6 +334,7 @@ _ROWS: dict[str, tuple[Callable[[tuple[Tensor, ...], Any], None], Callable[[Any]
     "scaled_grouped_mm": (_scaled_grouped_mm, _supports_grouped),
     "optimizer_step": (_optimizer_step, _fits_first),
     "hadamard": (_hadamard, _supports_hadamard),
+    "quantize_both": (_quantize_both, _supports_both),
 }
 
 #: What is not exact in bf16 is multiplied in terms that are.
@@ -328,6 +345,8 @@ _IMPLS = tuple(
     for device, priority in (("cuda", 50), *((("cpu", -50),) if INTERPRETED else ()))
     for op, (run, supports) in _ROWS.items()
 )
+#: Two schemes one after the other, where no tile suits both.
+_APART = tuple(replace(row, name="triton_apart", priority=row.priority - 1) for row in composed.both(_IMPLS))
 #: Convolutions that read patches from images, before those that lay them out for these products or for torch's.
 _IMPLICIT = tuple(
     Impl("conv", "triton_implicit", impl.devices, impl.priority + 30, _conv, _supports_conv, _NUMERICS)
@@ -352,7 +371,7 @@ def with_codecs(products: tuple[Impl, ...]) -> tuple[Impl, ...]:
     return tuple(row for rows in made for row in rows)
 
 
-IMPLS = _IMPLS + composed.linear(_IMPLS) + composed.conv(_IMPLS) + _IMPLICIT + with_codecs(_CODES)
+IMPLS = _IMPLS + _APART + composed.linear(_IMPLS) + composed.conv(_IMPLS) + _IMPLICIT + with_codecs(_CODES)
 
 
 #: The oldest Triton whose PTX keeps subnormal numbers (docs/numerics.md section 1); torch 2.10 installs it.

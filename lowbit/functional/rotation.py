@@ -12,7 +12,7 @@ from lowbit.autograd import transformed
 from lowbit.calls import call
 from lowbit.ops.spec import FLOATS
 
-__all__ = ["hadamard", "signed_hadamard"]
+__all__ = ["by_kernel", "hadamard", "signed_hadamard"]
 
 #: Elements of the rows that are transformed at a time, which stay in a cache.
 _CACHED = 1 << 16
@@ -35,13 +35,13 @@ def hadamard(x: Tensor, block: int, dim: int = -1) -> Tensor:
     if not x.is_floating_point() or x.dim() == 0:
         raise TypeError(f"hadamard: expected a float tensor [..., K], got {x.dtype} {list(x.shape)}")
     if dim in (-1, x.dim() - 1):
-        if _by_kernel(x):
+        if by_kernel(x):
             flat = x.reshape(-1, x.shape[-1])
             return cast(Tensor, _OnGPU.apply(flat, block, 1)).view(x.shape)  # type: ignore[no-untyped-call]
         return reference.hadamard(x, block)
     if dim != 0 or x.dim() != 2:
         raise ValueError(f"hadamard: dim must be the last axis, or 0 of a matrix; got {dim} of {list(x.shape)}")
-    if _by_kernel(x):
+    if by_kernel(x):
         return cast(Tensor, _OnGPU.apply(x, block, 0))  # type: ignore[no-untyped-call]
     if torch.compiler.is_compiling() or transformed() or (x.requires_grad and torch.is_grad_enabled()):
         return hadamard(x.t(), block).t()
@@ -57,7 +57,7 @@ def signed_hadamard(x: Tensor, block: int, dim: int = -1) -> Tensor:
     Products of two operands so transformed are those of the plain ones. Signs break what the transform would keep in
     one element: a block whose elements are equal. ``block``: at most 128. Source: arXiv 2509.25149, section 4.2.
     """
-    if _by_kernel(x) and x.dim() == 2 and not (x.requires_grad and torch.is_grad_enabled()):
+    if by_kernel(x) and x.dim() == 2 and not (x.requires_grad and torch.is_grad_enabled()):
         return cast(Tensor, call("hadamard", x, block, dim % 2, True))
     count, by_row = x.shape[dim], dim == 0 and x.dim() == 2
     signs = reference.signs(x, count, block)
@@ -81,7 +81,7 @@ class _OnGPU(torch.autograd.Function):
         return cast(Tensor, _OnGPU.apply(tangent, ctx.block, ctx.axis))  # type: ignore[no-untyped-call]
 
 
-def _by_kernel(x: Tensor) -> bool:
+def by_kernel(x: Tensor) -> bool:
     """Whether the op transforms ``x``: on GPUs, for which torch.compile and torch.func do not know it."""
     return x.is_cuda and x.dtype in FLOATS and not torch.compiler.is_compiling() and not transformed()
 

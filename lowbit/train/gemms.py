@@ -15,13 +15,14 @@ from torch import Tensor
 
 from lowbit.autograd import backend_now, bias_gradient, first_order, on_backend
 from lowbit.functional import scaled_mm
-from lowbit.functional.rotation import hadamard, signed_hadamard
+from lowbit.functional.both import quantize_both
+from lowbit.functional.rotation import by_kernel, hadamard, signed_hadamard
 from lowbit.recipes import RECIPES, Cast, Gemm, Recipe, refuse_beyond
 from lowbit.scaling import Scheme, scheme
 from lowbit.tensor.quantized import Quantized
 from lowbit.train import rules
 from lowbit.train.eden import random_hadamard
-from lowbit.train.state import View
+from lowbit.train.view import View
 
 __all__ = ["Products", "WeightOperands", "low_precision_linear"]
 
@@ -94,7 +95,8 @@ class Products:
 
     ``stateful``: some cast needs the training state. ``share_g``: both backward products multiply the same codes of
     ``g``. ``one_weight``: all micro-batches of a step multiply the same operands of the weight; not where random signs,
-    which each draws for itself, turn it with ``g``.
+    which each draws for itself, turn it with ``g``. ``read_once``: of ``"x"``, ``"w"`` and ``"g"`` those that are
+    quantized for both of their products in one reading.
     """
 
     input: Cast | None
@@ -104,6 +106,7 @@ class Products:
     stateful: bool
     share_g: bool
     one_weight: bool
+    read_once: frozenset[str]
 
     @classmethod
     def of(cls, recipe: Recipe) -> Products:
@@ -127,7 +130,13 @@ class Products:
         grad_input = Backward.of("grad_input", recipe.grad_input, weight, "output.b", "grad_input.a")
         grad_weight = Backward.of("grad_weight", recipe.grad_weight, input, "output.a", g_role)
         turned = isinstance(grad_input.other, Cast) and grad_input.other.transform == "random-hadamard"
-        return cls(input, weight, grad_input, grad_weight, stateful, share_g, not turned)
+        twice = {
+            "x": (input, grad_weight.kept if grad_weight.save == "operand" else None),
+            "w": (weight, grad_input.kept if grad_input.save == "operand" else None),
+            "g": (None, None) if share_g or folds else (grad_input.g, grad_weight.g),
+        }
+        once = frozenset(name for name, pair in twice.items() if _one_reading(*pair))
+        return cls(input, weight, grad_input, grad_weight, stateful, share_g, not turned, once)
 
     def casts(self, recipe: Recipe) -> dict[str, Cast]:
         """By role, the casts of ``recipe`` that are done: of one that both backward products share, the first."""
@@ -143,8 +152,10 @@ class WeightOperands(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, products: Products, view: View | None, keeps: bool) -> WeightOperands:
-        forward = _encoded(weight, products.weight, view, "output.b")
-        return cls(forward, _kept(products.grad_input, forward, weight, view) if keeps else ())
+        if not keeps:
+            return cls(_encoded(weight, products.weight, view, "output.b"), ())
+        once = "w" in products.read_once
+        return cls(*_both_ways(weight, products.weight, "output.b", products.grad_input, view, once))
 
     @classmethod
     def given(cls, forward: Quantized) -> WeightOperands:
@@ -176,14 +187,15 @@ class _Operands(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         flat = x.reshape(-1, x.shape[-1])
         place = x.new_empty((), dtype=dtype).expand(*x.shape[:-1], weight.shape[0])
-        a = _encoded(flat, products.input, view, "output.a")
+        once = "x" in products.read_once
+        a, kept_x = _both_ways(flat, products.input, "output.a", products.grad_weight, view, once)
         others: tuple[Tensor, ...] = ()
         made: tuple[Tensor, ...] = ()
         if operands is None:
             b, kept = WeightOperands.of(weight, products, view, True)
             made, others = _parts(b), kept if products.grad_input.save == "operand" else ()
         if products.grad_weight.save == "operand":
-            others += _kept(products.grad_weight, a, flat, view)
+            others += kept_x
         return place, *_parts(a), *made, *others
 
     @staticmethod
@@ -214,18 +226,21 @@ class _Operands(torch.autograd.Function):
         products, view, saved = ctx.products, ctx.view, ctx.saved_tensors
         (shape, w_shape), (x_dtype, w_dtype, bias_dtype) = ctx.shapes, ctx.dtypes
         g = grad.reshape(-1, w_shape[0]).contiguous()  # so that the bias's sum has one order, whatever the strides
-        grad_x = grad_w = grad_bias = shared = None
+        grad_x = grad_w = grad_bias = first = second = None
         with on_backend(ctx.backend):
+            if "g" in products.read_once and all(ctx.needs_input_grad[:2]) and by_kernel(g):
+                first, second = _g_for_both(g, products, view)
             if ctx.needs_input_grad[0]:
                 w = _restored(saved[: ctx.split], products.grad_input, view, w_shape, w_dtype)
-                qg, w = _operands(g, w, products.grad_input, view)
+                qg, w = _operands(g, w, products.grad_input, view, first)
+                first = None
                 grad_x = _product(qg, w.t(), None, x_dtype).reshape(shape)
-                shared = qg if products.share_g else None
+                second = qg if products.share_g else second
                 del qg, w  # before the next product makes operands of its own
             if ctx.needs_input_grad[1]:
                 x_shape = torch.Size((g.shape[0], shape[-1]))
                 x = _restored(saved[ctx.split :], products.grad_weight, view, x_shape, x_dtype)
-                qg, x = _operands(g, x, products.grad_weight, view, shared)
+                qg, x = _operands(g, x, products.grad_weight, view, second)
                 grad_w = _product(qg.t(), x.t(), None, w_dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = bias_gradient(g, bias_dtype)
@@ -344,6 +359,41 @@ def _kept(product: Backward, side: Side, matrix: Tensor, view: View | None) -> t
     if product.save == "operand":
         side = _encoded(product.rotated(matrix, is_g=False, view=view), product.kept, view, f"{product.role}.b")
     return () if product.kept is None else _parts(side)
+
+
+def _one_reading(first: Cast | None, second: Cast | None) -> bool:
+    """Whether two casts of a matrix need no more than its numbers, the second after fixed signs at most."""
+    if first is None or second is None or first.transform is not None:
+        return False
+    plain = all(c.rule == "amax" and c.scale == "current" and not c.scheme.affine for c in (first, second))
+    return plain and second.transform in (None, "signed-hadamard")
+
+
+def _both_ways(
+    matrix: Tensor, how: Cast | None, role: str, product: Backward, view: View | None, once: bool
+) -> tuple[Side, tuple[Tensor, ...]]:
+    """A matrix as forward multiplies it, and what is kept of it for a backward product. ``once``: it is read once."""
+    if once:
+        assert how is not None and product.kept is not None
+        side, other = _twice(matrix, (how, product.kept), (role, f"{product.role}.b"), product.rotation, view)
+        return side, _parts(other)
+    made = _encoded(matrix, how, view, role)
+    return made, _kept(product, made, matrix, view)
+
+
+def _g_for_both(g: Tensor, products: Products, view: View | None) -> tuple[Side, Side]:
+    """``g`` as both backward products multiply it."""
+    first, second = products.grad_input, products.grad_weight
+    assert first.g is not None and second.g is not None
+    return _twice(g, (first.g, second.g), (first.g_role, second.g_role), second.rotation, view)
+
+
+def _twice(
+    matrix: Tensor, casts: tuple[Cast, Cast], roles: tuple[str, str], block: int | None, view: View | None
+) -> tuple[Quantized, Quantized]:
+    if view is not None:
+        return view.both(matrix, casts, roles, block)
+    return quantize_both(matrix, casts[0].scheme, casts[1].scheme, block)
 
 
 def _restored(

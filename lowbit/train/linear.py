@@ -28,7 +28,8 @@ from lowbit.recipes import recipe as find_recipe
 from lowbit.train.ends import keep_ends
 from lowbit.train.gemms import Products, WeightOperands, low_precision_linear
 from lowbit.train.reuse import Reuse
-from lowbit.train.state import Place, State, View
+from lowbit.train.state import State
+from lowbit.train.view import Place, View
 
 __all__ = ["TrainLinear", "convert_", "prepare_", "state"]
 

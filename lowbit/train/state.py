@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 from zlib import crc32
 
@@ -18,32 +17,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lowbit.autograd import in_backward
-from lowbit.functional.quantize import quantize
+from lowbit.autograd import in_backward, transformed
 from lowbit.notice import warn
 from lowbit.processes import processes
 from lowbit.recipes import Cast
-from lowbit.rounding import Rounding
-from lowbit.tensor.quantized import Quantized
-from lowbit.train.eden import corrected, random_signs
-from lowbit.train.moves import DATA, WEIGHT, advance_, derive_, next_micro_batch_, record_, record_eagerly
-from lowbit.train.rules import quantized
+from lowbit.train.moves import DATA, WEIGHT, advance_, derive_, next_micro_batch_
 from lowbit.train.steps import Layers, follow_steps
+from lowbit.train.view import Place, View
 
-__all__ = ["Place", "State", "View"]
+__all__ = ["State"]
 
 #: The operands that are the weight; the others are activations and gradients.
 _WEIGHT_ROLES = ("output.b", "grad_input.b")
 #: How many micro-batches of a step can wait for a backward pass that recomputes them.
 _WAITING = 1024
-
-
-class Place(NamedTuple):
-    """What an operand of a layer has in the State: the CRC-32 of its stream, its rows of ``keys`` and of ``amax``."""
-
-    stream: int
-    key: int
-    row: int | None
 
 
 class State(nn.Module):
@@ -280,7 +267,7 @@ class State(nn.Module):
         if keys.device != device:
             keys, amax = keys.to(device), amax.to(device)
         # A clone made in a transform of torch.func is wrapped, and of no use in an autograd.Function that holds it.
-        return View(keys if _transformed() else keys.clone(), amax, self._pending, places, torch.is_grad_enabled())
+        return View(keys if transformed() else keys.clone(), amax, self._pending, places, torch.is_grad_enabled())
 
     # -- as a module -----------------------------------------------------------------------------------------------
     def forward(self) -> None:
@@ -375,57 +362,6 @@ class State(nn.Module):
             warn(f"lowbit.train: {message}")
 
 
-@dataclass(frozen=True)
-class View:
-    """What one call of one layer sees of the State, in its forward and its backward.
-
-    ``records``: whether magnitudes are remembered; not where no gradient is wanted, as in evaluation.
-    """
-
-    keys: Tensor
-    amax: Tensor
-    pending: list[Tensor]
-    places: Mapping[str, Place]
-    records: bool
-
-    def quantize(self, x: Tensor, cast: Cast, role: str, factors: Tensor | None = None) -> Quantized:
-        """``x [rows, cols]``, or its product with ``factors``, as ``cast`` says; ``role``: which operand it is."""
-        place = self.places[role]
-        drawn = Rounding(self.keys[place.key], stream=place.stream)
-        if cast.rounding == "eden":
-            return corrected(x if factors is None else x * factors, cast.scheme, drawn)
-        if cast.rule != "amax":
-            return quantized(x, cast, factors)
-        rounding = drawn if cast.rounding == "stochastic" else "nearest"
-        if place.row is not None and factors is not None:
-            x, factors = x * factors, None  # whose amax is remembered
-        scale = None if place.row is None else self._delayed_scale(x, cast, place.row)
-        return quantize(x, cast.scheme, scale, rounding=rounding, factors=factors)
-
-    def signs(self, role: str, device: torch.device) -> Tensor:
-        """The random signs of both operands of a product; ``role``: its gradient's, whose next stream they have."""
-        place = self.places[role]
-        return random_signs(Rounding(self.keys[place.key], stream=place.stream + 1 & 0xFFFFFFFF), device)
-
-    def _delayed_scale(self, x: Tensor, cast: Cast, row: int) -> Tensor:
-        """fp32 ``[1, 1]`` of the history, or of ``x`` while there is none; NaN where ``x`` is not finite.
-
-        By docs/numerics.md section 5 but for where the amax comes from. What is not finite is not remembered, and the
-        maximum is kept, so that recording a tensor twice is recording it once.
-        """
-        empty = torch.zeros((), device=x.device)
-        now = torch.linalg.vector_norm(x.detach(), torch.inf).float() if x.numel() else empty
-        if self.records:
-            record = record_ if torch.compiler.is_compiling() or _transformed() else record_eagerly
-            held = self.pending[row]
-            record(held, now.to(held.device))
-        past = self.amax[row, : cast.history].max()
-        amax = torch.where(past > 0, past, now)
-        scale = amax / torch.full_like(amax, cast.scheme.amax_divisor)
-        scale = scale.clamp(min=2.0**-126).where(amax > 0, cast.scheme.zero_scale)
-        return scale.where(now.isfinite(), torch.nan).reshape(1, 1)
-
-
 def _signed(seed: int) -> int:
     """A seed of 64 bits, signed or not, as int64 holds it."""
     if not -(1 << 63) <= seed < 1 << 64:
@@ -436,11 +372,6 @@ def _signed(seed: int) -> int:
 def _recomputes() -> bool:
     """Whether a backward pass calls this; compiled code leaves the question to the op."""
     return not torch.compiler.is_compiling() and in_backward()
-
-
-def _transformed() -> bool:
-    """Whether a transform of torch.func (grad, vmap) runs this; dynamo traces those of compiled code."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
 
 
 def _node_number() -> int:

@@ -20,13 +20,14 @@ from lowbit.autograd import in_backward
 from lowbit.files import write_atomically, write_json
 from lowbit.formats import Format
 from lowbit.functional import decode, unpack
+from lowbit.functional.rotation import signed_hadamard
 from lowbit.notice import warn
 from lowbit.recipes import Cast
 from lowbit.tables import aligned
 from lowbit.tensor.quantized import Quantized
 from lowbit.train.linear import TrainLinear, state
 from lowbit.train.rules import quantized
-from lowbit.train.state import View
+from lowbit.train.view import View
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -245,6 +246,12 @@ class _Observed:
         if torch._C._functorch.maybe_current_level() is None:  # tensors of torch.func stand for many
             self.look(role, (x if factors is None else x * factors).detach(), how, q)
         return q
+
+    def both(
+        self, x: Tensor, casts: tuple[Cast, Cast], roles: tuple[str, str], block: int | None
+    ) -> tuple[Quantized, Quantized]:
+        turned = x if block is None else signed_hadamard(x, block, 0)
+        return self.quantize(x, casts[0], roles[0]), self.quantize(turned, casts[1], roles[1])
 
     def signs(self, role: str, device: torch.device) -> Tensor:
         """Those of the view, which recipes with random signs have."""

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import create_function_from_signature
 from lowbit.kernels import start
-from lowbit.kernels.aot import cases
+from lowbit.kernels.cases import cases
 from lowbit.kernels.spec import Launch
 
 def own(one):

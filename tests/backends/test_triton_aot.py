@@ -86,23 +86,25 @@ def test_every_kernel_compiles_for_every_architecture(tmp_path):
 
 SEGMENTS = r"""
 import re
-from lowbit.kernels import aot, products
+import torch
+from lowbit.kernels import aot, cases, products
 from lowbit.ops.matmul import ScaledMM
 for a, b in (("int8:row", "int4:group128"), ("int8:group128", "int8:group128"), ("int8:row", "int8:row")):
     for rows in (1, 512):
-        call = ScaledMM(**aot._side("a", rows, a), **aot._side("b", 512, b), cols=4096)
-        launch, = products.scaled_mm(call, aot._meta(rows, 512, dtype=aot.torch.bfloat16))
+        call = ScaledMM(**cases.side("a", rows, a), **cases.side("b", 512, b), cols=4096)
+        launch, = products.scaled_mm(call, cases.meta(rows, 512, dtype=torch.bfloat16))
         ptx = aot.compile_launch(launch, 80)[0]
         assert not re.findall(r"ld\.global\S*\.[bu]8\b", ptx), (a, b, rows)
         assert re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x(?:10|8)\b", ptx), (a, b, rows)
 """
 
 LONG_SEGMENTS = r"""
-from lowbit.kernels import aot, machine_code, products
+import torch
+from lowbit.kernels import aot, cases, machine_code, products
 from lowbit.ops.matmul import ScaledMM
 for a, b in (("int8:row", "int4:group256"), ("int8:group512", "int8:group512"), ("int8:row", "uint4:group256:affine")):
-    call = ScaledMM(**aot._side("a", 512, a), **aot._side("b", 512, b), cols=4096)
-    launch, = products.scaled_mm(call, aot._meta(512, 512, dtype=aot.torch.bfloat16))
+    call = ScaledMM(**cases.side("a", 512, a), **cases.side("b", 512, b), cols=4096)
+    launch, = products.scaled_mm(call, cases.meta(512, 512, dtype=torch.bfloat16))
     assert not launch.arguments["ONE"], (a, b)
     for architecture in (90, 100):
         made = aot.compile_launch(launch, architecture)
@@ -120,6 +122,19 @@ def compiles(script, cache):
 
 def test_codes_in_segments_are_loaded_many_at_a_time(tmp_path):
     compiles(SEGMENTS, tmp_path)
+
+
+BOTH = r"""
+from lowbit.kernels import aot, machine_code
+for case in aot.cases():
+    if case.name.startswith("quantize_both") and "group128" not in case.name and case.name.endswith("nearest"):
+        for one in case.launches:
+            assert not machine_code.usage(aot.compile_launch(one, 90)).spilled, case.name
+"""
+
+
+def test_two_schemes_at_once_stay_in_registers(tmp_path):
+    compiles(BOTH, tmp_path)
 
 
 CONVERSIONS = r"""
