@@ -82,5 +82,7 @@ def steady_times():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Timings, "seconds", lambda self, call: None)
-        patch.setattr(import_module("lowbit.memory.estimate"), "rates", lambda device: Rates(5e10, 8e9))
+        estimate = import_module("lowbit.memory.estimate")
+        patch.setattr(estimate, "rates", lambda device: Rates(5e10, 8e9))
+        patch.setattr(estimate, "overhead", lambda selective: 0.0)
         yield

@@ -23,9 +23,11 @@ from torch.utils._pytree import tree_leaves
 from lowbit.combinations import refusal
 from lowbit.convert.select import check_model
 from lowbit.memory.checkpoint import checkpoint_
+from lowbit.memory.checkpoint.overhead import overhead
+from lowbit.memory.checkpoint.selective import looked_at
 from lowbit.memory.cost import Work, rates, work
 from lowbit.memory.fake import fake_batch, fake_model, fake_tensors, values_needed
-from lowbit.memory.ledger import Ledger
+from lowbit.memory.ledger import Ledger, Op
 from lowbit.memory.scratch import scratch_bytes
 from lowbit.memory.stream import is_streamed
 from lowbit.memory.timing import Call, call_of, timings
@@ -55,6 +57,7 @@ class Estimate(Usage):
         super().__init__(*_read(ledger, seen), since=since)
         self.device = ledger.device
         self._done = [seen.done.get(number) for number in range(since, len(ledger.ops))]
+        self._selective = {ledger.ops[number].layer for number in seen.selective}
 
     @property
     def seconds(self) -> float:
@@ -72,7 +75,8 @@ class Estimate(Usage):
     @cached_property
     def op_seconds(self) -> list[float]:
         """What each of ``ops`` takes, see ``lowbit.memory.timing``: the first call for a shape runs the op. Where it
-        cannot be run, its arithmetic and traffic at the rates of this machine (``lowbit.memory.cost``).
+        cannot be run, its arithmetic and traffic at the rates of this machine (``lowbit.memory.cost``). On the CPU an
+        op that is recomputed takes what its checkpoint takes in Python too; a GPU does not wait for that.
         """
         kept = timings(self.device)
 
@@ -80,27 +84,40 @@ class Estimate(Usage):
             measured = None if call is None else kept.seconds(call)
             return work.seconds(rates(self.device)) if measured is None else measured
 
+        def beside(op: Op) -> float:
+            again = op.phase == "recomputation" and self.device.type == "cpu"
+            return overhead(op.layer in self._selective) if again else 0.0
+
         try:
-            return [0.0 if done is None else seconds(*done) for done in self._done]
+            return [
+                (0.0 if done is None else seconds(*done)) + beside(op)
+                for op, done in zip(self.ops, self._done, strict=True)
+            ]
         finally:
             kept.save()
 
 
 class Seen:
     """What is noted of each op besides its storages. ``scratch``: numbers of ops, and bytes that they hold for
-    themselves. ``sums``: ops that on real tensors write into their first operand.
+    themselves. ``sums``: ops that on real tensors write into their first operand. ``selective``: ops of which some
+    results are kept by a checkpoint, which computes the others again.
     """
 
     def __init__(self) -> None:
         self.done: dict[int, tuple[Call | None, Work]] = {}
         self.scratch: list[tuple[int, int]] = []
         self.sums: set[int] = set()
+        self.selective: set[int] = set()
+        self._looked_at = looked_at()
 
     def __call__(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         size = scratch_bytes(str(func), args, out)
         self.scratch += [(number, size)] if size else []
         if func is torch.ops.aten.add.Tensor and _sums_in_place(args):
             self.sums.add(number)
+        if looked_at() != self._looked_at:
+            self.selective.add(number - 1)
+            self._looked_at = looked_at()
         self.done[number] = call_of(func, args, kwargs, out), work(func, args, kwargs, out)
 
 

@@ -15,6 +15,7 @@ from torch.utils import _foreach_utils
 import lowbit as lb
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.memory import checkpoint_, estimate, profile, usual_loss
+from lowbit.memory.checkpoint.overhead import overhead
 from lowbit.optim.names import by_name
 
 CONFIG = GPTConfig(vocab=512, layers=3, heads=4, dim=128, hidden=256)
@@ -227,3 +228,20 @@ def test_an_op_that_raises_shifts_no_time():
     products = [seconds for op, seconds in times if op.name == "aten.addmm.default"]
     assert len(products) == 2 and len(set(products)) == 1 and products[0] > 0
     assert all(seconds == 0 for op, seconds in times if op.name == "aten.t.default")
+
+
+@pytest.mark.parametrize(("policy", "each"), [(None, 0.0), ("block", 0.25), ("save_matmuls", 0.5)])
+def test_what_checkpoints_take_of_the_hosts_time_is_counted(steady_times, monkeypatch, policy, each):
+    batch = torch.randint(512, (2, 32))
+    before = estimate(GPT(CONFIG), batch, checkpoint=policy).seconds_by_phase
+    module = import_module("lowbit.memory.estimate")
+    monkeypatch.setattr(module, "overhead", lambda selective: 0.5 if selective else 0.25)
+    found = estimate(GPT(CONFIG), batch, checkpoint=policy)
+    again = sum(op.phase == "recomputation" for op in found.ops)
+    assert (again == 0) == (policy is None)
+    more = {phase: seconds - before[phase] for phase, seconds in found.seconds_by_phase.items()}
+    assert more.pop("recomputation", 0.0) == pytest.approx(each * again) and not any(more.values())
+
+
+def test_keeping_some_results_takes_the_host_longer():
+    assert 0 <= overhead(False) < overhead(True) < 1e-3

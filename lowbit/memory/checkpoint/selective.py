@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-__all__ = ["MUTATED", "kept_products"]
+__all__ = ["MUTATED", "kept_products", "looked_at"]
 
 #: Ops whose results are kept, by namespace and name; those that this torch or this build lacks are passed over.
 _PRODUCTS = {
@@ -33,6 +33,16 @@ def kept_products() -> tuple[Any, Any]:
     return contexts
 
 
+_looked_at = 0
+
+
+def looked_at() -> int:
+    """How many ops torch has asked about in this process, each after it was called in forward."""
+    return _looked_at
+
+
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    global _looked_at
+    _looked_at += not context.is_recompute
     kept = op.__name__.split(".")[0] in _PRODUCTS.get(op.namespace, ())
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

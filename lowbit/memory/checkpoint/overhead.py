@@ -1,0 +1,43 @@
+"""What a checkpoint takes of the host's time beside the ops that it computes again."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.memory.checkpoint.apply import checkpoint_
+from lowbit.memory.cost import fastest
+
+__all__ = ["overhead"]
+
+#: Ops of each of two blocks that are computed again.
+_OPS = 50
+
+
+class _Block(nn.Module):
+    """Small ops, one after the other, whose backward takes what they were given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(_OPS):
+            x = x.sin()
+        return x
+
+
+@cache
+def overhead(selective: bool) -> float:
+    """Seconds an op, of what Python notes in forward and compares in backward; measured once a process.
+
+    ``selective``: where the results of products are kept, which torch asks about at each op.
+    """
+    x = torch.ones(4, requires_grad=True)
+    plain, checkpointed = (nn.Sequential(_Block(), _Block()) for _ in range(2))
+    checkpoint_(checkpointed, "save_matmuls" if selective else "block")
+
+    def trained(model: nn.Module) -> float:
+        return fastest(lambda: model(x).sum().backward())
+
+    with torch.enable_grad():
+        again = fastest(lambda: plain(x))
+        return max(trained(checkpointed) - trained(plain) - again, 0.0) / (2 * _OPS)
