@@ -12,7 +12,7 @@ from lowbit.tables import markdown
 
 adopt("bench")
 from lowbit.bench.gpu_roofline import PEAKS, peaks_table, seconds  # noqa: E402
-from lowbit.bench.gpu_rows import CHANNELS, IMAGES, NO_KERNEL, PIXELS, SIZE  # noqa: E402
+from lowbit.bench.gpu_rows import CHANNELS, EXPERTS, IMAGES, NO_KERNEL, PIXELS, ROWS_OF_EXPERTS, SIZE  # noqa: E402
 
 __all__ = ["faults", "spills", "write"]
 
@@ -97,7 +97,8 @@ def _intro(held: dict[str, Any]) -> list[str]:
         "What serves each op on each architecture, and what its machine code holds. No GPU is needed: the registry is "
         "asked as a call asks it, and its kernels are compiled, not run. **Times are estimates, none is measured.** "
         f"Compiled with {versions}.{part}\n",
-        f"- Products are of an input `[rows, {SIZE}]` in bf16 by a weight `[{SIZE}, {SIZE}]` in a recipe. What is "
+        f"- Products are of an input `[rows, {SIZE}]` in bf16 by a weight `[{SIZE}, {SIZE}]` in a recipe; "
+        f"those of {EXPERTS} experts of {ROWS_OF_EXPERTS} rows that are quantized already. What is "
         f"quantized is `[{SIZE}, {SIZE}]` in bf16, and so are parameters in their dtype. The convolution is 3 x 3 of "
         f"{IMAGES} images of {PIXELS} x {PIXELS} pixels, {CHANNELS} channels to {CHANNELS}.",
         "- **starts**: kernels, each with how often it is launched, then products of torch (`torch: mm` is that of "

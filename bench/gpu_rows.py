@@ -14,6 +14,7 @@ from lowbit import scaling
 from lowbit.bench.gpu_trace import empty
 from lowbit.kernels.cases import BOTH, STEPS
 from lowbit.ops import OPS
+from lowbit.ops.grouped import has_rows_of_its_own
 from lowbit.ops.optim import FLOAT_STATES, RULES
 from lowbit.recipes.cast import Cast
 from lowbit.recipes.definition import Recipe
@@ -30,8 +31,10 @@ NO_KERNEL = {"square_sums": "sums of squares, which `Adafactor` takes, have no k
 ROWS, SIZE = (1, 16, 512, 8192), 4096
 #: Images, pixels of a side, channels and outputs of a convolution of 3 x 3.
 IMAGES, PIXELS, CHANNELS = 32, 28, 128
+#: Experts of a mixture, and rows of all of them.
+EXPERTS, ROWS_OF_EXPERTS = 8, 512
 #: Sections that multiply matrices.
-PRODUCTS = (*(f"linear, {count} {'row' if count == 1 else 'rows'}" for count in ROWS), "conv")
+PRODUCTS = (*(f"linear, {count} {'row' if count == 1 else 'rows'}" for count in ROWS), "experts", "conv")
 
 
 class Work(NamedTuple):
@@ -127,6 +130,28 @@ def _whole(recipe: Recipe) -> bool:
     return recipe.input.block[1] is None and recipe.weight.block[1] is None
 
 
+def _of_experts(recipe: Recipe, architecture: int) -> Any:
+    rows, w = ROWS_OF_EXPERTS, _codes(recipe.weight, SIZE, SIZE, architecture)
+    b, b_scale, b_zero_point, b_global_scale = (None if t is None else t.expand(EXPERTS, *t.shape) for t in w)
+    given: dict[str, Any] = {"a": empty((rows, SIZE), torch.bfloat16, architecture)}
+    if recipe.input is not None:
+        x = _codes(recipe.input, rows, SIZE, architecture)
+        given = {"a": x.data, "a_scheme": recipe.input.name, "a_scale": x.scale, "a_zero_point": x.zero_point,
+                 "a_global_scale": x.global_scale}  # fmt: skip
+    return OPS["scaled_grouped_mm"].args(
+        **given, b=b, offsets=empty((EXPERTS,), torch.int32, architecture), cols=SIZE, b_scheme=recipe.weight.name,
+        b_scale=b_scale, b_zero_point=b_zero_point, b_global_scale=b_global_scale,
+    )  # fmt: skip
+
+
+def _mixtures() -> Iterator[Row]:
+    rows = ROWS_OF_EXPERTS
+    work = Work(2 * (2 * rows * SIZE + EXPERTS * SIZE * SIZE), 2 * rows * SIZE * SIZE)
+    for name, recipe in _recipes().items():
+        if recipe.input is None or has_rows_of_its_own(recipe.input):
+            yield Row("experts", name, "scaled_grouped_mm", partial(_of_experts, recipe), work)
+
+
 def _convolutions() -> Iterator[Row]:
     image, filters = IMAGES * PIXELS * PIXELS * CHANNELS, 9 * CHANNELS * CHANNELS
     work = Work(2 * (2 * image + filters), 2 * image * 9 * CHANNELS)
@@ -216,7 +241,7 @@ def _steps() -> Iterator[Row]:
 
 def rows() -> list[Row]:
     """Every row."""
-    return [*_products(), *_codecs(), *_rotations(), *_pairs(), *_steps(), *_convolutions()]
+    return [*_products(), *_mixtures(), *_codecs(), *_rotations(), *_pairs(), *_steps(), *_convolutions()]
 
 
 def sections() -> list[str]:

@@ -25,7 +25,7 @@ from lowbit.backends import delegated, registry, triton
 from lowbit.kernels.spec import Launch
 from lowbit.ops import OPS
 
-__all__ = ["TorchOp", "Trace", "device", "empty", "pretended", "trace"]
+__all__ = ["TorchOp", "Trace", "check", "device", "empty", "pretended", "trace"]
 
 
 class TorchOp(NamedTuple):
@@ -170,18 +170,24 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, architecture: int) -> Tens
         return torch.empty(shape, dtype=dtype, device=device(architecture))
 
 
+def check(op: str, call: Any) -> None:
+    """Raises ValueError and TypeError for a call of tensors of ``empty`` that no kernel could compute."""
+    with _mode(), _Methods():
+        OPS[op].check(call)
+
+
 def trace(op: str, call: Any) -> Trace:
     """What serves a call of tensors of ``empty``, and what it starts; nothing of the reference. Within ``pretended``.
 
     Raises ValueError and TypeError for what no kernel could compute.
     """
     spec = OPS[op]
-    spec.check(call)
-    with warnings.catch_warnings():
+    check(op, call)
+    with warnings.catch_warnings(), _mode(), _Methods():
         warnings.simplefilter("ignore")  # the reference says that it is slow
         impl = registry.select(op, "cuda", call, empty=False)
-    rows = registry._in_order(registry.candidates(op, "cuda"), call)
-    refused = [f"{row.name}: {row.supports(call)}" for row in rows[: rows.index(impl)]]
+        rows = registry._in_order(registry.candidates(op, "cuda"), call)
+        refused = [f"{row.name}: {row.supports(call)}" for row in rows[: rows.index(impl)]]
     started: list[Launch | TorchOp] = []
     for _ in range(0 if impl.backend == "reference" else 2):  # the first makes what is remembered, such as tables
         started.clear()

@@ -52,7 +52,8 @@ CONVERSIONS = ("CONVERT", "OTHER_CONVERT")
 #: Kernels of products of matrices, which those of depthwise convolutions are not. Theirs may multiply and add at once
 #: pairs of 16 bits, where no result is rounded (``decode_4bit``).
 INTEGERS = ("integers", "grouped_integers", "conv_integers")
-PRODUCTS = ("weight_only", "grouped_weight_only", "conv_weight_only", "scaled", *INTEGERS)
+OF_CODES = ("scaled", "grouped_scaled")
+PRODUCTS = ("weight_only", "grouped_weight_only", "conv_weight_only", *OF_CODES, *INTEGERS)
 PAIRS = re.compile(r"fma\.rn\.b?f16x2")
 
 
@@ -120,7 +121,7 @@ def faults(name: str, ptx: str, architecture: int) -> list[str]:
     held = sorted(set(FORBIDDEN.findall(ptx)))
     found = [f"holds {text}" for text in held if not (name in PRODUCTS and PAIRS.match(text))]
     wanted = ANY_MATRIX if name in INTEGERS else MATRIX.get(architecture, re.compile(r"mma\.sync"))
-    wanted = CODES[architecture] if name == "scaled" else wanted
+    wanted = CODES[architecture] if name in OF_CODES else wanted
     if name in PRODUCTS and not wanted.search(ptx):
         found.append("runs on no tensor core")
     return found

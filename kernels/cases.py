@@ -163,19 +163,33 @@ def _coded_cases() -> Iterator[Case]:
             yield Case(f"scaled_mm {rows} rows {a} x {b} as codes", made, index < 3 and rows == 64, MULTIPLY_CODES)
 
 
+def _coded_experts() -> Iterator[Case]:
+    """The same of 8 experts."""
+    for index, (a, b) in enumerate(pair for pair in CODED if has_rows_of_its_own(scaling.scheme(pair[0]))):
+        for rows in (8, 1024):
+            made = scaled_products.scaled_grouped_mm(_experts(rows, a, b), meta(rows, 512, dtype=torch.bfloat16))
+            quick = index < 2 and rows == 1024
+            yield Case(f"scaled_grouped_mm {rows} rows {a} x {b} as codes", made, quick, MULTIPLY_CODES)
+
+
 #: Products of experts that a quick run compiles.
 QUICK_GROUPED = ((None, "int4:group128"), (None, "nf4"), ("int8:row", "int8:row"))
+
+
+def _experts(rows: int, a: str | None, b: str) -> ScaledGroupedMM:
+    one = side("b", 512, b)
+    stacks = {name: x.expand(8, *x.shape) if isinstance(x, torch.Tensor) else x for name, x in one.items()}
+    return ScaledGroupedMM(
+        **side("a", rows, a), **stacks, offsets=meta(8, dtype=torch.int32), cols=4096,
+        bias=meta(8, 512, dtype=torch.bfloat16),
+    )  # fmt: skip
 
 
 def _grouped_cases() -> Iterator[Case]:
     """Products of 8 experts, a row each and many."""
     for index, (a, b) in enumerate(dict.fromkeys((*QUICK_GROUPED, *QUICK_PRODUCTS, (None, "mxfp4")))):
-        rows, one = (8 if index % 2 == 0 else 1024), side("b", 512, b)
-        stacks = {name: x.expand(8, *x.shape) if isinstance(x, torch.Tensor) else x for name, x in one.items()}
-        call = ScaledGroupedMM(
-            **side("a", rows, a), **stacks, offsets=meta(8, dtype=torch.int32), cols=4096,
-            bias=meta(8, 512, dtype=torch.bfloat16),
-        )  # fmt: skip
+        rows = 8 if index % 2 == 0 else 1024
+        call = _experts(rows, a, b)
         if a is not None and not has_rows_of_its_own(scaling.scheme(a)):
             continue
         if products.supports(product(call, 0, slice(None))) is None:
@@ -281,6 +295,6 @@ def cases() -> list[Case]:
     """Every case: kernels x formats of the table, schemes of the samples, and options."""
     makers = (
         _codec_cases, _scheme_cases, _rotation_cases, _both_cases, _step_cases, _product_cases, _coded_cases,
-        _grouped_cases, _conv_cases,
+        _coded_experts, _grouped_cases, _conv_cases,
     )  # fmt: skip
     return [case for make in makers for case in make()]

@@ -9,7 +9,7 @@ Source: docs/numerics.md section 9.
 import triton
 import triton.language as tl
 
-from lowbit.kernels import integers, weight_only
+from lowbit.kernels import integers, scaled, weight_only
 from lowbit.kernels.spec import GENERAL_OF_PRODUCTS
 
 
@@ -129,4 +129,34 @@ def grouped_integers(
             DTYPE, M, N, K,
         )  # fmt: skip
     elif expert == experts:
+        store_zeros(row, col, end, cols, out_ptr)
+
+
+@triton.jit(do_not_specialize=GENERAL_OF_PRODUCTS)
+def grouped_scaled(
+    a_ptr, a_stride_r, a_stride_c, a_bytes, b_ptr, b_stride_r, b_stride_c, b_bytes, a_blocks_ptr, b_blocks_ptr,
+    a_scale_ptr, a_global_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, sums_ptr,
+    rows, cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, a_block, b_block, count, share,
+    offsets_ptr, experts, b_stride_e, scale_stride_e, global_stride_e,
+    A: tl.constexpr, B: tl.constexpr, V: tl.constexpr, FACTOR: tl.constexpr,
+    A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr,
+    BIAS: tl.constexpr, DTYPE: tl.constexpr, SPLIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """``scaled`` of the expert that a tile's rows have; ``b`` and what belongs to it are stacks."""
+    tiles_n = tl.cdiv(cols, N)
+    down, across = weight_only.tile_of(tl.num_programs(0) // tiles_n, tiles_n)
+    expert, first, end = locate(offsets_ptr, experts, rows, down, M, EXPERTS)
+    row, col = first + tl.arange(0, M), across * N + tl.arange(0, N)
+    if expert < experts:
+        scaled.multiply(
+            row, col, end, a_ptr, a_stride_r, a_stride_c, a_bytes,
+            of_expert(b_ptr, expert, b_stride_e), b_stride_r, b_stride_c, b_bytes,
+            a_blocks_ptr, of_expert(b_blocks_ptr, expert, scale_stride_e), a_scale_ptr, a_global_ptr,
+            of_expert(b_scale_ptr, expert, scale_stride_e), of_expert(b_global_ptr, expert, global_stride_e),
+            of_expert(bias_ptr, expert, cols), out_ptr, sums_ptr,
+            rows, cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, a_block, b_block,
+            count, share, A, B, V, FACTOR, A_SCALE, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE, SPLIT, M, N, K,
+        )  # fmt: skip
+    elif (expert == experts) & (tl.program_id(1) == 0):
         store_zeros(row, col, end, cols, out_ptr)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit import reference
-from lowbit.kernels import grouped, integers, operands, weight_only
+from lowbit.kernels import grouped, integers, operands, scaled, weight_only
 from lowbit.kernels.arguments import dense, dtype_of, pattern
 from lowbit.kernels.spec import INTERPRETED, Launch, format_spec, power_of_two, scale_spec
 from lowbit.ops.grouped import ScaledGroupedMM, product
@@ -18,8 +18,8 @@ from lowbit.ops.matmul import ScaledMM, Side, sides
 from lowbit.scaling import Scheme, scheme
 
 __all__ = [
-    "add_shares", "are_integers", "epilogue", "known", "multiply_floats", "multiply_integers", "result_of",
-    "scaled_grouped_mm", "scaled_mm", "share_of", "supports",
+    "add_shares", "are_integers", "epilogue", "for_experts", "known", "multiply_floats", "multiply_integers",
+    "result_of", "scaled_grouped_mm", "scaled_mm", "share_of", "stacked", "supports", "tiles_of",
 ]  # fmt: skip
 
 #: Programs that a GPU should have at least, where there is a K to share among them: of few rows, which wait for memory,
@@ -65,22 +65,32 @@ def scaled_mm(call: ScaledMM, out: Tensor) -> list[Launch]:
 
 def scaled_grouped_mm(call: ScaledGroupedMM, out: Tensor) -> list[Launch]:
     """``out [T, N]``, the products of experts; see ``lowbit.ops.grouped``."""
-    a, b = sides(product(call, 0, slice(None)))
-    b = b._replace(scale=call.b_scale, zero_point=call.b_zero_point, global_scale=call.b_global_scale)
+    a, b = stacked(call)
     experts = len(call.b)
     if operands.kind(a) == operands.kind(b) == "integer" and are_integers(product(call, 0, slice(None))):
         before, launches = [], multiply_integers(a, b, call.bias, out, call.cols, experts)
     else:
         left = operands.fp8_left(a, call.cols) or operands.values(a, call.cols)
         before, launches = left.launches, multiply_floats(left, b, call.bias, out, call.cols, experts)
+    return [*before, *for_experts(launches, call)]
+
+
+def stacked(call: ScaledGroupedMM) -> tuple[Side, Side]:
+    """Both operands: all rows, and the first expert's codes with the stacks of what scales all experts'."""
+    a, b = sides(product(call, 0, slice(None)))
+    return a, b._replace(scale=call.b_scale, zero_point=call.b_zero_point, global_scale=call.b_global_scale)
+
+
+def for_experts(launches: list[Launch], call: ScaledGroupedMM) -> list[Launch]:
+    """Launches of the product with one expert, as those of all of them."""
     more = {
-        "b_ptr": call.b, "offsets_ptr": call.offsets, "experts": experts, "b_stride_e": call.b.stride(0),
+        "b_ptr": call.b, "offsets_ptr": call.offsets, "experts": len(call.b), "b_stride_e": call.b.stride(0),
         "scale_stride_e": call.b_scale[0].numel(),
         "global_stride_e": 0 if call.b_global_scale is None else call.b_global_scale[0].numel(),
-        "EXPERTS": power_of_two(experts + 1),
+        "EXPERTS": power_of_two(len(call.b) + 1),
     }  # fmt: skip
     made = [one._replace(kernel=_GROUPED[one.kernel], arguments=one.arguments | more) for one in launches]
-    return [*before, *(one._replace(arguments=known(one)) for one in made)]
+    return [one._replace(arguments=known(one)) for one in made]
 
 
 #: The kernels that multiply for experts as others do for one matrix.
@@ -88,6 +98,7 @@ _GROUPED = {
     weight_only.weight_only: grouped.grouped_weight_only,
     weight_only.add_shares: grouped.grouped_add_shares,
     integers.integers: grouped.grouped_integers,
+    scaled.scaled: grouped.grouped_scaled,
 }
 
 
@@ -142,7 +153,7 @@ def _shape(kind: str, rows: int, cols: int) -> _Shape:
     return shape._replace(m=min(shape.m, max(16, power_of_two(rows))), n=min(shape.n, max(16, power_of_two(cols))))
 
 
-def _tiles(rows: int, tall: int, experts: int) -> int:
+def tiles_of(rows: int, tall: int, experts: int) -> int:
     """Tiles of ``tall`` rows, at most: experts have tiles of their own, and so have the rows that none has."""
     tiles = -(-rows // tall)
     return tiles if experts == 0 else min(rows, tiles + experts)
@@ -191,7 +202,7 @@ def multiply_integers(
         "ALIGNED": gcd(_ALIGNED, block, length, depth),
         "M": shape.m, "N": shape.n, "K": k,
     }  # fmt: skip
-    grid = (_tiles(rows, shape.m, experts) * -(-cols // groups // shape.n), 1, groups)
+    grid = (tiles_of(rows, shape.m, experts) * -(-cols // groups // shape.n), 1, groups)
     return [Launch(integers.integers, grid, arguments, shape.warps, shape.stages)]
 
 
@@ -235,7 +246,7 @@ def _plan(
     by_block = more["SCALED"] == "block"
     k = max(more["GROUP"], min(shape.k, max(16, power_of_two(block if by_block else depth))))
     count = -(-depth // block) * -(-block // k) if by_block else -(-depth // k)
-    programs = _tiles(rows, shape.m, experts) * -(-cols // groups // shape.n)
+    programs = tiles_of(rows, shape.m, experts) * -(-cols // groups // shape.n)
     share = share_of(count, programs, shape.m) if groups == 1 else count
     shares = -(-count // share)
     more |= {
@@ -295,7 +306,7 @@ def add_shares(common: dict[str, Any], shares: int, experts: int = 0) -> list[La
     rows, cols = common["rows"], common["cols"]
     finish = {name: common[name] for name in weight_only.add_shares.arg_names if name in common}
     finish |= {"shares": shares, "M": 16, "N": min(64, max(16, power_of_two(cols)))}
-    return [Launch(weight_only.add_shares, (_tiles(rows, 16, experts) * -(-cols // finish["N"]),), finish)]
+    return [Launch(weight_only.add_shares, (tiles_of(rows, 16, experts) * -(-cols // finish["N"]),), finish)]
 
 
 def epilogue(

@@ -50,8 +50,8 @@ def turn(codes, scale):
 
 @triton.jit
 def sums(
-    row, col, a_ptr, a_stride_r, a_stride_c, a_bytes, b_ptr, b_stride_r, b_stride_c, b_bytes, a_blocks_ptr,
-    b_blocks_ptr, rows, cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, begin, end,
+    row, col, row_end, a_ptr, a_stride_r, a_stride_c, a_bytes, b_ptr, b_stride_r, b_stride_c, b_bytes, a_blocks_ptr,
+    b_blocks_ptr, cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, begin, end,
     A: tl.constexpr, B: tl.constexpr, V: tl.constexpr, TURNED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
@@ -59,7 +59,7 @@ def sums(
 
     ``V``: elements that share a scale for the hardware, 0 without scales. ``TURNED``: scales may be negative.
     """
-    row_ok, col_ok = row < rows, col < cols
+    row_ok, col_ok = row < row_end, col < cols
     total = tl.zeros([N, M], tl.float32)
     if V == 16:
         a_signs = tl.zeros([M, K // V], tl.uint8)
@@ -110,21 +110,39 @@ def scaled(
     ``weight_only``. ``FACTOR``: what sums are multiplied with, a power of two.
     """
     row, col = weight_only.place(rows, cols, M, N)
+    multiply(
+        row, col, rows, a_ptr, a_stride_r, a_stride_c, a_bytes, b_ptr, b_stride_r, b_stride_c, b_bytes, a_blocks_ptr,
+        b_blocks_ptr, a_scale_ptr, a_global_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, sums_ptr,
+        rows, cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, a_block, b_block, count,
+        share, A, B, V, FACTOR, A_SCALE, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE, SPLIT, M, N, K,
+    )  # fmt: skip
+
+
+@triton.jit
+def multiply(
+    row, col, row_end, a_ptr, a_stride_r, a_stride_c, a_bytes, b_ptr, b_stride_r, b_stride_c, b_bytes, a_blocks_ptr,
+    b_blocks_ptr, a_scale_ptr, a_global_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, sums_ptr,
+    rows, cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, a_block, b_block, count, share,
+    A: tl.constexpr, B: tl.constexpr, V: tl.constexpr, FACTOR: tl.constexpr,
+    A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr,
+    BIAS: tl.constexpr, DTYPE: tl.constexpr, SPLIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """The tile at rows ``row``, of which those before ``row_end`` count, and columns ``col``: see ``scaled``."""
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, count)
     total, negative = sums(
-        row, col, a_ptr, a_stride_r, a_stride_c, a_bytes, b_ptr, b_stride_r, b_stride_c, b_bytes, a_blocks_ptr,
-        b_blocks_ptr, rows, cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, begin, end,
-        A, B, V, False, M, N, K,
+        row, col, row_end, a_ptr, a_stride_r, a_stride_c, a_bytes, b_ptr, b_stride_r, b_stride_c, b_bytes,
+        a_blocks_ptr, b_blocks_ptr, cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, begin,
+        end, A, B, V, False, M, N, K,
     )  # fmt: skip
     if V == 16:
         if negative:
             total, _ = sums(
-                row, col, a_ptr, a_stride_r, a_stride_c, a_bytes, b_ptr, b_stride_r, b_stride_c, b_bytes,
-                a_blocks_ptr, b_blocks_ptr, rows, cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c,
+                row, col, row_end, a_ptr, a_stride_r, a_stride_c, a_bytes, b_ptr, b_stride_r, b_stride_c, b_bytes,
+                a_blocks_ptr, b_blocks_ptr, cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c,
                 b_blocks, begin, end, A, B, V, True, M, N, K,
             )  # fmt: skip
     weight_only.finish(
-        total * FACTOR, row, col, rows, rows, cols, a_scale_ptr, a_global_ptr, b_scale_ptr, b_global_ptr, bias_ptr,
+        total * FACTOR, row, col, row_end, rows, cols, a_scale_ptr, a_global_ptr, b_scale_ptr, b_global_ptr, bias_ptr,
         out_ptr, sums_ptr, a_block, b_block, A_SCALE, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE, SPLIT,
     )  # fmt: skip

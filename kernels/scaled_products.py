@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit.kernels import scaled, weight_only
+from lowbit.kernels import scaled
 from lowbit.kernels.arguments import dense, dtype_of, pattern
 from lowbit.kernels.operands import codes_of, global_rows, maybe_pattern, of_left, row_scales
-from lowbit.kernels.products import add_shares, share_of
+from lowbit.kernels.products import add_shares, for_experts, share_of, stacked, tiles_of
 from lowbit.kernels.spec import Launch, power_of_two, scale_spec
-from lowbit.ops.matmul import ScaledMM, sides
+from lowbit.ops.grouped import ScaledGroupedMM
+from lowbit.ops.matmul import ScaledMM, Side, sides
 from lowbit.scaling import Scheme, scheme
 
-__all__ = ["scaled_mm", "supports"]
+__all__ = ["scaled_grouped_mm", "scaled_mm", "supports"]
 
 #: Formats that are multiplied as codes, by what hardware calls them.
 _CODES = {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2", "fp6_e2m3": "e2m3", "fp6_e3m2": "e3m2", "fp4_e2m1": "e2m1"}
@@ -75,11 +76,14 @@ def supports(call: ScaledMM) -> str | None:
 
 
 @lru_cache(maxsize=1024)
-def _plan(sizes: tuple[int, int, int], a_scheme: str, b_scheme: str) -> tuple[dict[str, Any], _Shape, int, int]:
+def _plan(
+    sizes: tuple[int, int, int], a_scheme: str, b_scheme: str, experts: int
+) -> tuple[dict[str, Any], _Shape, int, int]:
     """Arguments that are no tensors, tiles, programs and shares, of ``sizes`` rows, columns and depth."""
     rows, cols, depth = sizes
-    shape = next((shape for most, shape in _SHAPES.items() if rows <= most), _SHAPES[max(_SHAPES)])
-    shape = shape._replace(m=min(shape.m, max(16, power_of_two(rows))))
+    each = -(-rows // max(experts, 1))
+    shape = next((shape for most, shape in _SHAPES.items() if each <= most), _SHAPES[max(_SHAPES)])
+    shape = shape._replace(m=min(shape.m, max(16, power_of_two(each))))
     found = scheme(a_scheme), scheme(b_scheme)
     names = [_CODES[one.format.name] for one in found]
     whole = _whole(found[0], depth) and _whole(found[1], depth)
@@ -96,7 +100,7 @@ def _plan(sizes: tuple[int, int, int], a_scheme: str, b_scheme: str) -> tuple[di
     elif any(name in _EXPONENTS for name in names):
         shape = shape._replace(k=shape.k // 2)
     count = -(-depth // shape.k)
-    programs = -(-rows // shape.m) * -(-cols // shape.n)
+    programs = tiles_of(rows, shape.m, experts) * -(-cols // shape.n)
     share = share_of(count, programs, shape.m)
     more |= {
         "rows": rows, "cols": cols, "depth": depth, "count": count, "share": share, "A": names[0], "B": names[1],
@@ -109,17 +113,25 @@ def _plan(sizes: tuple[int, int, int], a_scheme: str, b_scheme: str) -> tuple[di
 
 def scaled_mm(call: ScaledMM, out: Tensor) -> list[Launch]:
     """``out [M, N] = a [M, K] @ b [N, K].T``; see ``lowbit.ops.matmul``."""
-    (rows, cols), (a, b) = out.shape, sides(call)
-    plan, shape, programs, shares = _plan((rows, cols, call.cols), str(a.scheme), str(b.scheme))
-    after = row_scales(a, call.cols) if plan["V"] == 0 else global_rows(a)
+    return _multiplied(*sides(call), call.bias, out, call.cols)
+
+
+def scaled_grouped_mm(call: ScaledGroupedMM, out: Tensor) -> list[Launch]:
+    """``out [T, N]``, the products of experts; see ``lowbit.ops.grouped``."""
+    return for_experts(_multiplied(*stacked(call), call.bias, out, call.cols, len(call.b)), call)
+
+
+def _multiplied(a: Side, b: Side, bias: Tensor | None, out: Tensor, depth: int, experts: int = 0) -> list[Launch]:
+    rows, cols = out.shape
+    plan, shape, programs, shares = _plan((rows, cols, depth), str(a.scheme), str(b.scheme), experts)
+    after = row_scales(a, depth) if plan["V"] == 0 else global_rows(a)
     of_a, of_b = codes_of("a", a), codes_of("b", b)
     arguments = of_a | of_b | plan | {
         "a_blocks_ptr": of_a["a_scale_ptr"], "b_blocks_ptr": of_b["b_scale_ptr"], **of_left(after),
-        "bias_ptr": maybe_pattern(call.bias),
+        "bias_ptr": maybe_pattern(bias),
         "out_ptr": pattern(out), "b_global_ptr": dense(b.global_scale),
-        "BIAS": -1 if call.bias is None else dtype_of(call.bias), "DTYPE": dtype_of(out),
+        "BIAS": -1 if bias is None else dtype_of(bias), "DTYPE": dtype_of(out),
         "sums_ptr": out.new_empty((shares, rows, cols), dtype=torch.float32) if shares > 1 else None,
     }  # fmt: skip
     one = Launch(scaled.scaled, (programs, shares), arguments, shape.warps, shape.stages)
-    finish = {name: arguments[name] for name in weight_only.add_shares.arg_names if name in arguments}
-    return [one, *(add_shares(finish, shares) if shares > 1 else [])]
+    return [one, *(add_shares(arguments, shares, experts) if shares > 1 else [])]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -187,6 +187,10 @@ def _scaled_mm_of_codes(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None
     start(_of_codes().scaled_mm(call, outs[0]), outs[0].device)
 
 
+def _scaled_grouped_mm_of_codes(outs: tuple[Tensor, ...], call: grouped.ScaledGroupedMM) -> None:
+    start(_of_codes().scaled_grouped_mm(call, outs[0]), outs[0].device)
+
+
 def _scaled_grouped_mm(outs: tuple[Tensor, ...], call: grouped.ScaledGroupedMM) -> None:
     start(products().scaled_grouped_mm(call, outs[0]), outs[0].device)
 
@@ -308,8 +312,9 @@ def _of_short_sums(call: matmul.ScaledMM) -> str | None:
     return None
 
 
-def _supports_grouped(call: grouped.ScaledGroupedMM) -> str | None:
-    return _supports_mm(grouped.product(call, 0, slice(None)))
+def _supports_product(supports: Callable[[matmul.ScaledMM], str | None], call: grouped.ScaledGroupedMM) -> str | None:
+    """What is said of the product with one expert."""
+    return supports(grouped.product(call, 0, slice(None)))
 
 
 def _supports_conv(call: conv.Conv) -> str | None:
@@ -331,7 +336,7 @@ _ROWS: dict[str, tuple[Callable[[tuple[Tensor, ...], Any], None], Callable[[Any]
     "fake_quantize": (_fake_quantize, _fits_first),
     "fake_quantize_backward": (_fake_quantize_backward, _fits_first),
     "scaled_mm": (_scaled_mm, _supports_mm),
-    "scaled_grouped_mm": (_scaled_grouped_mm, _supports_grouped),
+    "scaled_grouped_mm": (_scaled_grouped_mm, partial(_supports_product, _supports_mm)),
     "optimizer_step": (_optimizer_step, _fits_first),
     "hadamard": (_hadamard, _supports_hadamard),
     "quantize_both": (_quantize_both, _supports_both),
@@ -361,6 +366,13 @@ _CODES = (
         Numerics("fp8", "fp22"),
     ),
 )  # fmt: skip
+#: The same for the experts of a mixture.
+_CODES_OF_EXPERTS = tuple(
+    replace(
+        row, op="scaled_grouped_mm", run=_scaled_grouped_mm_of_codes, supports=partial(_supports_product, row.supports)
+    )
+    for row in _CODES
+)
 #: Codecs, for the ops that are made of these and of another product.
 CODECS = tuple(row for row in _IMPLS if row.devices == ("cuda",) and row.op != "scaled_mm")
 
@@ -371,7 +383,15 @@ def with_codecs(products: tuple[Impl, ...]) -> tuple[Impl, ...]:
     return tuple(row for rows in made for row in rows)
 
 
-IMPLS = _IMPLS + _APART + composed.linear(_IMPLS) + composed.conv(_IMPLS) + _IMPLICIT + with_codecs(_CODES)
+IMPLS = (
+    _IMPLS
+    + _APART
+    + composed.linear(_IMPLS)
+    + composed.conv(_IMPLS)
+    + _IMPLICIT
+    + with_codecs(_CODES)
+    + _CODES_OF_EXPERTS
+)
 
 
 #: The oldest Triton whose PTX keeps subnormal numbers (docs/numerics.md section 1); torch 2.10 installs it.

@@ -18,7 +18,9 @@ from triton.runtime import interpreter
 import lowbit as lb
 from lowbit.backends import registry, triton
 from lowbit.kernels import scaled_products, start
-from lowbit.ops import OPS, Numerics
+from lowbit.ops import OPS, Numerics, grouped
+from lowbit.ops.grouped import has_rows_of_its_own
+from lowbit.testing.grouped import make_grouped
 from lowbit.testing.inputs import random_matrix
 from lowbit.testing.matmul import make_call
 
@@ -119,6 +121,29 @@ def test_codes_may_have_strides_and_sums_several_programs(monkeypatch):
     assert torch.equal(product(turned), product(call))
 
 
+OF_ROWS = [(a, b) for a, b in PAIRS if has_rows_of_its_own(lb.scheme(a))]
+
+
+@pytest.mark.parametrize("depth", [96, 2048])
+@pytest.mark.parametrize(("a", "b"), OF_ROWS)
+def test_experts_are_multiplied_as_codes(a, b, depth):
+    """Each expert's rows as by its own product, zeros in those of none; several programs a tile where K is long."""
+    counts, rest = ((3, 0, 17, 5), 4) if depth == 96 else ((0, 2), 1)
+    rows = random_matrix(sum(counts) + rest, depth, "cpu", seed=1)
+    matrices = [random_matrix(20, depth, "cpu", seed=9 + expert) for expert in range(len(counts))]
+    bias = random_matrix(len(counts), 20, "cpu", seed=7)
+    call = make_grouped(rows, matrices, counts, a, b, bias=bias, out_dtype=torch.float32)
+    out = torch.full((len(rows), 20), 77.0)
+    launches = scaled_products.scaled_grouped_mm(call, out)
+    names = ["grouped_scaled", *(["grouped_add_shares"] if depth == 2048 else [])]
+    assert [one.kernel.__name__ for one in launches] == names
+    with within_arguments():
+        start.run(launches)
+    for expert, span in enumerate(grouped.spans(call)):
+        check(out[span], grouped.product(call, expert, span), Numerics("fp8", "fp32"), f"{a} x {b}, expert {expert}")
+    assert not out[sum(counts) :].any()
+
+
 @pytest.mark.parametrize(
     ("a", "b", "reason"),
     [
@@ -148,6 +173,9 @@ def test_devices_whose_sums_are_short_wait_for_medium_precision(monkeypatch, cap
     call, mixed = (random_call(2, 3, 64, a, "mxfp8") for a in ("mxfp8", "mxfp4"))
     rows = [impl for impl in triton.IMPLS if impl.op == "scaled_mm" and impl.name.startswith("triton_codes")]
     assert tuple(impl.name for impl in rows if impl.supports(call) is None) == names
+    of_experts = [i for i in triton.IMPLS if i.op == "scaled_grouped_mm" and i.name.startswith("triton_codes")]
+    experts = make_grouped(torch.ones(3, 64), [torch.ones(4, 64)] * 2, (1, 2), "mxfp8", "mxfp8")
+    assert tuple(impl.name for impl in of_experts if impl.supports(experts) is None) == names
     assert tuple(impl.name for impl in rows if impl.supports(mixed) is None) == names * (capability[0] == 10)
 
 
