@@ -21,6 +21,7 @@ from lowbit.plan import fit as plan_training
 from lowbit.plan.ladder import Climb, climb, report, rungs_of
 from lowbit.plan.ladder.limits import LIMITS
 from lowbit.progress import bar
+from lowbit.serialize.huggingface import is_directory
 from lowbit.sizes import bytes_in
 from lowbit.tables import rich_table
 
@@ -55,8 +56,9 @@ _NO = "What the plan must not have, such as disk; repeat."
 _GPUS = "Processes that train together, each within the memory; of --ladder the most."
 _LINK = "What a process sends to others a second, such as 25GB/s."
 
-#: The options that serve one of the two uses alone, by the names of their parameters.
+#: The options that serve some uses alone, by the names of their parameters.
 _OF_MODEL = {"rows": "--rows", "length": "--length", "keep": "--keep", "no": "--no", "link": "--link"}
+_OF_BATCH = {"rows": "--rows", "length": "--length"}
 _OF_LADDER = {"search": "--search", "quick": "--quick", "device": "--device"}
 
 
@@ -90,6 +92,8 @@ def fit(
             "lowbit fit --ladder --memory 2GiB; lowbit fit --help lists what there is"
         )
     _refuse(context, _OF_LADDER, "is for lowbit fit --ladder")
+    if ":" in model and not is_directory(Path(model)):
+        _refuse(context, _OF_BATCH, f"is of a batch that lowbit makes, and {model} makes its own")
     if memory is None:
         raise ValueError(
             f"lowbit fit {model} expects a budget: --memory 6GiB, or a share of plain training, --memory 60%"

@@ -105,6 +105,8 @@ def _split(batch: Any, parts: int | None, size: int | None) -> list[Any]:
         raise ValueError(f"memory.micro_batches: {name} is at least 1, got {number}")
     total = samples(batch)
     count = min(number, total) if parts is not None else -(-total // number)
+    if count == 1:
+        return [batch]
     bounds = [total * i // count if parts is not None else i * number for i in range(count)] + [total]
     return [_cut(batch, total, start, end) for start, end in pairwise(bounds)]
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -174,7 +175,9 @@ def estimate(
         if prepare is not None:
             prepare(copied)
         passes = accumulate or partial(_accumulate, rest=loss is not None)
-        return _run(copied, given, _without_data(loss or usual_loss), optimizer, micro_batches, place, passes)
+        with _Spared() as spared:
+            answered = _without_data(loss or usual_loss, spared)
+            return _run(copied, given, answered, optimizer, micro_batches, place, passes)
 
 
 # -- what an estimate can be made of -----------------------------------------------------------------------------------
@@ -285,7 +288,37 @@ def scalar(value: Any, who: str) -> Tensor:
     return value
 
 
-def _without_data(loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
+class _Spared:
+    """Real parameters that a loss depends on, such as those of a discriminator: within, they have no gradients, and
+    afterwards those of before.
+    """
+
+    def __init__(self) -> None:
+        self._gradients: dict[Tensor, Tensor | None] = {}
+
+    def __enter__(self) -> _Spared:
+        return self
+
+    def note(self, value: Tensor) -> None:
+        """Find them in what the loss was computed by."""
+        nodes, known = [value.grad_fn], set[Any]()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in known:
+                continue
+            known.add(node)
+            nodes += [below for below, _ in node.next_functions]
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
+                self._gradients.setdefault(leaf, leaf.grad)
+                leaf.grad = None
+
+    def __exit__(self, *error: object) -> None:
+        for leaf, gradient in self._gradients.items():
+            leaf.grad = gradient
+
+
+def _without_data(loss: Callable[[Any, Any], Tensor], spared: _Spared) -> Callable[[Any, Any], Tensor]:
     """The loss of answers without numbers."""
 
     def checked(output: Any, batch: Any) -> Tensor:
@@ -297,7 +330,8 @@ def _without_data(loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Te
                     f"the loss failed: {error}. It is called with the model's output and the whole batch; of a "
                     f"criterion of torch make loss=lambda output, batch: criterion(output, batch[1])"
                 ) from error
-            return scalar(value, "memory.estimate")
+            spared.note(scalar(value, "memory.estimate"))
+            return value
 
     return checked
 

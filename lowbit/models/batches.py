@@ -113,10 +113,17 @@ def _mismatch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _parameters(model: nn.Module) -> list[Parameter]:
-    """Those of the forward that the model's class has, or of the model that ``DistributedDataParallel`` wraps."""
-    while isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
+    """Those of the forward that the model's class has, or the class of the model that it wraps."""
+    while (within := _wrapped(model)) is not None:
+        model = within
     return list(signature(type(model).forward).parameters.values())[1:]
+
+
+def _wrapped(model: nn.Module) -> nn.Module | None:
+    """The model that DistributedDataParallel, DataParallel or torch.compile stands around."""
+    parallel = isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel)
+    within = model.module if parallel else getattr(model, "_orig_mod", None)
+    return within if isinstance(within, nn.Module) else None
 
 
 def copied(tree: Tree) -> Tree:

@@ -152,6 +152,10 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(mine, tmp_path, monkeypatc
         (("demo", "--ladder"), "climbs with models of its own, got 'demo'"),
         (("--ladder", "--keep", "bf16"), "--keep is for lowbit fit MODEL"),
         (("--ladder", "--rows", "8"), "--rows is for lowbit fit MODEL"),
+        (
+            ("mine:made", "--memory", "80%", "--rows", "4"),
+            "--rows is of a batch that lowbit makes, and mine:made makes",
+        ),
         (("--ladder", "--link", "1GB/s"), "--link is for lowbit fit MODEL"),
         (("--ladder", "--gpus", "3"), "has 1, 2, 4, ... processes, whose means are exact, got 3"),
         (("mine_to_plan:made", "--memory", "1GiB", "--gpus", "2", "--link", "fast"), "such as '25GB/s', got 'fast'"),

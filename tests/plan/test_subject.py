@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def test_a_plan_is_of_one_model_and_one_loss(tmp_path):
         plan.apply_(model)
 
 
-def test_a_larger_batch_than_planned_is_told_of_once(recwarn):
+def test_a_larger_batch_than_planned_is_told_of(recwarn):
     def loss(output, batch):
         return F.cross_entropy(output, batch[1])
 
@@ -101,9 +102,11 @@ def test_a_larger_batch_than_planned_is_told_of_once(recwarn):
         run.step(larger)
     (one,) = recwarn.list
     assert "the batch has 4224 elements, and the plan is of one with 2112" in str(one.message)
+    run.step((INPUTS.repeat(3, 1), CLASSES.repeat(3)))
+    assert len(recwarn.list) == 2, "larger than the one that was told of"
     run.refit("100MiB", larger)
     run.step(larger)
-    assert len(recwarn.list) == 1, "the run is of the larger one by now"
+    assert len(recwarn.list) == 2, "the run is of the larger one by now"
 
 
 def test_a_model_in_evaluation_mode_is_told_of():
@@ -158,7 +161,7 @@ def test_a_summed_loss_is_not_taken_in_parts(tmp_path):
     run = Run(classifier(), Settings(micro=4), summed, tmp_path, {})
     before = copy.deepcopy(run.model.state_dict())
     with pytest.raises(
-        ValueError, match=r"the loss of two rows is .*, the sum of .*; divide the loss .*no=\('parts',\)"
+        ValueError, match=r"the loss of some rows is .*, the sum of .*; divide the loss .*no=\('parts',\)"
     ):
         run.step(batch)
     assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
@@ -175,7 +178,7 @@ def test_plans_without_parts_are_in_one_and_stay_so():
     assert {one.settings.micro for one in predictions} == {1} and not permits(predictions, "micro", 2)
     kept = lb.fit(classifier(), (INPUTS, CLASSES), "100%", loss, keep=("fp32", "parts"))
     assert kept.settings.micro == 2 and "2 parts" in kept.table()
-    with pytest.raises(ValueError, match="a batch of one row has no 'parts'"):
+    with pytest.raises(ValueError, match="the batch has no 'parts': it has one row"):
         lb.fit(classifier(), (INPUTS[:1], CLASSES[:1]), "100%", loss, keep=("parts",))
 
 
@@ -197,7 +200,7 @@ def test_a_loss_that_is_no_mean_over_rows_is_told_of_in_parts(tmp_path):
 
     model = nn.Sequential(nn.Embedding(10, 16), nn.Linear(16, 10))
     run = Run(model, Settings(micro=2), of_labels, tmp_path, {})
-    with pytest.warns(UserWarning, match=r"the loss of two rows is .*, and not the mean of .*no=\('parts',\)"):
+    with pytest.warns(UserWarning, match=r"the loss of some rows is .*, and not the mean of .*no=\('parts',\)"):
         run.step((labels.clamp_min(0), labels))
 
 
@@ -247,3 +250,83 @@ def test_labels_of_encoders_with_decoders_are_not_shifted():
     batch = {"input_ids": torch.randint(64, (8, 10)), "labels": labels}
     expected = model(**batch).loss.item()
     assert Run(model, Settings(micro=4), None, None, {}).step(batch) == pytest.approx(expected, rel=1e-6)
+
+
+# -- models and losses that are more than a model and its rows -------------------------------------------------------
+class Pairs(nn.Module):
+    """Of an even number of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = classifier()
+
+    def forward(self, inputs):
+        first, second = self.inner(inputs).chunk(2)
+        return first - second
+
+
+class Prior(nn.Module):
+    """With a number for each class, of as many as there may be rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = classifier()
+
+    def forward(self, inputs, prior):
+        return self.inner(inputs) + prior
+
+
+def squares(output, batch):
+    return output.square().mean()
+
+
+def test_parameters_that_the_loss_depends_on_keep_their_gradients():
+    torch.manual_seed(0)
+    net, other = classifier(), nn.Linear(10, 1)
+    other(torch.randn(2, 10)).sum().backward()
+    kept = [p.grad for p in other.parameters()]
+    before = [p.grad.clone() for p in other.parameters()]
+
+    def loss(output, batch):
+        return other(output).square().mean() + 1e-3 * sum(p.square().sum() for p in net.parameters())
+
+    lb.fit(net, INPUTS, "100%", loss, keep=("fp32", "adamw"))
+    lb.memory.estimate(net, INPUTS, loss)
+    assert all(p.grad is None for p in net.parameters())
+    assert all(
+        p.grad is one and torch.equal(one, was) for p, one, was in zip(other.parameters(), kept, before, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "batch"),
+    [(Pairs, INPUTS), (Prior, (INPUTS[:10], torch.rand(10))), (Prior, (INPUTS[:20], torch.rand(10)))],
+)
+def test_a_batch_that_cannot_be_cut_is_kept_whole(make, batch):
+    torch.manual_seed(0)
+    for no in ((), ("parts",)):
+        plan = lb.fit(make(), batch, "100%", squares, keep=("fp32", "adamw"), no=no)
+        assert plan.settings.micro == 1 and all(one.settings.micro == 1 for one in plan.frontier)
+        assert plan.apply_(make()).step(batch) > 0
+    with pytest.raises(ValueError, match="the batch has no 'parts': it has one row, or the model or the loss fails"):
+        lb.fit(make(), batch, "100%", squares, keep=("parts",))
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel])
+def test_models_within_others_take_targets_beside_the_batch(wrap):
+    def loss(output, batch):
+        return F.cross_entropy(output, batch[1])
+
+    assert lb.fit(wrap(classifier()), (INPUTS, CLASSES), "100%", loss).peak_bytes > 0
+
+
+def test_a_model_without_blocks_fits_with_activations_elsewhere(tmp_path):
+    torch.manual_seed(0)
+    sizes = (32, 512, 384, 640, 10)
+    layers = [m for one, other in itertools.pairwise(sizes) for m in (nn.Linear(one, other), nn.GELU())]
+    model, batch = nn.Sequential(nn.Sequential(*layers[:3]), *layers[3:]), torch.randn(4096, 32)
+    whole = lb.fit(model, batch, "100%", squares, keep=("fp32", "adamw", "activations on disk"), no=("parts",))
+    share = whole.peak_bytes / whole.plain.peak_bytes
+    assert share < 0.8
+    fitting = lb.fit(model, batch, f"{100 * share + 2:.0f}%", squares, keep=("fp32", "adamw"), no=("parts",))
+    assert fitting.settings.offload_activations and fitting.peak_bytes <= fitting.budget

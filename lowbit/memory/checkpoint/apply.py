@@ -33,12 +33,12 @@ def checkpoint_(
 
     ``offload``: ``"cpu"`` or a directory, where the kept inputs are moved until backward (``offload_activations``).
 
-    The second run has the autocast, the random state and the backend (``use_backend``) of the first, and leaves the
-    running statistics of BatchNorm as they are; inside torch.compile torch's own checkpointing does it, one module at
-    a time. Without gradients nothing changes. Names of parameters, ``isinstance``, copies and pickles stay as they are;
-    a module's class is called ``Checkpointed...``. Modules may be converted before and after (``quantize_``,
-    ``train.prepare_``, ``train.convert_``). Gradient checkpointing of transformers is switched off where it is on, and
-    a cache of keys and values is not passed to a checkpointed layer in training mode.
+    The second run has the autocast, the random state, the backend (``use_backend``) and the buffers of the first, and
+    leaves buffers as they are, such as the running statistics of BatchNorm; inside torch.compile torch's own
+    checkpointing does it, one module at a time. Without gradients nothing changes. Names of parameters, ``isinstance``,
+    copies and pickles stay as they are; a module's class is called ``Checkpointed...``. Modules may be converted before
+    and after (``quantize_``, ``train.prepare_``, ``train.convert_``). Gradient checkpointing of transformers is
+    switched off where it is on, and a cache of keys and values is not passed to a checkpointed layer in training mode.
 
     A module must not write to its inputs, its weights must stay until backward, and it must compute the same twice:
     ``NotReplayed``, a RuntimeError, names one that does not. What nothing tells: weights that are written to or

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowbit.autograd import backend_now, on_backend
 
-__all__ = ["CallState", "Contexts", "Random", "Weights", "gather", "unmoved"]
+__all__ = ["Buffers", "CallState", "Contexts", "Random", "Weights", "gather", "unmoved", "version_of"]
 
 #: Makes the two contexts of a call, in forward and in backward, as torch.utils.checkpoint's ``context_fn``.
 Contexts = Callable[[], tuple[Any, Any]]
@@ -76,6 +76,62 @@ def unmoved(module: nn.Module) -> Iterator[None]:
     finally:
         for buffer, before in held:
             buffer.data.copy_(before)  # by data: no version moves, since backward may have saved the buffer
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor has been written to; 0 of one that does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class _Moved(NamedTuple):
+    """A buffer of a module: the tensor before a call, its version, and a copy of its numbers."""
+
+    owner: nn.Module
+    name: str
+    tensor: Tensor
+    version: int
+    numbers: Tensor
+
+    def has_moved(self) -> bool:
+        return self.owner._buffers.get(self.name) is not self.tensor or version_of(self.tensor) != self.version
+
+
+#: Buffers of more whole numbers are tables, such as masks, which no call changes.
+_TABLE = 1 << 16
+
+
+class Buffers:
+    """The buffers of a module before a call, of which those that the call has changed are kept: a second run begins
+    with what they were then. BatchNorm's statistics are left out, since in training it does not read them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        norms = {m for m in module.modules() if isinstance(m, _NormBase)}
+        self._moved = [
+            _Moved(owner, name, buffer, version_of(buffer), buffer.detach().clone())
+            for owner in module.modules()
+            if owner not in norms
+            for name, buffer in owner._buffers.items()
+            if buffer is not None and (buffer.is_floating_point() or buffer.numel() <= _TABLE)
+        ]
+
+    def called(self) -> None:
+        """After the call: let go of what has not changed."""
+        self._moved = [one for one in self._moved if one.has_moved()]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Within, they are as before the call; afterwards as they are now."""
+        now = [(one.owner._buffers[one.name], one.tensor.detach().clone()) for one in self._moved]
+        for one in self._moved:
+            one.owner._buffers[one.name] = one.tensor
+            one.tensor.data.copy_(one.numbers)  # by data: no version moves, since backward may have saved the buffer
+        try:
+            yield
+        finally:
+            for one, (present, numbers) in zip(self._moved, now, strict=True):
+                one.tensor.data.copy_(numbers)
+                one.owner._buffers[one.name] = present
 
 
 class Weights:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from lowbit.memory.checkpoint.calls import CallState, Contexts, Random, Weights, gather, unmoved
+from lowbit.memory.checkpoint.calls import Buffers, CallState, Contexts, Random, Weights, gather, unmoved, version_of
 
 __all__ = ["Frame", "NotReplayed"]
 
@@ -81,6 +81,7 @@ class _Call(NamedTuple):
     structure: TreeSpec
     kept: Any
     around: CallState
+    buffers: Buffers
     context: Any
     first: int
 
@@ -134,14 +135,17 @@ class Frame:
         outside = list[Tensor]()
         given = [self._source(leaf, outside) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         first, again = (nullcontext(), nullcontext()) if self._contexts is None else self._contexts()
-        kept, around = self._keep(outside), CallState(tensors)
-        self.calls.append(_Call(path, module, forward, given, structure, kept, around, again, len(self._saved)))
-        versions = [_version(t) for t in outside]
+        kept, around, buffers = self._keep(outside), CallState(tensors), Buffers(module)
+        self.calls.append(
+            _Call(path, module, forward, given, structure, kept, around, buffers, again, len(self._saved))
+        )
+        versions = [version_of(t) for t in outside]
         with saved_tensors_hooks(self._pack, _unpack), first:
             output = forward(*args, **kwargs)
+        buffers.called()
         self._weights.append(Weights(module))
-        if versions != [_version(t) for t in outside]:
-            place = next(i for i, t in enumerate(outside) if versions[i] != _version(t))
+        if versions != [version_of(t) for t in outside]:
+            place = next(i for i, t in enumerate(outside) if versions[i] != version_of(t))
             raise NotReplayed(
                 f"{path!r} is checkpointed and writes to a tensor {tuple(outside[place].shape)} that it is given, "
                 f"and cannot be computed again from it. Make the write one to a copy (an activation with "
@@ -150,14 +154,14 @@ class Frame:
         made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         for tensor in tensors:  # which later calls of the segment may have been given, and may write to
             known = self._known[id(tensor)]
-            self._known[id(tensor)] = known._replace(version=_version(tensor))
+            self._known[id(tensor)] = known._replace(version=version_of(tensor))
         for place, tensor in enumerate(made):
             self._learn(tensor, _Source(True, len(self.calls) - 1, place))
         return output
 
     def _source(self, tensor: Tensor, outside: list[Tensor]) -> _Source:
         known = self._known.get(id(tensor))
-        if known is not None and known.tensor() is tensor and known.version == _version(tensor):
+        if known is not None and known.tensor() is tensor and known.version == version_of(tensor):
             return known.source
         source = _Source(False, len(self.calls), len(outside))
         outside.append(tensor)
@@ -173,7 +177,7 @@ class Frame:
     def _learn(self, tensor: Tensor, source: _Source, replace: bool = False) -> None:
         known = self._known.get(id(tensor))
         if replace or known is None or known.tensor() is not tensor:
-            self._known[id(tensor)] = _Known(ref(tensor), _version(tensor), source)
+            self._known[id(tensor)] = _Known(ref(tensor), version_of(tensor), source)
 
     def _pack(self, tensor: Tensor) -> _Holder:
         holder = _Holder(self)
@@ -231,7 +235,7 @@ class Frame:
 
         args, kwargs = tree_unflatten([found(leaf) for leaf in call.given], call.structure)
         gather(call.module)
-        with unmoved(call.module), call.around.again(), call.context:
+        with unmoved(call.module), call.buffers.again(), call.around.again(), call.context:
             return call.forward(*args, **kwargs)
 
     def _check(self, place: int, tensor: Tensor) -> None:
@@ -259,7 +263,3 @@ def _unpack(holder: _Holder) -> Tensor:
 
 def _facts(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.dtype, tensor.device
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

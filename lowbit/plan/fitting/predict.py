@@ -106,6 +106,8 @@ class Predictor:
     bandwidth: float = DEFAULTS["cpu"]
     #: What the model trains by already; predictions are then of these settings with others of ``CHANGES``.
     trains: Settings | None = None
+    #: Whether the batch may be taken in parts.
+    parts: bool = True
 
     def __post_init__(self) -> None:
         self.rows, self.least = samples(self.batch), least_rows(self.model)
@@ -117,9 +119,12 @@ class Predictor:
         self._lines: dict[tuple[Settings, str], _Line] = {}
         self._steps: dict[Settings, _Step] = {}
         self._streams: dict[Settings, int] = {}
+        self._elsewhere: dict[tuple[Settings, int], int] = {}
 
     def counts(self) -> list[int]:
         """The numbers of parts that a batch may be taken in: powers of two, and three times these."""
+        if not self._splits:
+            return [1]
         powers, most = [1 << k for k in range(self.rows.bit_length())], max(self.rows // self.least, 1)
         return sorted(count for count in {*powers, *(3 * power for power in powers)} if count <= most)
 
@@ -132,6 +137,18 @@ class Predictor:
         except ValueError:
             return False
         return found and (policy != "save_matmuls" or self._keeps_products)
+
+    @cached_property
+    def _splits(self) -> bool:
+        """Whether the batch may be, and can be, taken in parts: the model may expect what no part is."""
+        if not self.parts or self.rows < 2 * self.least:
+            return False
+        try:
+            for count in {2, self.rows // self.least}:
+                self._estimated(Settings(), count, None)
+        except Exception:  # of whatever code the model and the loss have; the whole batch shows what is wrong with both
+            return False
+        return True
 
     @cached_property
     def _keeps_products(self) -> bool:
@@ -151,8 +168,8 @@ class Predictor:
             return self._predicted_by_block(settings, settings.checkpoint)
         table = self._table(settings, settings.checkpoint or KEEP)
         held = table.peak
-        if settings.offload_activations and self.blocks:
-            held = max((*table.inside, *table.outside))
+        if settings.offload_activations:
+            held = max((*table.inside, *table.outside)) if self.blocks else self._held_elsewhere(settings)
         return self._prediction(settings, held, table.seconds, float(table.kept.sum()))
 
     def by_block(self, settings: Settings, limit: int) -> Prediction | None:
@@ -266,6 +283,22 @@ class Predictor:
         at = bandwidth("cpu" if device.type == "cuda" else tempfile.gettempdir())
         return size * (1 / at.read + 1 / at.write)
 
+    def _held_elsewhere(self, settings: Settings) -> float:
+        """The most that a part holds with activations elsewhere, of a model without blocks: on the line through the
+        whole batch and half of it.
+        """
+        arithmetic = Settings(**{name: getattr(settings, name) for name in ARITHMETIC}, **_placed(settings))
+        kept = replace(arithmetic, checkpoint=settings.checkpoint, offload_activations=True)
+        counts = [1] if settings.micro == 1 else [1, 2]
+        for count in counts:
+            if (kept, count) not in self._elsewhere:
+                self._elsewhere[kept, count] = self._passed(kept, count).peak_bytes
+        if settings.micro == 1:
+            return self._elsewhere[kept, 1]
+        half, rows = -(-self.rows // 2), -(-self.rows // settings.micro)
+        fewer = (half - rows) / max(self.rows - half, 1)
+        return self._elsewhere[kept, 2] - fewer * max(self._elsewhere[kept, 1] - self._elsewhere[kept, 2], 0)
+
     # -- estimates ---------------------------------------------------------------------------------------------------
     def _table(self, settings: Settings, policy: str) -> BlockTable:
         """Of one part, with one policy for all blocks."""
@@ -284,7 +317,7 @@ class Predictor:
             checkpoint = (policy,) * len(self.blocks)
         settings = replace(arithmetic, checkpoint=checkpoint)
         whole = block_table(self._passed(settings, 1), self.blocks)
-        if self.rows < 2 * self.least:
+        if not self._splits:
             return _Line(self.rows, whole)
         halves = self._passed(settings, 2)
         first, second = (block_table(halves, self.blocks, part) for part in parts_of(halves))
@@ -349,7 +382,7 @@ class Predictor:
             copies.clear()
             copies.update(copies_of_buffers(model))
             random[:] = [torch.empty(RANDOM_BYTES, dtype=torch.uint8)]
-            largest = largest_part(batch, count)
+            largest = batch if count == 1 else largest_part(batch, count)
             for _ in range(min(count, 2)):
                 with away:
                     passes(model, largest, loss)

@@ -66,7 +66,7 @@ class Run:
         self._where = str(directory or ("cpu" if on_gpu else tempfile.gettempdir()))
         optimizer = arrange_(model, settings, self._where, **options)
         self.model, self.optimizer = sharded(model, optimizer, settings)
-        self._at, self._is_larger = "", False
+        self._at, self._largest = "", 0
         self._is_checked = self._loss is usual_loss
         PLANNED.add(model)
 
@@ -106,7 +106,7 @@ class Run:
         found = fastest(self._predictions, self.settings, limit, self._whole(batch))
         self._change(found.settings)
         if batch is not None:
-            self._batch, self._is_larger = outlined(batch), False
+            self._batch, self._largest = outlined(batch), 0
         return found
 
     def _whole(self, batch: Any) -> Callable[[Predicted], Predicted]:
@@ -149,10 +149,10 @@ class Run:
                  f"with {told}")  # fmt: skip
 
     def _compare(self, batch: Any) -> None:
-        """Warns, once, of a batch that is larger than the one that was planned for."""
+        """Warns of a batch that is larger than the one that was planned for, and than those that were warned of."""
         planned, given = _elements(self._batch), _elements(batch)
-        if planned and given > planned and not self._is_larger:
-            self._is_larger = True
+        if planned and given > max(planned, self._largest):
+            self._largest = given
             warn(
                 f"run.step: the batch has {given} elements, and the plan is of one with {planned}, so that a step may "
                 f"hold more than was predicted; plan with the largest batch, or call run.refit(budget, batch)"
@@ -178,28 +178,32 @@ class Run:
 
     @torch.no_grad()
     def _check_mean(self, output: Any, part: Any) -> None:
-        """Raises ValueError where the loss is the sum of those of two rows, and warns where it is not their mean. A
-        loss that cannot be taken of single rows is not looked at.
+        """Raises ValueError where the loss is the sum of those of two halves, and warns where it is not their mean. A
+        loss that cannot be taken of some rows is not looked at.
         """
         self._is_checked = True
         try:
-            (two, _), *_ = micro_batches((output, part), size=2)
-            first, second = (float(self._loss(*one)) for one, _ in micro_batches(two, 2))
-            whole = float(self._loss(*two))
+            found = self._loss(output, part)
+            exact = found.dtype in (torch.float32, torch.float64)
+            whole = float(found)
+            (first, its), (second, others) = (
+                (float(self._loss(*half)), weight) for half, weight in micro_batches((output, part), 2)
+            )
         except Exception:  # of whatever code the loss has
             return
         if abs(whole - first - second) <= 1e-3 * abs(whole) and abs(whole) > 1.1 * max(abs(first), abs(second)):
             raise ValueError(
-                f"run.step: the loss of two rows is {whole:.4g}, the sum of {first:.4g} and {second:.4g}, and a plan "
+                f"run.step: the loss of some rows is {whole:.4g}, the sum of {first:.4g} and {second:.4g}, and a plan "
                 f"in {self.settings.micro} parts weighs the mean of each by its rows; divide the loss by the rows of "
                 f"its batch, or plan with no=('parts',)"
             )
-        if abs(whole - (first + second) / 2) > 1e-2 * max(abs(first), abs(second)):
+        near = (1e-5 if exact else 1e-2) * max(abs(first), abs(second))
+        if abs(whole - its * first - others * second) > near:
             warn(
-                f"run.step: the loss of two rows is {whole:.4g}, and not the mean of {first:.4g} and {second:.4g}, so "
-                f"that in {self.settings.micro} parts, each of which is weighed by its rows, a step is not that of the "
-                f"whole batch; average over each row first, let the model compute the loss from 'labels', or plan "
-                f"with no=('parts',)"
+                f"run.step: the loss of some rows is {whole:.7g}, and not the mean of those of its halves, {first:.7g} "
+                f"and {second:.7g}, so that in {self.settings.micro} parts, each of which is weighed by its rows, a "
+                f"step is not that of the whole batch; average over each row first, let the model compute the loss "
+                f"from 'labels', or plan with no=('parts',)"
             )
 
     def _targets(self, batch: Any) -> Callable[[Any], Tensor] | None:

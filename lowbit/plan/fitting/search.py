@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal, overload
 
 import torch
@@ -177,13 +178,14 @@ def fits(
     most = most_of(keep, quality)
     choices = allowed(keep, no, most, group.gpus, group.group_size)
     choices = dict(_applicable(choices, model, batch, loss))
-    predictor = Predictor(model, batch, loss, group.bandwidth)
+    parts = any(choice.name == "parts" for choice in choices[PARTS])
+    predictor = Predictor(model, batch, loss, group.bandwidth, parts=parts)
     progress("plain training", 0, 1)
     plain = predictor.whole(Settings(gpus=group.gpus))
     limits = [bytes_of(budget, plain.peak_bytes, "fit") for budget in budgets]
     for limit in limits:
         for tried in _tried(choices, group.gpus):
-            search = _Search(predictor, tried, limit, group, most, progress)
+            search = _Search(predictor, tried, limit, group, most, progress, asked=bool(keep or no))
             chosen = search.fastest()
             if chosen is not None:
                 break
@@ -237,6 +239,7 @@ class _Search:
         group: Together,
         most: Most,
         progress: Progress,
+        asked: bool = False,
     ) -> None:
         self.predictor, self.limit, self.predictions = predictor, limit, dict[Settings, Prediction]()
         self._progress, self._group = progress, group
@@ -244,7 +247,10 @@ class _Search:
         checkpoints, parts = rows.pop("checkpoint"), {choice.name for choice in rows.pop(PARTS)}
         self._counts = [n for n in predictor.counts() if ("whole batch" if n == 1 else "parts") in parts]
         if not self._counts:
-            raise ValueError("fit: a batch of one row has no 'parts'; leave them out of keep, or give more rows")
+            raise ValueError(
+                "fit: the batch has no 'parts': it has one row, or the model or the loss fails on a part of it; leave "
+                "them out of keep, or give more rows"
+            )
         self._by_block = any(choice.name == PLANNED for choice in checkpoints) and bool(predictor.blocks)
         self._policies = [
             policy
@@ -254,7 +260,7 @@ class _Search:
         found = combinations([rows.pop(dimension) for dimension in ("precision", "attention", "loss")])
         arithmetics = [replace(one, half=has_half(predictor.model)) for one in found]
         self._others = [group.of(one) for one in combinations(rows.values())]
-        self._asked = bool(most.kept)
+        self._asked = asked
         self._most, self._losses = most.percent, {one: most.lost(one) for one in (*arithmetics, *self._others)}
         self._arithmetics = [one for one in arithmetics if self._all(one)]
         if not self._arithmetics:
@@ -280,7 +286,14 @@ class _Search:
             if other is not None and (found is None or _rank(other) < _rank(found)):
                 found = other
         self._progress("done", 1, 1)
+        if found is None and self.least.peak_bytes <= self.limit:  # sums took it for larger
+            return self.least
         return found
+
+    @cached_property
+    def least(self) -> Prediction:
+        """What holds least, as a whole."""
+        return self.predictor.whole(min(self.predictions.values(), key=lambda one: one.peak_bytes).settings)
 
     def _all(self, arithmetic: Settings) -> list[Settings]:
         """All settings of an arithmetic without checkpoints."""
@@ -355,11 +368,12 @@ class _Search:
 
     def refusal(self) -> str:
         """Why nothing fits, and what would."""
-        least = self.predictor.whole(min(self.predictions.values(), key=lambda one: one.peak_bytes).settings)
+        least = self.least
+        asked = "leave names out of keep and no, " if self._asked else ""
         return (
             f"fit: no choice fits a step into {amount(self.limit)}; the least is {amount(least.peak_bytes)}, with "
-            f"{words(least.settings)}. Ask for as much, {'leave names out of keep, ' if self._asked else ''}give "
-            f"shorter rows or a smaller model, or {self._more(least)}"
+            f"{words(least.settings)}. Ask for as much, {asked}give shorter rows or a smaller model, or "
+            f"{self._more(least)}"
         )
 
     def _more(self, least: Prediction) -> str:

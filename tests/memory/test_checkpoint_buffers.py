@@ -1,0 +1,62 @@
+"""Buffers that a forward moves are moved once where it is computed again, and backward sees them as forward did."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowbit.memory import checkpoint_
+from lowbit.memory.checkpoint.calls import Buffers
+
+
+class Block(nn.Module):
+    """A counter, a mean that is written to, one that is assigned anew, and power iterations of a weight."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up = nn.utils.parametrizations.spectral_norm(nn.Linear(dim, 2 * dim))
+        self.down = nn.Linear(2 * dim, dim)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(dim))
+        self.register_buffer("scale", torch.ones(dim))
+        self.register_buffer("mask", torch.ones(dim, dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+            self.scale = 0.9 * self.scale + 0.1 * x.std(0)
+        y = (x - self.mean) / self.scale * (1 + 0.1 * self.seen)
+        return x + self.down(F.gelu(self.up(y * self.mask)))
+
+
+@pytest.mark.parametrize("policy", ["block", "save_matmuls", "segments:2", "every:2"])
+def test_a_step_has_the_bits_of_one_that_keeps_all(policy):
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Block(16) for _ in range(4)))
+    model, x = copy.deepcopy(plain), torch.randn(32, 16)
+    checkpoint_(model, policy)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (plain, model)]
+    for _ in range(3):
+        for one, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            one(x).square().mean().backward()
+            optimizer.step()
+        for (name, expected), found in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
+            assert torch.equal(expected, found), name
+    assert [block.seen.item() for block in model] == [3] * 4
+
+
+def test_what_a_call_leaves_as_it_is_is_not_kept():
+    block = Block(16)
+    held = Buffers(block)
+    held.called()
+    assert not held._moved
+    held = Buffers(block)
+    block(torch.randn(4, 16))
+    held.called()
+    assert {one.name for one in held._moved} == {"seen", "mean", "scale", "_u", "_v"}
