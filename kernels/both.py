@@ -10,7 +10,7 @@ Source: docs/numerics.md sections 2 to 7 and 13.
 import triton
 import triton.language as tl
 
-from lowbit.kernels import rng, rotation, tiles
+from lowbit.kernels import rng, rotation, scales, tiles
 from lowbit.kernels.quantize import load_input, quantize_tile, reduce_tile
 from lowbit.kernels.spec import GENERAL
 
@@ -67,18 +67,19 @@ def quantize_both(
     offset = tl.zeros([], tl.int64)
     at, ok = tiles.blocks(pid_r, pid_c, pieces_r, pieces_c, blocks_r, blocks_c, TILE)
     random = rng.draw(row, col, begin, rng_ptr, stream_id, offset, pitch, ROUNDING)
+    global_scale = scales.load_global_scale(global_scale_ptr, at, ok, blocks_c, SCALE)
     quantize_tile(
-        sign, magnitude, row, col, row_ok, col_ok, begin, at, ok, random, scale_ptr, None, global_scale_ptr,
-        out_ptr, out_bytes, out_bytes, blocks_c, FMT, SCALE, DTYPE, TILE, GIVEN, True, False, not GIVEN, OUT_BITS,
-        ROUNDING, CONVERT,
+        sign, magnitude, row, col, row_ok, col_ok, begin, at, ok, random, global_scale, scale_ptr, None,
+        out_ptr, out_bytes, out_bytes, FMT, SCALE, DTYPE, TILE, GIVEN, True, False, not GIVEN, OUT_BITS, ROUNDING,
+        CONVERT,
     )  # fmt: skip
     if SIZE > 1:
         sign, magnitude = rotation.turn_rows(sign, magnitude, row, SIGNS, SIZE, FACTOR, DTYPE)
     at, ok = tiles.blocks(pid_r, pid_c, other_pieces_r, other_pieces_c, other_blocks_r, other_blocks_c, OTHER_TILE)
     random = rng.draw(row, col, begin, rng_ptr, other_stream_id, offset, pitch, OTHER_ROUNDING)
+    global_scale = scales.load_global_scale(other_global_scale_ptr, at, ok, other_blocks_c, OTHER_SCALE)
     quantize_tile(
-        sign, magnitude, row, col, row_ok, col_ok, begin, at, ok, random, other_scale_ptr, None,
-        other_global_scale_ptr, other_out_ptr, other_out_bytes, other_out_bytes, other_blocks_c, OTHER_FMT,
-        OTHER_SCALE, DTYPE, OTHER_TILE, OTHER_GIVEN, True, False, not OTHER_GIVEN, OTHER_OUT_BITS, OTHER_ROUNDING,
-        OTHER_CONVERT,
+        sign, magnitude, row, col, row_ok, col_ok, begin, at, ok, random, global_scale, other_scale_ptr, None,
+        other_out_ptr, other_out_bytes, other_out_bytes, OTHER_FMT, OTHER_SCALE, DTYPE, OTHER_TILE, OTHER_GIVEN, True,
+        False, not OTHER_GIVEN, OTHER_OUT_BITS, OTHER_ROUNDING, OTHER_CONVERT,
     )  # fmt: skip

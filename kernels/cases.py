@@ -103,6 +103,9 @@ def _scheme_cases() -> Iterator[Case]:
         sums = meta(*([2] if scheme.affine else []), *scale.shape, dtype=torch.float32)
         made = launch.fake_quantize_backward(y, x, scheme, scale, zero, global_scale, y, sums)
         yield Case(f"fake_quantize_backward {name}", made, index in (1, 6))
+        if launch.whole_rows(rows, cols, scheme) is not None:
+            assert global_scale is not None
+            yield Case(f"quantize_global {name}", launch.quantize_rows(x, scheme, packed, scale, global_scale), True)
         if global_scale is not None:
             yield Case(f"global_scale {name}", launch.global_scale(x, global_scale, scheme), fast)
 

@@ -26,6 +26,7 @@ from lowbit.kernels.spec import (
     format_spec,
     power_of_two,
     scale_spec,
+    shared_tiling,
     step_tiles,
     tiling,
 )
@@ -249,6 +250,32 @@ def _make_scales(
         "SCALE": scale_spec(scheme), "SIZE": size,
     }  # fmt: skip
     return [reduce, Launch(quantize.finish_scales, (-(-count // size),), finish)], scale, zero_point
+
+
+def whole_rows(rows: int, cols: int, scheme: Scheme) -> Tiling | None:
+    """Tiles of whole rows in blocks of ``scheme``, whose global scales one pass can make; None where there are none."""
+    if scheme.global_scale != "row" or scheme.affine:
+        return None
+    wide = power_of_two(cols)
+    tall = min(max(1, TARGET.usual // wide), power_of_two(rows))
+    if wide > TARGET.whole:
+        return None
+    tiles = shared_tiling(rows, cols, scheme.block_of(rows, cols), (tall, wide))
+    return tiles if tiles is not None and tiles.packs(scheme.format.bits) else None
+
+
+def quantize_rows(x: Tensor, scheme: Scheme, codes: Tensor, scale: Tensor, global_scale: Tensor) -> list[Launch]:
+    """Codes of x (packed) to nearest, the scales of its blocks, and the global scales of its rows."""
+    tiles = whole_rows(*x.shape, scheme)
+    assert tiles is not None
+    arguments = input_of(x) | {
+        "scale_ptr": pattern(scale), "global_scale_ptr": global_scale, "out_ptr": codes, "out_bytes": codes.shape[1],
+        "rows": x.shape[0], "cols": x.shape[1], "blocks_r": tiles.rows.blocks, "blocks_c": tiles.cols.blocks,
+        "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme), "DTYPE": dtype_of(x),
+        "TILE": tiles.constexpr(), "DIVISOR": scale_spec(scheme)[7], "OUT_BITS": scheme.format.bits,
+        "CONVERT": conversion(scheme.format, x.device, Rounding()),
+    }  # fmt: skip
+    return [Launch(quantize.quantize_rows, (tiles.rows.tiles,), arguments, 2 * tiles.warps)]
 
 
 def quantize_static(

@@ -53,10 +53,7 @@ def reduce_tile(
 def finish_global_scale(high_ptr, out_ptr, count, DIVISOR: tl.constexpr, SIZE: tl.constexpr):
     """``count`` fp32 global scales from the largest finite magnitude of what each spans."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    amax = tl.load(high_ptr + at, at < count, 0)
-    scale = tl.div_rn(amax.to(tl.float32, bitcast=True), DIVISOR).to(tl.int32, bitcast=True)
-    scale = tl.where(amax == 0, 0x3F800000, tl.minimum(tl.maximum(scale, 0x00800000), 0x7F7FFFFF))
-    tl.store(out_ptr + at, scale.to(tl.float32, bitcast=True), at < count)
+    tl.store(out_ptr + at, scales.make_global(tl.load(high_ptr + at, at < count, 0), DIVISOR), at < count)
 
 
 @triton.jit(do_not_specialize=GENERAL)
@@ -107,17 +104,39 @@ def quantize(
     at, ok = tiles.blocks(pid_r, pid_c, pieces_r, pieces_c, blocks_r, blocks_c, TILE)
     begin = pid_c * (TILE[3] * TILE[4])
     random = rng.draw(row, col, begin, rng_ptr, stream_id, offset, pitch, ROUNDING)
+    global_scale = scales.load_global_scale(global_scale_ptr, at, ok, blocks_c, SCALE)
     quantize_tile(
-        sign, magnitude, row, col, row_ok, col_ok, begin, at, ok, random, scale_ptr, zero_ptr, global_scale_ptr,
-        out_ptr, out_pitch, out_bytes, blocks_c, FMT, SCALE, DTYPE, TILE, GIVEN, DYNAMIC, FAKE, STORE_SCALE, OUT_BITS,
-        ROUNDING, CONVERT,
+        sign, magnitude, row, col, row_ok, col_ok, begin, at, ok, random, global_scale, scale_ptr, zero_ptr,
+        out_ptr, out_pitch, out_bytes, FMT, SCALE, DTYPE, TILE, GIVEN, DYNAMIC, FAKE, STORE_SCALE, OUT_BITS, ROUNDING,
+        CONVERT,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=GENERAL)
+def quantize_rows(
+    x_ptr, stride_r, stride_c, scale_ptr, global_scale_ptr, out_ptr, out_bytes, rows, cols, blocks_r, blocks_c,
+    FMT: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr, TILE: tl.constexpr, DIVISOR: tl.constexpr,
+    OUT_BITS: tl.constexpr, CONVERT: tl.constexpr,
+):  # fmt: skip
+    """Whole rows: their global scales, the scales of their blocks below these, and codes to nearest."""
+    row, row_ok = tiles.positions(tl.program_id(0), 1, 1, rows, TILE[0], TILE[1], True)
+    col, col_ok = tiles.positions(0, 1, 1, cols, TILE[3], TILE[4], True)
+    sign, magnitude = load_input(x_ptr, stride_r, stride_c, row, col, row_ok, col_ok, DTYPE)
+    amax = tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), axis=1)
+    made = scales.make_global(amax, DIVISOR)
+    tl.store(global_scale_ptr + row, made, row_ok)
+    at, ok = tiles.blocks(tl.program_id(0), 0, 1, 1, blocks_r, blocks_c, TILE)
+    global_scale = tl.broadcast_to(made[:, None], [TILE[0], TILE[3]])
+    quantize_tile(
+        sign, magnitude, row, col, row_ok, col_ok, 0, at, ok, 0, global_scale, scale_ptr, None, out_ptr, out_bytes,
+        out_bytes, FMT, SCALE, DTYPE, TILE, False, True, False, True, OUT_BITS, 0, CONVERT,
     )  # fmt: skip
 
 
 @triton.jit
 def quantize_tile(
-    sign, magnitude, row, col, row_ok, col_ok, begin, at, ok, random, scale_ptr, zero_ptr, global_scale_ptr,
-    out_ptr, out_pitch, out_bytes, blocks_c,
+    sign, magnitude, row, col, row_ok, col_ok, begin, at, ok, random, global_scale, scale_ptr, zero_ptr,
+    out_ptr, out_pitch, out_bytes,
     FMT: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr, TILE: tl.constexpr,
     GIVEN: tl.constexpr, DYNAMIC: tl.constexpr, FAKE: tl.constexpr, STORE_SCALE: tl.constexpr,
     OUT_BITS: tl.constexpr, ROUNDING: tl.constexpr, CONVERT: tl.constexpr,
@@ -128,7 +147,6 @@ def quantize_tile(
     GIVEN: scales are read, not made. DYNAMIC: scales come from these very elements, so a NaN scale marks a non-finite
     block, whose codes are canonical. ROUNDING: as ``rng.draw``.
     """
-    global_scale = scales.load_global_scale(global_scale_ptr, at, ok, blocks_c, SCALE)
     if GIVEN:
         scale = scales.widen(tl.load(scale_ptr + at, ok, 0), global_scale, SCALE)
         zero_point = tl.zeros_like(scale)

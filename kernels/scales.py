@@ -127,6 +127,14 @@ def _product(block, global_scale):
 
 
 @triton.jit
+def make_global(amax, DIVISOR: tl.constexpr):
+    """fp32 global scales from the fp32 bits of the largest finite magnitudes of what they span."""
+    scale = tl.div_rn(amax.to(tl.float32, bitcast=True), DIVISOR).to(tl.int32, bitcast=True)
+    scale = tl.where(amax == 0, 0x3F800000, tl.minimum(tl.maximum(scale, 0x00800000), 0x7F7FFFFF))
+    return scale.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def load_global_scale(ptr, at, ok, blocks_c, SCALE: tl.constexpr):
     """The global scales of blocks, by their linear indices ``at``: one for all, or that of each one's row."""
     if SCALE[3] == 2:

@@ -22,7 +22,7 @@ from lowbit.ops.spec import as_rows
 from lowbit.tensor import packing as tensors
 from lowbit.tensor.quantized import zero_dtype
 
-__all__ = ["both", "conv", "grouped", "linear", "packed"]
+__all__ = ["below_global", "both", "conv", "grouped", "linear", "packed"]
 
 #: Elements of the patches that ``conv`` lays out at a time.
 _PATCHES = 1 << 21
@@ -78,6 +78,11 @@ def _quantize(
 ) -> tuple[Tensor, Scales]:
     """The same by scales made of ``x``, under the global scale ``global_scale`` if it is given."""
     if scheme.global_scale and global_scale is None:
+        at_once = q.QuantizeGlobal(x, scheme.name)
+        if "quantize_global" in parts and parts["quantize_global"].supports(at_once) is None:
+            codes, scale, global_scale = made = _empty("quantize_global", at_once, x.device)
+            parts["quantize_global"].run(made, at_once)
+            return codes, Scales(scale, None, global_scale)
         asked = q.GlobalScale(x, scheme.name)
         (global_scale,) = _empty("global_scale", asked, x.device)
         parts["global_scale"].run((global_scale,), asked)
@@ -138,6 +143,29 @@ def packed(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
 
 def _run_packed(linear: Impl, outs: tuple[Tensor, ...], call: packing.LinearPacked) -> None:
     linear.run(outs, packing.plain(call))
+
+
+# -- quantize_global ---------------------------------------------------------------------------------------------------
+def below_global(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
+    """``quantize_global`` wherever ``rows`` of one backend quantize: the global scale first."""
+    made = []
+    for row in rows:
+        if row.op == "quantize":
+            parts = {one.op: one for one in rows if one.devices == row.devices}
+            run, supports = partial(_run_below_global, parts), partial(_supports_below_global, row)
+            made.append(replace(row, op="quantize_global", run=run, supports=supports))
+    return tuple(made)
+
+
+def _supports_below_global(quantize: Impl, call: q.QuantizeGlobal) -> str | None:
+    return quantize.supports(q.Quantize(call.x, call.scheme))
+
+
+def _run_below_global(parts: dict[str, Impl], outs: tuple[Tensor, ...], call: q.QuantizeGlobal) -> None:
+    codes, scale, above = outs
+    parts["global_scale"].run((above,), q.GlobalScale(*call))
+    zero = torch.empty(0, dtype=zero_dtype(scaling.scheme(call.scheme)), device=call.x.device)
+    parts["quantize"].run((codes, scale, zero), q.Quantize(call.x, call.scheme, above))
 
 
 # -- quantize_both -----------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ IMPLS = (
     *_ROUNDING,
     *composed.grouped(_ROWS + _ROUNDING),
     *composed.both(_ROWS),
+    *composed.below_global(_ROWS),
     *(replace(row, name="cpu_patches", priority=9) for row in composed.conv(_ROWS)),
 )
 

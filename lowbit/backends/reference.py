@@ -181,7 +181,12 @@ _ROWS = tuple(
     for op, run in _RUN.items()
 )
 IMPLS = composed.packed(
-    _ROWS + composed.linear(_ROWS) + composed.conv(_ROWS) + composed.grouped(_ROWS) + composed.both(_ROWS)
+    _ROWS
+    + composed.linear(_ROWS)
+    + composed.conv(_ROWS)
+    + composed.grouped(_ROWS)
+    + composed.both(_ROWS)
+    + composed.below_global(_ROWS)
 )
 
 

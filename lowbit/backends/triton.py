@@ -121,6 +121,19 @@ def _quantize(outs: tuple[Tensor, ...], call: q.Quantize) -> None:
     start(launches, x.device)
 
 
+def _quantize_global(outs: tuple[Tensor, ...], call: q.QuantizeGlobal) -> None:
+    codes, scale, global_scale = outs
+    launches = _launch().quantize_rows(
+        as_rows(call.x), scaling.scheme(call.scheme), as_rows(codes), scale, global_scale
+    )  # fmt: skip
+    start(launches, call.x.device)
+
+
+def _supports_quantize_global(call: q.QuantizeGlobal) -> str | None:
+    fits = _launch().whole_rows(*matrix_shape(call.x), scaling.scheme(call.scheme))
+    return _fits(call.x) or (None if fits else f"no tile of its kernel has whole rows in blocks of {call.scheme}")
+
+
 def _quantize_static(outs: tuple[Tensor, ...], call: q.QuantizeStatic) -> None:
     launches = _launch().quantize_static(
         as_rows(call.x), scaling.scheme(call.scheme), call.scale, call.zero_point, call.global_scale,
@@ -331,6 +344,7 @@ _ROWS: dict[str, tuple[Callable[[tuple[Tensor, ...], Any], None], Callable[[Any]
     "global_scale": (_global_scale, _fits_first),
     "block_range": (_block_range, _fits_first),
     "quantize": (_quantize, _fits_first),
+    "quantize_global": (_quantize_global, _supports_quantize_global),
     "quantize_static": (_quantize_static, _fits_first),
     "dequantize": (_dequantize, _fits_cols),
     "fake_quantize": (_fake_quantize, _fits_first),
@@ -350,8 +364,11 @@ _IMPLS = tuple(
     for device, priority in (("cuda", 50), *((("cpu", -50),) if INTERPRETED else ()))
     for op, (run, supports) in _ROWS.items()
 )
-#: Two schemes one after the other, where no tile suits both.
-_APART = tuple(replace(row, name="triton_apart", priority=row.priority - 1) for row in composed.both(_IMPLS))
+#: Two schemes one after the other, where no tile suits both, and the global scale first, where none has whole rows.
+_APART = tuple(
+    replace(row, name="triton_apart", priority=row.priority - 1)
+    for row in (*composed.both(_IMPLS), *composed.below_global(_IMPLS))
+)
 #: Convolutions that read patches from images, before those that lay them out for these products or for torch's.
 _IMPLICIT = tuple(
     Impl("conv", "triton_implicit", impl.devices, impl.priority + 30, _conv, _supports_conv, _NUMERICS)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lowbit.calls import call, fill
 from lowbit.functional.arguments import random_bits, refuse_tangents
+from lowbit.functional.rotation import by_kernel
 from lowbit.functional.scales import given_scales
 from lowbit.ops.quantize import products
 from lowbit.rounding import Rounding
@@ -74,6 +75,10 @@ def quantize(
     matrix = x.detach() if x.dim() else x.detach().reshape(1)
     if factors is not None and (kind.global_scale or scale is not None or return_amax):
         matrix, factors = products(matrix, factors).reshape(matrix.shape), None
+    plain = rounding == "nearest" and scale is None and global_scale is None and out is None and not return_amax
+    if kind.global_scale and plain and not kind.affine and by_kernel(matrix):
+        codes, made, above = call("quantize_global", matrix, kind.name)
+        return Quantized(codes, made, None, above, kind, x.shape, x.dtype)
     word, *rng = random_bits(rounding, x)
     scales = tuple(
         [None if s is None else s.detach() for s in given_scales(kind, matrix, scale, zero_point, global_scale)]

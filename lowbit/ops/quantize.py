@@ -35,6 +35,13 @@ class GlobalScale(NamedTuple):
     scheme: str
 
 
+class QuantizeGlobal(NamedTuple):
+    """``quantize`` to nearest below the global scale that ``global_scale`` makes of ``x``."""
+
+    x: Tensor
+    scheme: str
+
+
 class BlockRange(NamedTuple):
     x: Tensor
     scheme: str
@@ -135,6 +142,13 @@ def _global_scale_outputs(call: GlobalScale) -> list[Out]:
     return [(scaling.scheme(call.scheme).global_scale_shape(matrix_shape(call.x)[0]), torch.float32)]
 
 
+def _quantize_global_outputs(call: QuantizeGlobal) -> list[Out]:
+    scheme = scaling.scheme(call.scheme)
+    scale, _ = _scale_outs(call.x, scheme)
+    above = scheme.global_scale_shape(matrix_shape(call.x)[0])
+    return [_codes_out(call.x, scheme), scale, (above, torch.float32)]
+
+
 def _range_outputs(call: BlockRange) -> list[Out]:
     return [(scaling.scheme(call.scheme).scale_shape(*matrix_shape(call.x)), torch.float32)] * 2
 
@@ -163,6 +177,16 @@ def _check_global_scale(call: GlobalScale) -> None:
     scheme = scaling.scheme(call.scheme)
     _check_x("global_scale", call, scheme)
     require(bool(scheme.global_scale), f"lowbit.global_scale: {scheme} has no global scale; add ':e4m3', or use nvfp4")
+
+
+def _check_quantize_global(call: QuantizeGlobal) -> None:
+    scheme = scaling.scheme(call.scheme)
+    _check_x("quantize_global", call, scheme)
+    require(
+        bool(scheme.global_scale) and not scheme.affine,
+        f"lowbit.quantize_global: expected a scheme with a global scale and without zero points, got {scheme}; use "
+        f"lowbit.quantize, or nvfp4",
+    )
 
 
 def _check_quantize(call: Quantize) -> None:
@@ -251,6 +275,10 @@ SPECS = (
     OpSpec(
         "global_scale", GlobalScale, ("out",), _global_scale_outputs, _check_global_scale,
         lambda call: Cost(0, call.x.numel() * call.x.element_size()),
+    ),
+    OpSpec(
+        "quantize_global", QuantizeGlobal, ("codes", "scale", "global_scale"), _quantize_global_outputs,
+        _check_quantize_global, lambda call: _quantize_cost(Quantize(*call)),
     ),
     OpSpec(
         "block_range", BlockRange, ("low", "high"), _range_outputs,

@@ -17,6 +17,7 @@ from lowbit.ops.quantize import (
     FakeQuantizeBackward,
     GlobalScale,
     Quantize,
+    QuantizeGlobal,
     QuantizeStatic,
 )
 from lowbit.ops.spec import FLOATS, as_rows, dtype_name, matrix_shape
@@ -36,6 +37,12 @@ def _global_scale_samples(device: str) -> Iterator[GlobalScale]:
     for name in ("nvfp4", "nf4:e4m3", "int4:group32:e4m3:full", "nvfp4:global_row"):
         for x in _matrices(device):
             yield GlobalScale(x, name)
+
+
+def _quantize_global_samples(device: str) -> Iterator[QuantizeGlobal]:
+    for name in ("nvfp4:global_row", "nvfp4", "int8:row:e4m3:global_row:ceil", "int4:group32:e4m3:full", "nf4:e4m3"):
+        for x in _matrices(device):
+            yield QuantizeGlobal(x, name)
 
 
 def _range_samples(device: str) -> Iterator[BlockRange]:
@@ -130,12 +137,15 @@ def _large_stored(x: Tensor, scheme: scaling.Scheme) -> Dequantize:
 
 
 SAMPLES = {
-    "global_scale": _global_scale_samples, "block_range": _range_samples, "quantize": _quantize_samples,
-    "quantize_static": _static_samples, "dequantize": _dequantize_samples, "fake_quantize": _fake_samples,
-    "fake_quantize_backward": _backward_samples,
+    "global_scale": _global_scale_samples, "quantize_global": _quantize_global_samples,
+    "block_range": _range_samples, "quantize": _quantize_samples, "quantize_static": _static_samples,
+    "dequantize": _dequantize_samples, "fake_quantize": _fake_samples, "fake_quantize_backward": _backward_samples,
 }  # fmt: skip
 WORKLOADS = {
     "global_scale": _large(lambda x, s: GlobalScale(x, s.name), only=lambda s: bool(s.global_scale)),
+    "quantize_global": _large(
+        lambda x, s: QuantizeGlobal(x, s.name), only=lambda s: bool(s.global_scale) and not s.affine
+    ),
     "block_range": _large(lambda x, s: BlockRange(x, s.name)),
     "quantize": _large(lambda x, s: Quantize(x, s.name, _large_global_scale(x, s))),
     "quantize_static": _large(lambda x, s: QuantizeStatic(x, s.name, *_large_parts(x, s)[1:])),

@@ -173,6 +173,25 @@ def test_two_schemes_in_one_reading(monkeypatch, first, second, block, rows):
         assert_same_bits(out.cpu(), want, f"{name} of {first}, {second}")
 
 
+@pytest.mark.parametrize(
+    "name", ["nvfp4:global_row", "int8:row:e4m3:global_row:ceil", "int4:group32:e4m3:ceil:full:global_row"]
+)
+def test_whole_rows_make_their_global_scales(monkeypatch, name):
+    monkeypatch.setattr(launch, "TARGET", SMALL)
+    scheme, x = scaling.scheme(name), random_matrix(11, 100, seed=3, extremes=True).bfloat16()
+    global_scale = reference.global_scale(x, scheme)
+    codes, scale, _ = reference.quantize(x, scheme, global_scale, None)
+    expected = packing.pack(codes, scheme.format.bits), scale, global_scale
+    outs = [torch.full_like(t, 77).to(DEVICE) for t in expected]
+    launches = launch.quantize_rows(x.to(DEVICE), scheme, *outs)
+    assert len(launches) == 1 and launches[0].grid[0] > 1
+    run(launches)
+    for out, want in zip(outs, expected, strict=True):
+        assert_same_bits(out.cpu(), want, name)
+    for rows, cols, text in ((4, 100, "nvfp4"), (4, 1000, name), (4, 100, "nf4:group7:e4m3:global_row")):
+        assert launch.whole_rows(rows, cols, scaling.scheme(text)) is None
+
+
 # -- random bits -------------------------------------------------------------------------------------------------------
 @triton.jit(do_not_specialize=spec.GENERAL)
 def random_kernel(
