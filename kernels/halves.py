@@ -30,11 +30,15 @@ class _Half(NamedTuple):
     above: Tensor
 
     def reduced(self, rows: int, cols: int) -> tuple[int, int] | None:
-        """The blocks whose largest magnitude is asked for before codes are made, or None."""
-        if self.scheme.global_scale:
-            return (1 if self.scheme.global_scale == "row" else rows), cols
-        block = self.scheme.block_of(rows, cols)
-        return block if max(block) > _WHOLE else None
+        return _reduced_block(self.scheme, rows, cols)
+
+
+def _reduced_block(of: Scheme, rows: int, cols: int) -> tuple[int, int] | None:
+    """The blocks whose largest magnitude is asked for before codes are made, or None."""
+    if of.global_scale:
+        return (1 if of.global_scale == "row" else rows), cols
+    block = of.block_of(rows, cols)
+    return block if max(block) > _WHOLE else None
 
 
 def _tilings(call: QuantizeBoth, blocks: list[tuple[int, int]]) -> list[Tiling] | None:
@@ -59,7 +63,8 @@ def supports(call: QuantizeBoth) -> str | None:
     blocks = [one.block_of(rows, cols) for one in schemes]
     if any(one.global_scale and max(block) > _WHOLE for one, block in zip(schemes, blocks, strict=True)):
         return f"below a global scale its blocks are of at most {_WHOLE} elements a side"
-    tilings = _tilings(call, blocks)
+    reduced = [_reduced_block(one, rows, cols) or block for one, block in zip(schemes, blocks, strict=True)]
+    tilings = _tilings(call, blocks) if _tilings(call, reduced) is not None else None
     if tilings is None or not all(t.packs(one.format.bits) for t, one in zip(tilings, schemes, strict=True)):
         return "no tiles of its kernels lie end to end in blocks of both schemes"
     return None

@@ -96,7 +96,7 @@ def quantize(
     GIVEN: tl.constexpr, DYNAMIC: tl.constexpr, FAKE: tl.constexpr, STORE_SCALE: tl.constexpr,
     OUT_BITS: tl.constexpr, ROUNDING: tl.constexpr, CONVERT: tl.constexpr,
 ):  # fmt: skip
-    """A tile: ``quantize_tile`` of the input's."""
+    """Load a tile, then ``quantize_tile``."""
     pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     row, row_ok = tiles.positions(pid_r, pieces_r, block_r, rows, TILE[0], TILE[1], TILE[2])
     col, col_ok = tiles.positions(pid_c, pieces_c, block_c, cols, TILE[3], TILE[4], TILE[5])

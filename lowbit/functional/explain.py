@@ -30,7 +30,7 @@ _EXPLAINED: dict[str, tuple[Any, ...]] = {
     "decode": (decode,),
     "pack": (pack,),
     "unpack": (unpack,),
-    "quantize": (quantize, "quantize_static"),
+    "quantize": (quantize, "quantize_static", "quantize_global"),
     "dequantize": (Quantized.dequantize,),
     "fake_quantize": (fake_quantize,),
     "scaled_mm": (scaled_mm,),

@@ -308,8 +308,8 @@ class _Spared:
                 continue
             known.add(node)
             nodes += [below for below, _ in node.next_functions]
-            leaf = getattr(node, "variable", None)
-            if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
+            leaf = getattr(node, "variable", None) if node.name() == "torch::autograd::AccumulateGrad" else None
+            if leaf is not None and not isinstance(leaf, FakeTensor):
                 self._gradients.setdefault(leaf, leaf.grad)
                 leaf.grad = None
 

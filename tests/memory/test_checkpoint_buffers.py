@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lowbit.memory import checkpoint_
 from lowbit.memory.checkpoint.calls import Buffers
+from lowbit.memory.checkpoint.frame import NotReplayed
 
 
 class Block(nn.Module):
@@ -55,8 +56,45 @@ def test_what_a_call_leaves_as_it_is_is_not_kept():
     block = Block(16)
     held = Buffers(block)
     held.called()
-    assert not held._moved
+    assert not held._before
     held = Buffers(block)
     block(torch.randn(4, 16))
     held.called()
-    assert {one.name for one in held._moved} == {"seen", "mean", "scale", "_u", "_v"}
+    assert {one.name for one in held._before} == {"seen", "mean", "scale", "_u", "_v"}
+
+
+class Lazy(nn.Module):
+    """A buffer that its first call makes, and one that each call takes away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("made", None)
+        self.register_buffer("once", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.made is None:
+            self.made = x.detach().mean(0)
+        y = self.inner(x).tanh() * self.made * (1 if self.once is None else self.once)
+        self.once = None
+        return y.tanh()
+
+
+def test_buffers_that_a_call_makes_and_takes_away():
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(Lazy(), Lazy()), torch.randn(4, 8)
+    model = copy.deepcopy(plain)
+    checkpoint_(model, "block")
+    for _ in range(2):
+        for one in (plain, model):
+            one(x).square().mean().backward()
+        assert all(map(torch.equal, *([p.grad for p in one.parameters()] for one in (plain, model))))
+        assert model[0].once is None and torch.equal(model[1].made, plain[1].made)
+
+
+def test_a_table_that_a_call_changes_is_refused(monkeypatch):
+    monkeypatch.setattr("lowbit.memory.checkpoint.calls._TABLE", 4)
+    model = nn.Sequential(Block(16), Block(16))
+    checkpoint_(model, "block")
+    with pytest.raises(NotReplayed, match=r"'0' is checkpointed and changes its buffer '.*', which is too large"):
+        model(torch.randn(4, 16))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +328,17 @@ def test_explain_of_given_scales(scheme):
     assert lb.explain("quantize", x, scheme, scale=scale).op == "quantize_static"
     assert lb.explain("quantize", x, scheme, scale).op == "quantize_static"
     assert lb.explain("quantize", x, scheme, None).op == "quantize"
+
+
+def test_explain_of_scales_below_a_global_one_as_on_a_gpu(monkeypatch):
+    import_module("lowbit.functional.quantize")
+    monkeypatch.setattr(sys.modules["lowbit.functional.quantize"], "by_kernel", lambda x: True)
+    x = torch.randn(4, 32)
+    assert lb.explain("quantize", x, "nvfp4:global_row").op == "quantize_global"
+    q, scheme = lb.quantize(x, "nvfp4:global_row"), lb.scheme("nvfp4:global_row")
+    monkeypatch.undo()
+    expected = lb.quantize(x, scheme)
+    assert all(torch.equal(q.parts[name], part) for name, part in expected.parts.items())
 
 
 def test_explain_knows_every_op_that_has_a_public_function():

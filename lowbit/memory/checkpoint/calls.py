@@ -83,21 +83,22 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class _Moved(NamedTuple):
-    """A buffer of a module: the tensor before a call, its version, and a copy of its numbers."""
+class _Before(NamedTuple):
+    """A buffer of a module before a call: the tensor, its version, and a copy of its numbers unless it is a table."""
 
     owner: nn.Module
     name: str
-    tensor: Tensor
+    tensor: Tensor | None
     version: int
-    numbers: Tensor
+    numbers: Tensor | None
 
     def has_moved(self) -> bool:
-        return self.owner._buffers.get(self.name) is not self.tensor or version_of(self.tensor) != self.version
+        moved = self.tensor is not None and version_of(self.tensor) != self.version
+        return moved or self.owner._buffers.get(self.name) is not self.tensor
 
 
-#: Buffers of more whole numbers are tables, such as masks, which no call changes.
-_TABLE = 1 << 16
+#: Buffers of more numbers are tables, such as masks and positions: a call that changes one cannot be made again.
+_TABLE = 1 << 20
 
 
 class Buffers:
@@ -107,31 +108,47 @@ class Buffers:
 
     def __init__(self, module: nn.Module) -> None:
         norms = {m for m in module.modules() if isinstance(m, _NormBase)}
-        self._moved = [
-            _Moved(owner, name, buffer, version_of(buffer), buffer.detach().clone())
+        self._before = [
+            _before(owner, name, buffer)
             for owner in module.modules()
             if owner not in norms
             for name, buffer in owner._buffers.items()
-            if buffer is not None and (buffer.is_floating_point() or buffer.numel() <= _TABLE)
         ]
 
-    def called(self) -> None:
-        """After the call: let go of what has not changed."""
-        self._moved = [one for one in self._moved if one.has_moved()]
+    def called(self) -> str | None:
+        """After the call: let go of what has not changed. The name of a table that has, or None."""
+        self._before = [one for one in self._before if one.has_moved()]
+        return next((one.name for one in self._before if one.tensor is not None and one.numbers is None), None)
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Within, they are as before the call; afterwards as they are now."""
-        now = [(one.owner._buffers[one.name], one.tensor.detach().clone()) for one in self._moved]
-        for one in self._moved:
-            one.owner._buffers[one.name] = one.tensor
-            one.tensor.data.copy_(one.numbers)  # by data: no version moves, since backward may have saved the buffer
+        now = [one.owner._buffers.get(one.name) for one in self._before]
+        numbers = [None if present is None else present.detach().clone() for present in now]
+        for one, present in zip(self._before, now, strict=True):
+            _put(one, one.numbers, present)
         try:
             yield
         finally:
-            for one, (present, numbers) in zip(self._moved, now, strict=True):
-                one.tensor.data.copy_(numbers)
+            for one, present, those in zip(self._before, now, numbers, strict=True):
                 one.owner._buffers[one.name] = present
+                if present is not None and present is one.tensor:
+                    _put(one, those, present)
+
+
+def _before(owner: nn.Module, name: str, buffer: Tensor | None) -> _Before:
+    if buffer is None:
+        return _Before(owner, name, None, 0, None)
+    copy = buffer.detach().clone() if buffer.numel() <= _TABLE else None
+    return _Before(owner, name, buffer, version_of(buffer), copy)
+
+
+def _put(one: _Before, numbers: Tensor | None, present: Tensor | None) -> None:
+    """Numbers into a buffer that is the tensor of before, or in the place of another one."""
+    if present is not None and present is one.tensor and numbers is not None:
+        present.data.copy_(numbers)  # by data: no version moves, since backward may have saved the buffer
+    else:
+        one.owner._buffers[one.name] = numbers
 
 
 class Weights:

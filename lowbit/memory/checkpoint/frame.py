@@ -142,7 +142,12 @@ class Frame:
         versions = [version_of(t) for t in outside]
         with saved_tensors_hooks(self._pack, _unpack), first:
             output = forward(*args, **kwargs)
-        buffers.called()
+        table = buffers.called()
+        if table is not None:
+            raise NotReplayed(
+                f"{path!r} is checkpointed and changes its buffer {table!r}, which is too large to be copied at each "
+                f"call, so that it cannot be computed again as it was; leave the module out of checkpoint_"
+            )
         self._weights.append(Weights(module))
         if versions != [version_of(t) for t in outside]:
             place = next(i for i, t in enumerate(outside) if versions[i] != version_of(t))

@@ -31,13 +31,14 @@ def overhead(selective: bool) -> float:
 
     ``selective``: where the results of products are kept, which torch asks about at each op.
     """
-    x = torch.ones(4, requires_grad=True)
     plain, checkpointed = (nn.Sequential(_Block(), _Block()) for _ in range(2))
     checkpoint_(checkpointed, "save_matmuls" if selective else "block")
 
-    def trained(model: nn.Module) -> float:
-        return fastest(lambda: model(x).sum().backward())
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones(4, requires_grad=True)
 
-    with torch.enable_grad():
+        def trained(model: nn.Module) -> float:
+            return fastest(lambda: model(x).sum().backward())
+
         again = fastest(lambda: plain(x))
         return max(trained(checkpointed) - trained(plain) - again, 0.0) / (2 * _OPS)

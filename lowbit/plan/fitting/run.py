@@ -18,6 +18,7 @@ from lowbit.memory.fake import outlined
 from lowbit.memory.fused_loss import has_causal_loss
 from lowbit.memory.planned import bytes_of
 from lowbit.memory.shortage import ran_out, reclaim
+from lowbit.models.batches import copied
 from lowbit.notice import warn
 from lowbit.plan.fitting.adapt import (
     Before,
@@ -182,13 +183,17 @@ class Run:
         loss that cannot be taken of some rows is not looked at.
         """
         self._is_checked = True
+        floats = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        exact = all(leaf.dtype.itemsize >= 4 and not leaf.is_cuda for leaf in floats)  # products there may be in TF32
+        devices = list({leaf.device for leaf in floats if leaf.is_cuda})
+
+        def of(rows: Any) -> float:
+            with torch.random.fork_rng(devices):
+                return float(self._loss(*copied(rows)))  # which may write to them
+
         try:
-            found = self._loss(output, part)
-            exact = found.dtype in (torch.float32, torch.float64)
-            whole = float(found)
-            (first, its), (second, others) = (
-                (float(self._loss(*half)), weight) for half, weight in micro_batches((output, part), 2)
-            )
+            whole = of((output, part))
+            (first, its), (second, others) = ((of(half), weight) for half, weight in micro_batches((output, part), 2))
         except Exception:  # of whatever code the loss has
             return
         if abs(whole - first - second) <= 1e-3 * abs(whole) and abs(whole) > 1.1 * max(abs(first), abs(second)):
@@ -197,7 +202,7 @@ class Run:
                 f"in {self.settings.micro} parts weighs the mean of each by its rows; divide the loss by the rows of "
                 f"its batch, or plan with no=('parts',)"
             )
-        near = (1e-5 if exact else 1e-2) * max(abs(first), abs(second))
+        near = (1e-5 if exact else 1e-2) * max(abs(whole), abs(first), abs(second))
         if abs(whole - its * first - others * second) > near:
             warn(
                 f"run.step: the loss of some rows is {whole:.7g}, and not the mean of those of its halves, {first:.7g} "
@@ -255,7 +260,8 @@ class Run:
 
 
 def _elements(batch: Any) -> int:
-    return sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    tree = dict(batch) if isinstance(batch, Mapping) else batch
+    return sum(leaf.numel() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 def _first_line(error: BaseException) -> str:

@@ -287,7 +287,7 @@ class _Search:
                 found = other
         self._progress("done", 1, 1)
         if found is None and self.least.peak_bytes <= self.limit:  # sums took it for larger
-            return self.least
+            found = self.predictions[self.least.settings] = self.least
         return found
 
     @cached_property
