@@ -114,7 +114,7 @@ def test_budgets_of_a_real_model_are_kept_and_no_bit_changes():
     uncheckpoint_(model)
 
 
-def test_the_policy_by_name():
+def test_the_policy_by_name(steady_times):
     model, batch = GPT(CONFIG), torch.randint(256, (8, 64))
     report = checkpoint_(model, "planned", budget="75%", batch=batch, optimizer=None)
     assert len(report.converted) >= 2
