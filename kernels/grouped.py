@@ -34,6 +34,15 @@ def locate(offsets_ptr, experts, rows, tile, M: tl.constexpr, EXPERTS: tl.conste
 
 
 @triton.jit
+def place(offsets_ptr, experts, rows, cols, M: tl.constexpr, N: tl.constexpr, EXPERTS: tl.constexpr):
+    """This program's expert, rows and columns, and where the expert's rows end."""
+    tiles_n = tl.cdiv(cols, N)
+    down, across = weight_only.tile_of(tl.num_programs(0) // tiles_n, tiles_n)
+    expert, first, end = locate(offsets_ptr, experts, rows, down, M, EXPERTS)
+    return expert, first + tl.arange(0, M), across * N + tl.arange(0, N), end
+
+
+@triton.jit
 def of_expert(ptr, expert, stride):
     """Where an expert's part of a stack begins; nothing of nothing."""
     if ptr is None:
@@ -63,10 +72,7 @@ def grouped_weight_only(
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """``weight_only`` of the expert that a tile's rows have; ``b`` and what belongs to it are stacks."""
-    tiles_n = tl.cdiv(cols, N)
-    down, across = weight_only.tile_of(tl.num_programs(0) // tiles_n, tiles_n)
-    expert, first, end = locate(offsets_ptr, experts, rows, down, M, EXPERTS)
-    row, col = first + tl.arange(0, M), across * N + tl.arange(0, N)
+    expert, row, col, end = place(offsets_ptr, experts, rows, cols, M, N, EXPERTS)
     if expert < experts:
         weight_only.multiply(
             row, col, end, a_ptr, a_stride_r, a_stride_c,
@@ -113,10 +119,7 @@ def grouped_integers(
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """``integers`` of the expert that a tile's rows have; ``b`` and what belongs to it are stacks."""
-    tiles_n = tl.cdiv(cols, N)
-    down, across = weight_only.tile_of(tl.num_programs(0) // tiles_n, tiles_n)
-    expert, first, end = locate(offsets_ptr, experts, rows, down, M, EXPERTS)
-    row, col = first + tl.arange(0, M), across * N + tl.arange(0, N)
+    expert, row, col, end = place(offsets_ptr, experts, rows, cols, M, N, EXPERTS)
     if expert < experts:
         integers.multiply(
             row, col, end, a_ptr, a_stride_r, a_stride_c, a_bytes,
@@ -144,10 +147,7 @@ def grouped_scaled(
     EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """``scaled`` of the expert that a tile's rows have; ``b`` and what belongs to it are stacks."""
-    tiles_n = tl.cdiv(cols, N)
-    down, across = weight_only.tile_of(tl.num_programs(0) // tiles_n, tiles_n)
-    expert, first, end = locate(offsets_ptr, experts, rows, down, M, EXPERTS)
-    row, col = first + tl.arange(0, M), across * N + tl.arange(0, N)
+    expert, row, col, end = place(offsets_ptr, experts, rows, cols, M, N, EXPERTS)
     if expert < experts:
         scaled.multiply(
             row, col, end, a_ptr, a_stride_r, a_stride_c, a_bytes,

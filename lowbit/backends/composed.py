@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -22,10 +23,21 @@ from lowbit.ops.spec import as_rows
 from lowbit.tensor import packing as tensors
 from lowbit.tensor.quantized import zero_dtype
 
-__all__ = ["below_global", "both", "conv", "grouped", "linear", "packed"]
+__all__ = ["conv", "every", "grouped", "linear", "packed", "quantize_both", "quantize_global"]
 
 #: Elements of the patches that ``conv`` lays out at a time.
 _PATCHES = 1 << 21
+
+
+def every(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
+    """``rows`` of one backend, and all that is made of them."""
+    makers = (linear, conv, grouped, quantize_global, quantize_both)
+    return (*rows, *(made for make in makers for made in make(rows)))
+
+
+def _parts(rows: tuple[Impl, ...], row: Impl) -> dict[str, Impl]:
+    """Kernels of ``rows`` for the devices of ``row``, by op."""
+    return {one.op: one for one in rows if one.devices == row.devices}
 
 
 def _none(call: object) -> int:
@@ -38,7 +50,7 @@ def linear(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
     made = []
     for mm in rows:
         if mm.op == "scaled_mm":
-            parts = {row.op: row for row in rows if row.devices == mm.devices}
+            parts = _parts(rows, mm)
             made.append(
                 replace(mm, op="linear", run=partial(_run, parts), supports=partial(_supports, parts), scratch=_none)
             )
@@ -146,22 +158,24 @@ def _run_packed(linear: Impl, outs: tuple[Tensor, ...], call: packing.LinearPack
 
 
 # -- quantize_global ---------------------------------------------------------------------------------------------------
-def below_global(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
+def quantize_global(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
     """``quantize_global`` wherever ``rows`` of one backend quantize: the global scale first."""
-    made = []
-    for row in rows:
-        if row.op == "quantize":
-            parts = {one.op: one for one in rows if one.devices == row.devices}
-            run, supports = partial(_run_below_global, parts), partial(_supports_below_global, row)
-            made.append(replace(row, op="quantize_global", run=run, supports=supports))
-    return tuple(made)
+    return _of_codecs(rows, "quantize_global", _run_global, _supports_global)
 
 
-def _supports_below_global(quantize: Impl, call: q.QuantizeGlobal) -> str | None:
-    return quantize.supports(q.Quantize(call.x, call.scheme))
+def _of_codecs(
+    rows: tuple[Impl, ...], op: str, run: Callable[..., None], supports: Callable[..., str | None]
+) -> tuple[Impl, ...]:
+    """``op`` wherever ``rows`` of one backend quantize, by functions that are given the backend's kernels first."""
+    found = [(row, _parts(rows, row)) for row in rows if row.op == "quantize"]
+    return tuple(replace(row, op=op, run=partial(run, p), supports=partial(supports, p)) for row, p in found)
 
 
-def _run_below_global(parts: dict[str, Impl], outs: tuple[Tensor, ...], call: q.QuantizeGlobal) -> None:
+def _supports_global(parts: dict[str, Impl], call: q.QuantizeGlobal) -> str | None:
+    return parts["quantize"].supports(q.Quantize(call.x, call.scheme))
+
+
+def _run_global(parts: dict[str, Impl], outs: tuple[Tensor, ...], call: q.QuantizeGlobal) -> None:
     codes, scale, above = outs
     parts["global_scale"].run((above,), q.GlobalScale(*call))
     zero = torch.empty(0, dtype=zero_dtype(scaling.scheme(call.scheme)), device=call.x.device)
@@ -169,16 +183,9 @@ def _run_below_global(parts: dict[str, Impl], outs: tuple[Tensor, ...], call: q.
 
 
 # -- quantize_both -----------------------------------------------------------------------------------------------------
-def both(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
+def quantize_both(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
     """``quantize_both`` wherever ``rows`` of one backend quantize: one after the other."""
-    made = []
-    for row in rows:
-        if row.op == "quantize":
-            parts = {one.op: one for one in rows if one.devices == row.devices}
-            made.append(
-                replace(row, op="quantize_both", run=partial(_run_both, parts), supports=partial(_supports_both, parts))
-            )
-    return tuple(made)
+    return _of_codecs(rows, "quantize_both", _run_both, _supports_both)
 
 
 def _transform(call: twice.QuantizeBoth) -> rotation.Hadamard:
@@ -240,7 +247,7 @@ def conv(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
     made = []
     for mm in rows:
         if mm.op == "scaled_mm":
-            parts = {row.op: row for row in rows if row.devices == mm.devices}
+            parts = _parts(rows, mm)
             made.append(
                 replace(
                     mm, op="conv", run=partial(_run_conv, parts), supports=partial(_supports_conv, parts),

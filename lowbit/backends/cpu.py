@@ -27,8 +27,8 @@ IMPLS = (
     *_ROWS,
     *_ROUNDING,
     *composed.grouped(_ROWS + _ROUNDING),
-    *composed.both(_ROWS),
-    *composed.below_global(_ROWS),
+    *composed.quantize_both(_ROWS),
+    *composed.quantize_global(_ROWS),
     *(replace(row, name="cpu_patches", priority=9) for row in composed.conv(_ROWS)),
 )
 

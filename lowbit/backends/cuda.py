@@ -95,14 +95,7 @@ def _row(row: Impl) -> Impl:
 
 
 _ROWS = tuple(map(_row, native_ops.rows("cuda", _PRIORITY)))
-IMPLS = (
-    _ROWS
-    + composed.linear(_ROWS)
-    + composed.conv(_ROWS)
-    + composed.grouped(_ROWS)
-    + composed.both(_ROWS)
-    + composed.below_global(_ROWS)
-)
+IMPLS = composed.every(_ROWS)
 
 
 def unavailable() -> str | None:

@@ -180,14 +180,7 @@ _ROWS = tuple(
     Impl(op, "reference", ("cpu", "cuda"), priority=0, run=run, numerics=Numerics("fp32", "fp32"))
     for op, run in _RUN.items()
 )
-IMPLS = composed.packed(
-    _ROWS
-    + composed.linear(_ROWS)
-    + composed.conv(_ROWS)
-    + composed.grouped(_ROWS)
-    + composed.both(_ROWS)
-    + composed.below_global(_ROWS)
-)
+IMPLS = composed.packed(composed.every(_ROWS))
 
 
 def unavailable() -> str | None:

@@ -367,7 +367,7 @@ _IMPLS = tuple(
 #: Two schemes one after the other, where no tile suits both, and the global scale first, where none has whole rows.
 _APART = tuple(
     replace(row, name="triton_apart", priority=row.priority - 1)
-    for row in (*composed.both(_IMPLS), *composed.below_global(_IMPLS))
+    for row in (*composed.quantize_both(_IMPLS), *composed.quantize_global(_IMPLS))
 )
 #: Convolutions that read patches from images, before those that lay them out for these products or for torch's.
 _IMPLICIT = tuple(
