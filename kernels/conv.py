@@ -65,7 +65,7 @@ def conv_integers(
 def conv_weight_only(
     a_ptr, b_ptr, b_stride_r, b_stride_c, b_bytes,
     a_scale_ptr, a_global_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr,
-    rows, cols, depth, a_block, b_block, blocks, block, steps, count, share,
+    rows, cols, depth, a_block, b_block, b_block_c, blocks, block, steps, count, share,
     channels, each, size_d, size_h, size_w, places_d, places_h, places_w,
     B: tl.constexpr, B_SCALE: tl.constexpr, A_SCALE: tl.constexpr, AFFINE: tl.constexpr, PAIRS: tl.constexpr,
     SCALED: tl.constexpr, GROUP: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
@@ -83,8 +83,8 @@ def conv_weight_only(
     weight_only.multiply(
         row, col, rows, a_ptr + group * each, 0, 0, b_ptr, b_stride_r, b_stride_c, b_bytes,
         a_scale_ptr, a_global_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr,
-        rows, cols, depth, a_block, b_block, blocks, block, steps, count, share,
-        B, B_SCALE, A_SCALE, AFFINE, PAIRS, SCALED, GROUP, GLOBAL, BIAS, DTYPE, FP8, PTX, REGISTERS, OPERAND,
+        None, rows, cols, depth, a_block, 1, 1, 1, b_block, b_block_c, blocks, block, steps, count, share,
+        B, B_SCALE, A_SCALE, None, AFFINE, PAIRS, SCALED, GROUP, GLOBAL, BIAS, DTYPE, FP8, PTX, REGISTERS, OPERAND,
         A_FP8, A_TERMS, B_TERMS, SPLIT, M, N, K,
         (channels, each, size_d, size_h, size_w, places_d, places_h, places_w), WINDOW, MADE,
         MADE_SCALE, MADE_DTYPE,

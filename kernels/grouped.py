@@ -63,11 +63,11 @@ def store_zeros(row, col, end, cols, out_ptr):
 def grouped_weight_only(
     a_ptr, a_stride_r, a_stride_c, b_ptr, b_stride_r, b_stride_c, b_bytes,
     a_scale_ptr, a_global_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr,
-    rows, cols, depth, a_block, b_block, blocks, block, steps, count, share,
-    offsets_ptr, experts, b_stride_e, scale_stride_e, global_stride_e,
-    B: tl.constexpr, B_SCALE: tl.constexpr, A_SCALE: tl.constexpr, AFFINE: tl.constexpr, PAIRS: tl.constexpr,
-    SCALED: tl.constexpr, GROUP: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
-    FP8: tl.constexpr, PTX: tl.constexpr, REGISTERS: tl.constexpr, OPERAND: tl.constexpr,
+    a_blocks_ptr, rows, cols, depth, a_block, a_block_r, a_block_c, a_blocks, b_block, b_block_c, blocks, block, steps,
+    count, share, offsets_ptr, experts, b_stride_e, scale_stride_e, global_stride_e,
+    B: tl.constexpr, B_SCALE: tl.constexpr, A_SCALE: tl.constexpr, A_BLOCKS: tl.constexpr, AFFINE: tl.constexpr,
+    PAIRS: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
+    DTYPE: tl.constexpr, FP8: tl.constexpr, PTX: tl.constexpr, REGISTERS: tl.constexpr, OPERAND: tl.constexpr,
     A_FP8: tl.constexpr, A_TERMS: tl.constexpr, B_TERMS: tl.constexpr, SPLIT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
@@ -80,9 +80,10 @@ def grouped_weight_only(
             a_scale_ptr, a_global_ptr, of_expert(b_scale_ptr, expert, scale_stride_e),
             of_expert(b_zero_ptr, expert, scale_stride_e),
             of_expert(b_global_ptr, expert, global_stride_e), table_ptr, of_expert(bias_ptr, expert, cols),
-            out_ptr, sums_ptr, rows, cols, depth, a_block, b_block, blocks, block, steps, count, share,
-            B, B_SCALE, A_SCALE, AFFINE, PAIRS, SCALED, GROUP, GLOBAL, BIAS, DTYPE, FP8, PTX, REGISTERS, OPERAND,
-            A_FP8, A_TERMS, B_TERMS, SPLIT, M, N, K,
+            out_ptr, sums_ptr, a_blocks_ptr, rows, cols, depth, a_block, a_block_r, a_block_c, a_blocks, b_block,
+            b_block_c, blocks, block, steps, count, share,
+            B, B_SCALE, A_SCALE, A_BLOCKS, AFFINE, PAIRS, SCALED, GROUP, GLOBAL, BIAS, DTYPE, FP8, PTX, REGISTERS,
+            OPERAND, A_FP8, A_TERMS, B_TERMS, SPLIT, M, N, K,
         )  # fmt: skip
     elif (expert == experts) & (tl.program_id(1) == 0):
         store_zeros(row, col, end, cols, out_ptr)

@@ -32,6 +32,7 @@ __all__ = [
     "instructions",
     "is_exact",
     "kind",
+    "leaves_blocks",
     "maybe_pattern",
     "of_left",
     "row_scales",
@@ -88,14 +89,15 @@ def of_left(rows: RowScales | None) -> dict[str, Any]:
 
 
 class Decoded(NamedTuple):
-    """A matrix as floats, what fills it, and the scales of its rows, if they wait for the epilogue; or its codes in the
-    FP8 format ``fp8``.
+    """A left operand: floats and what fills them, or codes in the FP8 format ``fp8``. Scales that are not multiplied in
+    are those of its ``rows``, or of ``blocks`` along the depth.
     """
 
     values: Tensor
     launches: list[Launch]
     rows: RowScales | None
     fp8: str = ""
+    blocks: Side | None = None
 
 
 def fits_bf16(side: Side, cols: int) -> bool:
@@ -108,22 +110,36 @@ def fits_bf16(side: Side, cols: int) -> bool:
     return found.scale_shape(side.data.shape[0], cols)[1] == 1 or folds(found, "bf16")
 
 
-def values(side: Side, cols: int) -> Decoded:
-    """An operand as floats: in bf16 where its codes, or they times the scales of their blocks, are exact in it."""
+def values(side: Side, cols: int, by_block: bool = False) -> Decoded:
+    """An operand as floats: in bf16 where its codes, or they times the scales of their blocks, are exact in it.
+
+    ``by_block``: scales that are not exact may be left, for sums of blocks.
+    """
     if side.scheme is None:
         return Decoded(side.data, [], None)
     found, rows = scheme(side.scheme), side.data.shape[0]
     assert side.scale is not None
     out = partial(torch.empty, (rows, cols), device=side.data.device)
-    if not fits_bf16(side, cols):
+    left = by_block and leaves_blocks(side, cols)
+    if not left and not fits_bf16(side, cols):
         made = out(dtype=torch.float32)
         return Decoded(made, dequantize(side.data, found, side.scale, side.zero_point, side.global_scale, made), None)
     made = out(dtype=torch.bfloat16)
-    if found.scale_shape(rows, cols)[1] > 1:
+    if not left and found.scale_shape(rows, cols)[1] > 1:
         return Decoded(made, dequantize(side.data, found, side.scale, None, _ones(side), made), global_rows(side))
     one = _filled(side.scale.shape, side.scale.dtype, _unit(found), side.data.device)
     launches = dequantize(side.data, found, one, side.zero_point, _ones(side), made)
+    if left:
+        return Decoded(made, launches, global_rows(side), blocks=side)
     return Decoded(made, launches, row_scales(side, cols))
+
+
+def leaves_blocks(side: Side, cols: int) -> bool:
+    """Whether codes are exact in bf16, and their scales are of blocks along the depth that cannot be multiplied in."""
+    if side.scheme is None:
+        return False
+    found = scheme(side.scheme)
+    return found.format.kind != "codebook" and found.block_of(1, cols)[1] < cols and not folds(found, "bf16")
 
 
 def global_rows(side: Side) -> RowScales | None:
@@ -156,12 +172,17 @@ def _unit(scheme: Scheme) -> float:
         return int((codes == 1).nonzero())
 
 
-def fp8_left(side: Side, cols: int) -> Decoded | None:
-    """FP8 codes whose scales span rows as they are: the kernel decodes them."""
+def fp8_left(side: Side, cols: int, by_block: bool = False) -> Decoded | None:
+    """FP8 codes as they are, which the kernel decodes: their scales span rows or, with ``by_block``, are left."""
     found = None if side.scheme is None else scheme(side.scheme)
-    if found is None or not fp8(found, side.data.device) or found.scale_shape(side.data.shape[0], cols)[1] > 1:
+    if found is None or not fp8(found, side.data.device):
         return None
-    return Decoded(side.data, [], row_scales(side, cols), fp8(found, side.data.device))
+    named = fp8(found, side.data.device)
+    if found.scale_shape(side.data.shape[0], cols)[1] == 1:
+        return Decoded(side.data, [], row_scales(side, cols), named)
+    if by_block and leaves_blocks(side, cols):
+        return Decoded(side.data, [], global_rows(side), named, side)
+    return None
 
 
 @cache

@@ -59,7 +59,7 @@ def scaled_mm(call: ScaledMM, out: Tensor) -> list[Launch]:
     a, b = sides(call)
     if are_integers(call):
         return multiply_integers(a, b, call.bias, out, call.cols)
-    left = operands.fp8_left(a, call.cols) or operands.values(a, call.cols)
+    left = _left(a, b, call.cols)
     return [*left.launches, *multiply_floats(left, b, call.bias, out, call.cols)]
 
 
@@ -70,7 +70,7 @@ def scaled_grouped_mm(call: ScaledGroupedMM, out: Tensor) -> list[Launch]:
     if operands.kind(a) == operands.kind(b) == "integer" and are_integers(product(call, 0, slice(None))):
         before, launches = [], multiply_integers(a, b, call.bias, out, call.cols, experts)
     else:
-        left = operands.fp8_left(a, call.cols) or operands.values(a, call.cols)
+        left = _left(a, b, call.cols)
         before, launches = left.launches, multiply_floats(left, b, call.bias, out, call.cols, experts)
     return [*before, *for_experts(launches, call)]
 
@@ -207,6 +207,19 @@ def multiply_integers(
 
 
 # -- floats by codes ---------------------------------------------------------------------------------------------------
+#: The shortest blocks whose sums are worth a product of their own.
+_SHORTEST_BLOCK = 32
+
+
+def _left(a: Side, b: Side, depth: int) -> operands.Decoded:
+    """The left operand, scales of its blocks left for sums where blocks of one operand divide those of the other."""
+    widths = [
+        depth if side.scheme is None else min(scheme(side.scheme).block_of(1, depth)[1], depth) for side in (a, b)
+    ]
+    by_block = min(widths) >= _SHORTEST_BLOCK and (max(widths) >= depth or max(widths) % min(widths) == 0)
+    return operands.fp8_left(a, depth, by_block) or operands.values(a, depth, by_block)
+
+
 class _Plan(NamedTuple):
     """What of a launch of ``weight_only`` is no tensor: numbers and constants, tiles, and shares of a tile."""
 
@@ -218,44 +231,57 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _plan(
-    sizes: tuple[int, int, int], a_dtype: torch.dtype, a_fp8: str, b_dtype: torch.dtype, b_scheme: str | None,
-    device: torch.device, experts: int, groups: int, patches: bool,
+    sizes: tuple[int, int, int], a_dtype: torch.dtype, a_fp8: str, a_blocks: str | None, b_dtype: torch.dtype,
+    b_scheme: str | None, device: torch.device, experts: int, groups: int, patches: bool,
 ) -> _Plan:  # fmt: skip
-    """For ``sizes`` rows, columns and depth, a left matrix of a dtype or FP8, and a right one of a dtype or scheme, or
-    as many as there are experts, or one whose rows are those of ``groups`` products.
+    """For ``sizes`` rows, columns and depth, a left matrix of a dtype or FP8, whose scales of blocks are left where
+    ``a_blocks`` is its scheme, and a right one of a dtype or scheme, or as many as there are experts, or one whose rows
+    are those of ``groups`` products.
     """
     rows, cols, depth = sizes
     each = -(-rows // max(experts, 1)), cols // groups
+    of_left = _of_left_blocks(a_blocks, rows, depth)
     if b_scheme is None:
         in_fp16 = a_dtype == b_dtype == torch.float16
         more = {
             "B": (), "B_SCALE": (), "AFFINE": False, "PAIRS": False, "PTX": "", "REGISTERS": "", "FP8": "",
-            "SCALED": "none", "GROUP": 1, "GLOBAL": 0, "b_block": 1, "blocks": 1,
+            "SCALED": "none", "GROUP": 1, "GLOBAL": 0, "b_block": 1, "b_block_c": depth, "blocks": 1,
             "B_TERMS": 1 if in_fp16 else operands.TERMS[b_dtype],
         }  # fmt: skip
-        block = depth
     else:
         found = scheme(b_scheme)
         in_fp16 = a_dtype == torch.float16 and operands.is_exact(found.format, "fp16")
-        more = _of_codes(found, cols, depth, "fp16" if in_fp16 else "bf16", _shape("floats", *each).k)
-        block = min(found.block_of(cols, depth)[1], depth)
+        most = min(_shape("floats", *each).k, of_left["a_block_c"])
+        more = _of_codes(found, cols, depth, "fp16" if in_fp16 else "bf16", most)
         more["FP8"] = operands.fp8(found, device)
     a_terms = 1 if in_fp16 or a_fp8 else operands.TERMS[a_dtype]
     heavy = max(a_terms, more["B_TERMS"]) > 1 or more["AFFINE"]
     shape = _shape("terms" if heavy else "floats of patches" if patches else "floats", *each)
-    by_block = more["SCALED"] == "block"
-    k = max(more["GROUP"], min(shape.k, max(16, power_of_two(block if by_block else depth))))
-    count = -(-depth // block) * -(-block // k) if by_block else -(-depth // k)
+    block = min(of_left["a_block_c"], more["b_block_c"] if more["SCALED"] == "block" else depth)
+    k = max(more["GROUP"], min(shape.k, max(16, power_of_two(block))))
+    steps = -(-block // k)
+    count = -(-depth // block) * steps
     programs = tiles_of(rows, shape.m, experts) * -(-cols // groups // shape.n)
     share = share_of(count, programs, shape.m) if groups == 1 else count
     shares = -(-count // share)
-    more |= {
-        "rows": rows, "cols": cols, "depth": depth, "block": block, "count": count, "share": share,
-        "steps": -(-block // k) if by_block else count,
+    more |= of_left | {
+        "rows": rows, "cols": cols, "depth": depth, "block": block, "count": count, "share": share, "steps": steps,
         "OPERAND": "fp32" if INTERPRETED else "fp16" if in_fp16 else "bf16", "SPLIT": shares > 1,
         "A_FP8": a_fp8, "A_TERMS": a_terms, "M": shape.m, "N": shape.n, "K": k,
     }  # fmt: skip
     return _Plan(more, shape, programs, shares)
+
+
+def _of_left_blocks(a_scheme: str | None, rows: int, depth: int) -> dict[str, Any]:
+    """Where the scales of blocks lie that the left operand leaves."""
+    if a_scheme is None:
+        return {"A_BLOCKS": None, "a_block_r": 1, "a_block_c": depth, "a_blocks": 1}
+    found = scheme(a_scheme)
+    block_r, block_c = found.block_of(rows, depth)
+    return {
+        "A_BLOCKS": scale_spec(found), "a_block_r": block_r, "a_block_c": min(block_c, depth),
+        "a_blocks": found.scale_shape(rows, depth)[1],
+    }  # fmt: skip
 
 
 def _of_codes(found: Scheme, cols: int, depth: int, operand: str, most: int) -> dict[str, Any]:
@@ -272,6 +298,7 @@ def _of_codes(found: Scheme, cols: int, depth: int, operand: str, most: int) -> 
         "B": format_spec(found.format), "B_SCALE": scale_spec(found), "AFFINE": found.affine, "PAIRS": pairs,
         "PTX": instructions, "REGISTERS": registers, "SCALED": scaled, "GROUP": group,
         "GLOBAL": scale_spec(found)[3] if scaled == "element" else 0, "b_block": block_r,
+        "b_block_c": min(block, depth),
         "blocks": found.scale_shape(cols, depth)[1],
         "B_TERMS": 1 if operand == "fp16" or operands.is_exact(found.format, "bf16") else 3,
     }  # fmt: skip
@@ -283,7 +310,11 @@ def multiply_floats(
 ) -> list[Launch]:  # fmt: skip
     """As ``multiply_integers``, of floats by codes."""
     (rows, cols), a = out.shape, left.values
-    plan = _plan((rows, cols, depth), a.dtype, left.fp8, b.data.dtype, b.scheme, out.device, experts, groups, patches)
+    blocks = left.blocks
+    plan = _plan(
+        (rows, cols, depth), a.dtype, left.fp8, None if blocks is None else blocks.scheme, b.data.dtype, b.scheme,
+        out.device, experts, groups, patches,
+    )  # fmt: skip
     table = operands.table_of(scheme(str(b.scheme)).format, out.device) if operands.kind(b) == "codebook" else None
     common = plan.arguments | {
         **operands.of_left(left.rows), "b_scale_ptr": operands.maybe_pattern(b.scale),
@@ -295,6 +326,7 @@ def multiply_floats(
         "a_ptr": a, "a_stride_r": a.stride(0), "a_stride_c": a.stride(1),
         "b_ptr": b.data, "b_stride_r": b.data.stride(0), "b_stride_c": b.data.stride(1), "b_bytes": b.data.shape[1],
         "b_zero_ptr": dense(b.zero_point), "table_ptr": table,
+        "a_blocks_ptr": None if blocks is None else operands.maybe_pattern(blocks.scale),
     }  # fmt: skip
     grid, shape = (plan.programs, plan.shares, groups), plan.shape
     launches = [Launch(weight_only.weight_only, grid, arguments, shape.warps, shape.stages)]

@@ -163,10 +163,11 @@ def finish(
 def multiply(
     row, col, end, a_ptr, a_stride_r, a_stride_c, b_ptr, b_stride_r, b_stride_c, b_bytes,
     a_scale_ptr, a_global_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr,
-    rows, cols, depth, a_block, b_block, blocks, block, steps, count, share,
-    B: tl.constexpr, B_SCALE: tl.constexpr, A_SCALE: tl.constexpr, AFFINE: tl.constexpr, PAIRS: tl.constexpr,
-    SCALED: tl.constexpr, GROUP: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
-    FP8: tl.constexpr, PTX: tl.constexpr, REGISTERS: tl.constexpr, OPERAND: tl.constexpr,
+    a_blocks_ptr, rows, cols, depth, a_block, a_block_r, a_block_c, a_blocks, b_block, b_block_c, blocks, block, steps,
+    count, share,
+    B: tl.constexpr, B_SCALE: tl.constexpr, A_SCALE: tl.constexpr, A_BLOCKS: tl.constexpr, AFFINE: tl.constexpr,
+    PAIRS: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
+    DTYPE: tl.constexpr, FP8: tl.constexpr, PTX: tl.constexpr, REGISTERS: tl.constexpr, OPERAND: tl.constexpr,
     A_FP8: tl.constexpr, A_TERMS: tl.constexpr, B_TERMS: tl.constexpr, SPLIT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     image=None, WINDOW: tl.constexpr = None, MADE: tl.constexpr = None, MADE_SCALE: tl.constexpr = None,
@@ -184,13 +185,17 @@ def multiply(
     if MADE is not None:
         patch_scale = scale_of(a_scale_ptr, None, row, row, row_ok, A_SCALE)[:, None]
     scale_row = (col // b_block).to(tl.int64) * blocks
+    a_scale_row = (row // a_block_r).to(tl.int64) * a_blocks
+    BY_BLOCK: tl.constexpr = SCALED == "block" or A_BLOCKS is not None
     total = tl.zeros([N, M], tl.float32)
     begin = tl.program_id(1) * share
     for step in range(begin, tl.minimum(begin + share, count)):
-        at = step // steps
-        if SCALED == "block":
-            first = at * block + (step % steps) * K
-            last = tl.minimum(at * block + block, depth)
+        at = 0
+        if BY_BLOCK:
+            begins = (step // steps) * block
+            at = begins // b_block_c
+            first = begins + (step % steps) * K
+            last = tl.minimum(begins + block, depth)
         else:
             first = step * K
             last = depth
@@ -224,14 +229,14 @@ def multiply(
             if AFFINE:
                 value -= zero_point[:, None]
         if SCALED == "element":
-            index = step * (K // GROUP) + tl.arange(0, K // GROUP)
+            index = first // GROUP + tl.arange(0, K // GROUP)
             ok = col_ok[:, None] & (index < blocks)[None, :]
             raw = tl.load(b_scale_ptr + scale_row[:, None] + index[None, :], ok, 0)
             element_scale = scales.widen(raw, tl.full([], 1.0, tl.float32), B_SCALE).to(tl.float32, bitcast=True)
             if PTX == "":
                 value = tl.reshape(value, [N, K // GROUP, GROUP]) * element_scale[:, :, None]
                 value = tl.reshape(value, [N, K])
-        if SCALED == "block":
+        if BY_BLOCK:
             part = tl.zeros([N, M], tl.float32)
         else:
             part = total
@@ -257,10 +262,15 @@ def multiply(
                 if j > 0:
                     right = finite(right)
                 part = tl.dot(finite(left) if i > 0 else left, tl.trans(right), part, input_precision="ieee")
-        if SCALED == "block":
-            global_scale = scales.load_global_scale(b_global_ptr, col, col_ok, 1, B_SCALE)
-            scale = scales.widen(tl.load(b_scale_ptr + scale_row + at, col_ok, 0), global_scale, B_SCALE)
-            total = total + part * scale.to(tl.float32, bitcast=True)[:, None]
+        if BY_BLOCK:
+            scale = tl.full([N, 1], 1.0, tl.float32)
+            if SCALED == "block":
+                scale = scale_of(b_scale_ptr, b_global_ptr, col, scale_row + at, col_ok, B_SCALE)[:, None]
+            if A_BLOCKS is not None:
+                a_at = a_scale_row + begins // a_block_c
+                a_scale = scales.widen(tl.load(a_blocks_ptr + a_at, row_ok, 0), tl.full([], 1.0, tl.float32), A_BLOCKS)
+                scale = a_scale.to(tl.float32, bitcast=True)[None, :] * scale
+            total = total + part * scale
         else:
             total = part
     finish(
@@ -273,25 +283,28 @@ def multiply(
 def weight_only(
     a_ptr, a_stride_r, a_stride_c, b_ptr, b_stride_r, b_stride_c, b_bytes,
     a_scale_ptr, a_global_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr,
-    rows, cols, depth, a_block, b_block, blocks, block, steps, count, share,
-    B: tl.constexpr, B_SCALE: tl.constexpr, A_SCALE: tl.constexpr, AFFINE: tl.constexpr, PAIRS: tl.constexpr,
-    SCALED: tl.constexpr, GROUP: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
-    FP8: tl.constexpr, PTX: tl.constexpr, REGISTERS: tl.constexpr, OPERAND: tl.constexpr,
+    a_blocks_ptr, rows, cols, depth, a_block, a_block_r, a_block_c, a_blocks, b_block, b_block_c, blocks, block, steps,
+    count, share,
+    B: tl.constexpr, B_SCALE: tl.constexpr, A_SCALE: tl.constexpr, A_BLOCKS: tl.constexpr, AFFINE: tl.constexpr,
+    PAIRS: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
+    DTYPE: tl.constexpr, FP8: tl.constexpr, PTX: tl.constexpr, REGISTERS: tl.constexpr, OPERAND: tl.constexpr,
     A_FP8: tl.constexpr, A_TERMS: tl.constexpr, B_TERMS: tl.constexpr, SPLIT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """A tile of ``a [rows, depth] @ b [cols, depth].T``, of which it holds the transpose: the weights are on the left.
 
-    ``SCALED``: what the scale of a block is multiplied into, "row", "block" (its sum) or "element". A step is K
-    elements: within a block of ``block`` for "block", which takes ``steps``, else of the row. Of ``count`` steps a
-    program takes ``share``; with ``SPLIT`` several share a tile, and leave their sums in ``sums [shares, rows, cols]``.
+    ``SCALED``: what the scale of a block is multiplied into, "row", "block" (its sum) or "element". ``A_BLOCKS``: how
+    scales of blocks of ``a`` are stored, which are multiplied into sums too. A step is K elements: where there are such
+    sums, within a block of ``block``, which takes ``steps``, else of the row. Of ``count`` steps a program takes
+    ``share``; with ``SPLIT`` several share a tile, and leave their sums in ``sums [shares, rows, cols]``.
     """
     row, col = place(rows, cols, M, N)
     multiply(
         row, col, rows, a_ptr, a_stride_r, a_stride_c, b_ptr, b_stride_r, b_stride_c, b_bytes,
         a_scale_ptr, a_global_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr,
-        rows, cols, depth, a_block, b_block, blocks, block, steps, count, share,
-        B, B_SCALE, A_SCALE, AFFINE, PAIRS, SCALED, GROUP, GLOBAL, BIAS, DTYPE, FP8, PTX, REGISTERS, OPERAND,
+        a_blocks_ptr, rows, cols, depth, a_block, a_block_r, a_block_c, a_blocks, b_block, b_block_c, blocks, block,
+        steps, count, share,
+        B, B_SCALE, A_SCALE, A_BLOCKS, AFFINE, PAIRS, SCALED, GROUP, GLOBAL, BIAS, DTYPE, FP8, PTX, REGISTERS, OPERAND,
         A_FP8, A_TERMS, B_TERMS, SPLIT, M, N, K,
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ from support.bits import assert_same_bits, describe
 import lowbit as lb
 from lowbit import reference, scaling
 from lowbit.backends import triton as backend
-from lowbit.kernels import halves, launch, rng, scales, spec
+from lowbit.kernels import halves, launch, products, rng, scales, spec, weight_only
 from lowbit.kernels.start import run
 from lowbit.ops import OPS, matmul
 from lowbit.ops.both import QuantizeBoth
@@ -302,6 +302,29 @@ def test_float_products_across_tiles_keep_their_bound(a, b):
     tolerance = OPS["scaled_mm"].tolerance(call, impl.numerics)
     exact = reference.scaled_mm(left, right, None, torch.float32).double()
     assert bool(((y.double() - exact).abs() <= tolerance).all())
+
+
+@pytest.mark.parametrize("b", ["fp8_e4m3:block128x128", "fp8_e4m3:row", "nf4", "mxfp4", "uint4:group64:affine", None])
+@pytest.mark.parametrize(
+    "a", ["fp8_e4m3:group128", "fp8_e5m2:block2x64", "uint8:group32:affine", "fp6_e2m3:group48",
+          "int8:group64:e4m3:global_row"],
+)  # fmt: skip
+def test_scales_of_blocks_of_both_operands_are_multiplied_into_sums(a, b):
+    """Blocks of which one divides the other are not decoded to fp32, which three terms would be; others are."""
+    call, y = product(21, 35, 300, a, b, out_dtype=torch.float32)
+    left, right = (matmul.operand(side, 300) for side in matmul.sides(call))
+    tolerance = OPS["scaled_mm"].tolerance(call, lb.backends.registry.Numerics("fp32", "fp32"))
+    exact = reference.scaled_mm(left, right, None, torch.float32).double()
+    assert bool(((y.double() - exact).abs() <= tolerance).all())
+    if products.are_integers(call):
+        return
+    one = next(one for one in products.scaled_mm(call, y) if one.kernel is weight_only.weight_only).arguments
+    widths = [300 if s is None else min(scaling.scheme(s).block_of(1, 300)[1], 300) for s in (a, b)]
+    if max(widths) >= 300 or max(widths) % min(widths) == 0:
+        folded = b == "mxfp4" and one["GROUP"] == 32  # those of b are multiplied into its elements
+        assert one["A_TERMS"] == 1 and one["block"] == (widths[0] if folded else min(widths))
+    else:
+        assert one["A_TERMS"] == 3 and one["A_BLOCKS"] is None
 
 
 @pytest.mark.parametrize(("b", "dtype"), [("nf4:row", torch.bfloat16), ("nf4:group64", torch.bfloat16),
