@@ -132,10 +132,11 @@ _ALIGNED = 32
 #: zero points, and patches, whose places are worked out, take more registers an element. So do segments of several
 #: steps, and codes of fewer than 4 bits, which are heavy.
 _SHAPES: dict[str, dict[int, _Shape]] = {
-    "rows": {16: _Shape(16, 64, 256, 2, 4), 64: _Shape(64, 128, 128, 4, 3), 128: _Shape(128, 128, 128, 8, 3)},
-    "segments": {16: _Shape(16, 64, 128, 4, 5), 64: _Shape(64, 128, 128, 4, 3)},
+    "rows": {16: _Shape(16, 64, 256, 4, 4), 64: _Shape(64, 128, 128, 4, 3), 128: _Shape(128, 128, 128, 8, 3)},
+    "segments": {16: _Shape(16, 64, 128, 4, 5), 64: _Shape(64, 128, 128, 8, 3)},
     "heavy segments": {16: _Shape(16, 64, 128, 4, 5), 64: _Shape(64, 64, 128, 4, 3)},
     "floats": {16: _Shape(16, 64, 128, 4, 3), 64: _Shape(64, 64, 64, 4, 4), 128: _Shape(128, 64, 64, 4, 3)},
+    "floats in blocks": {16: _Shape(16, 64, 128, 4, 3), 64: _Shape(64, 64, 64, 4, 4), 128: _Shape(128, 64, 64, 8, 3)},
     "terms": {16: _Shape(16, 64, 64, 4, 4), 64: _Shape(64, 64, 32, 4, 4), 128: _Shape(128, 128, 32, 8, 3)},
     "rows of patches": {16: _Shape(16, 64, 64, 4, 4), 64: _Shape(64, 64, 64, 4, 4), 128: _Shape(128, 128, 64, 8, 3)},
     "segments of patches": {16: _Shape(16, 64, 64, 4, 4), 64: _Shape(64, 64, 64, 4, 4), 128: _Shape(128, 64, 64, 8, 3)},
@@ -256,7 +257,9 @@ def _plan(
         more["FP8"] = operands.fp8(found, device)
     a_terms = 1 if in_fp16 or a_fp8 else operands.TERMS[a_dtype]
     heavy = max(a_terms, more["B_TERMS"]) > 1 or more["AFFINE"]
-    shape = _shape("terms" if heavy else "floats of patches" if patches else "floats", *each)
+    in_blocks = a_blocks is not None or more["SCALED"] in ("block", "element")
+    named = "terms" if heavy else "floats of patches" if patches else "floats in blocks" if in_blocks else "floats"
+    shape = _shape(named, *each)
     block = min(of_left["a_block_c"], more["b_block_c"] if more["SCALED"] == "block" else depth)
     k = max(more["GROUP"], min(shape.k, max(16, power_of_two(block))))
     steps = -(-block // k)

@@ -25,8 +25,8 @@ from lowbit.tensor.quantized import zero_dtype
 
 __all__ = ["conv", "every", "grouped", "linear", "packed", "quantize_both", "quantize_global"]
 
-#: Elements of the patches that ``conv`` lays out at a time.
-_PATCHES = 1 << 21
+#: Elements of the patches that ``conv`` lays out at a time; more on GPUs, which wait for the start of kernels.
+_PATCHES, _PATCHES_ON_GPUS = 1 << 21, 1 << 24
 
 
 def every(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
@@ -324,7 +324,8 @@ def _rows_at_a_time(call: convolution.Conv) -> int:
     tall = 1 if call.input_scheme is None else scaling.scheme(call.input_scheme).block_of(rows, 1)[0]
     if call.input_scheme is not None and convolution.spans_tensor(scaling.scheme(call.input_scheme)):
         tall = 1
-    return max(_PATCHES // (convolution.columns(call) * tall), 1) * tall
+    most = _PATCHES if call.x.device.type == "cpu" else _PATCHES_ON_GPUS
+    return max(most // (convolution.columns(call) * tall), 1) * tall
 
 
 def _supports_conv(parts: dict[str, Impl], call: convolution.Conv) -> str | None:

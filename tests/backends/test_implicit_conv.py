@@ -181,7 +181,7 @@ def launched(call: Conv) -> list[str]:
     return [one.kernel.__name__ for one in launches]
 
 
-LARGE, LARGE_DEPTHWISE = plain((8, 56, 56, 64), 64, 3), plain((8, 56, 56, 144), 144, 3, groups=144)
+LARGE, LARGE_DEPTHWISE = plain((64, 56, 56, 64), 64, 3), plain((64, 56, 56, 144), 144, 3, groups=144)
 
 
 @pytest.mark.parametrize(
