@@ -40,7 +40,7 @@ _QUICK = (
     (80, 90),
 )  # fmt: skip
 #: Ops of torch that multiply matrices, and in what.
-_TORCH = {"mm": "bf16", "_int_mm": "int8", "_scaled_mm": "fp8"}
+_TORCH = {"mm": "bf16", "_int_mm": "int8", "_scaled_mm": "fp8", "_scaled_mm_v2": "fp8"}
 
 
 # -- one cell ----------------------------------------------------------------------------------------------------------

@@ -119,15 +119,16 @@ def _products() -> Iterator[Row]:
         work = Work(2 * (2 * count * SIZE + SIZE * SIZE), 2 * count * SIZE * SIZE)
         for name, recipe in _recipes().items():
             yield Row(section, name, "linear", partial(_linear, recipe, count), work)
-            if recipe.input is not None and recipe.input.format.name.startswith("fp8") and _whole(recipe):
+            if _has_medium(recipe):
                 medium = f"{name}; precision medium"
                 yield Row(section, medium, "linear", partial(_linear, recipe, count), work, "medium")
 
 
-def _whole(recipe: Recipe) -> bool:
-    """Whether each row of both operands has one scale."""
-    assert recipe.input is not None
-    return recipe.input.block[1] is None and recipe.weight.block[1] is None
+def _has_medium(recipe: Recipe) -> bool:
+    """Whether products have another kernel where torch may keep fewer bits: FP8 as such, and codebooks rounded."""
+    if recipe.input is None:
+        return recipe.weight.format.kind == "codebook"
+    return recipe.input.format.name.startswith("fp8") and recipe.input.scale_format.name == "fp32"
 
 
 def _of_experts(recipe: Recipe, architecture: int) -> Any:

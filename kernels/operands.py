@@ -29,6 +29,7 @@ __all__ = [
     "fp8_left",
     "fp32_rows",
     "global_rows",
+    "in_bf16",
     "instructions",
     "is_exact",
     "kind",
@@ -140,6 +141,18 @@ def leaves_blocks(side: Side, cols: int) -> bool:
         return False
     found = scheme(side.scheme)
     return found.format.kind != "codebook" and found.block_of(1, cols)[1] < cols and not folds(found, "bf16")
+
+
+def in_bf16(side: Side, cols: int) -> Decoded:
+    """An operand in bf16, rounded to it where it is not exact."""
+    if fits_bf16(side, cols):
+        return values(side, cols)
+    if side.scheme is None:
+        return Decoded(side.data.bfloat16(), [], None)
+    assert side.scale is not None
+    made = torch.empty((side.data.shape[0], cols), dtype=torch.bfloat16, device=side.data.device)
+    launches = dequantize(side.data, scheme(side.scheme), side.scale, side.zero_point, side.global_scale, made)
+    return Decoded(made, launches, None)
 
 
 def global_rows(side: Side) -> RowScales | None:

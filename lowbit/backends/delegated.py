@@ -1,9 +1,9 @@
 """Products of matrices that torch computes on CUDA, between kernels of ours: operands are decoded before, and scales,
 bias and cast come after.
 
-What they multiply in is exact: integers in int8 with int32 sums, and codes that bf16 holds, with sums in fp32. FP8 as
-such is the exception: tensor cores of Hopper keep 14 bits of its sums, so that it is taken under
-``torch.set_float32_matmul_precision("medium")`` alone (docs/numerics.md section 9).
+What they multiply in is exact: integers in int8 with int32 sums, and codes that bf16 holds, with sums in fp32. Two are
+taken under ``torch.set_float32_matmul_precision("medium")`` alone: FP8 as such, of whose sums tensor cores of Hopper
+keep 14 bits, and float32 and codebooks rounded to bf16 (docs/numerics.md section 9).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit import scaling
@@ -23,7 +24,7 @@ from lowbit.ops.spec import Numerics
 
 __all__ = ["IMPLS", "unavailable"]
 
-#: Elements of fp32 or int32 sums at a time, and rows at least: rows of ``a`` are multiplied in parts.
+#: Elements of fp32 or int32 sums at a time, and what rows are a multiple of: those of ``a`` are multiplied in parts.
 _SUMS, _LEAST = 1 << 27, 128
 
 
@@ -42,12 +43,15 @@ def _finish(
 
 
 def _rows_at_a_time(cols: int) -> int:
-    return max(_LEAST, _SUMS // max(1, cols))
+    """Whole blocks of scales."""
+    return max(1, _SUMS // max(1, cols) // _LEAST) * _LEAST
 
 
 def _scratch(call: matmul.ScaledMM) -> int:
-    """Operands of codes in bf16, and the sums of as many rows as are multiplied at a time."""
-    decoded = sum(2 * side.data.shape[0] * call.cols for side in matmul.sides(call) if side.scheme is not None)
+    """Operands that are not bf16 in it, and the sums of as many rows as are multiplied at a time."""
+    decoded = sum(
+        2 * side.data.shape[0] * call.cols for side in matmul.sides(call) if side.data.dtype != torch.bfloat16
+    )
     return decoded + _scratch_of_sums(call)
 
 
@@ -108,6 +112,31 @@ def _supports_bf16(call: matmul.ScaledMM) -> str | None:
     return None
 
 
+# -- floats and codebooks, rounded to bf16 -----------------------------------------------------------------------------
+def _rounded(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
+    left, right = (triton.operands().in_bf16(side, call.cols) for side in matmul.sides(call))
+    triton.start([*left.launches, *right.launches], outs[0].device)
+    a, b = left.values, right.values.t()
+    _finish(outs, call, [left.rows, right.rows], lambda rows: torch.mm(a[rows], b, out_dtype=torch.float32))
+
+
+def _supports_rounded(call: matmul.ScaledMM) -> str | None:
+    if matmul_precision() != "medium":
+        return 'it rounds operands to bf16; torch.set_float32_matmul_precision("medium") allows that'
+    if _supports_bf16(call) is None:
+        return "both operands are exact in bf16"
+    for side in matmul.sides(call):
+        if not triton.operands().fits_bf16(side, call.cols) and not _is_rounded(side):
+            return f"it rounds float32 and codebooks, and {side.name} is {side.scheme or side.data.dtype}"
+    return None
+
+
+def _is_rounded(side: matmul.Side) -> bool:
+    if side.scheme is None:
+        return side.data.dtype == torch.float32
+    return scaling.scheme(side.scheme).format.kind == "codebook"
+
+
 # -- FP8 ---------------------------------------------------------------------------------------------------------------
 _FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
@@ -155,14 +184,69 @@ def _unless_old(supports: Callable[[matmul.ScaledMM], str | None]) -> Callable[[
     return lambda call: triton.too_old(call.b.device) or supports(call)
 
 
-#: Above Triton's by priority, from the rows of ``a`` on from which each was the faster one on an H200.
+#: Blocks of scales that torch takes, and what it calls them.
+_BLOCKS = {(1, 128): F.ScalingType.BlockWise1x128, (128, 128): F.ScalingType.BlockWise128x128}
+
+
+def _fp8_blocks(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
+    left, right = matmul.sides(call)
+    blocks = [scaling.scheme(str(side.scheme)).block for side in (left, right)]
+    (a_recipe, b_recipe), (tall, _) = (_BLOCKS[block] for block in blocks), blocks[0]
+    a, b = (side.data.contiguous().view(_FP8[scaling.scheme(str(side.scheme)).format.name]) for side in (left, right))
+    a_scale, b_scale = left.scale, _laid_out(right.scale, b_recipe)
+
+    def multiply(rows: slice) -> Tensor:
+        part, scale = a[rows], a_scale[rows.start // tall : -(-rows.stop // tall)]
+        count, short = part.shape[0], -part.shape[0] % 4
+        if short:  # torch takes scales whose rows are whole groups of 16 bytes
+            part = F.pad(part.view(torch.uint8), (0, 0, 0, short)).view(part.dtype)
+            scale = F.pad(scale, (0, 0, 0, short)) if tall == 1 else scale
+        y = F.scaled_mm(
+            part, b.t(), _laid_out(scale, a_recipe), a_recipe, b_scale, b_recipe, output_dtype=torch.float32
+        )  # fmt: skip
+        return y[:count]
+
+    _finish(outs, call, [None, None], multiply)
+
+
+def _laid_out(scale: Tensor, recipe: Any) -> Tensor:
+    """Scales as torch reads them: those of blocks of one row column by column, of 128 rows by fours along a row."""
+    if recipe == F.ScalingType.BlockWise1x128:
+        return scale.t().contiguous().t()
+    return F.pad(scale, (0, -scale.shape[1] % 4)).t()
+
+
+def _supports_fp8_blocks(call: matmul.ScaledMM) -> str | None:
+    if matmul_precision() != "medium":
+        return 'its sums keep 14 bits; torch.set_float32_matmul_precision("medium") allows that'
+    if triton.capability(call.b.device) != (9, 0):
+        return "torch multiplies FP8 in blocks on devices of compute capability 9.0"
+    found = [scaling.scheme(side.scheme) for side in matmul.sides(call) if side.scheme is not None]
+    names = [one.format.name for one in found]
+    if len(names) < 2 or not set(names) <= set(_FP8) or names == ["fp8_e5m2", "fp8_e5m2"]:
+        return f"torch multiplies FP8 by FP8, one of them E4M3, got {names}"
+    blocks = [one.block for one in found]
+    if not set(blocks) <= set(_BLOCKS) or blocks == [(128, 128)] * 2:
+        return f"torch takes scales of 1 x 128 and 128 x 128 elements, not both of the latter, got {found}"
+    if any(one.scale_format.dtype != "float32" for one in found):
+        return f"torch takes scales in float32, got {found}"
+    short = [size for size, block in zip((call.a.shape[0], call.b.shape[0]), blocks, strict=True) if size % block[0]]
+    if call.cols % 128 or short:
+        return f"torch takes whole blocks, got K = {call.cols}, rows and columns {short or 'that fit'}"
+    return _multiples(call, 16)
+
+
+#: Above Triton's by priority, from the rows of ``a`` on from which each was the faster one on an H200; rounded operands
+#: from where the two or more terms that Triton multiplies instead wait for tensor cores.
 _PRODUCTS = tuple(
     Impl("scaled_mm", name, ("cuda",), priority, run, _unless_old(supports), numerics, fewest_rows, scratch)
     for name, priority, run, supports, numerics, fewest_rows, scratch in (
         ("delegated_fp8_wide", 73, _fp8, _supports_wide_fp8, Numerics("fp8", "fp32"), 1024, _scratch_of_sums),
         ("delegated_fp8", 72, _fp8, _supports_fp8, Numerics("fp8", "fp22"), 1, _scratch_of_sums),
+        ("delegated_fp8_blocks", 72, _fp8_blocks, _supports_fp8_blocks, Numerics("fp8", "fp22"), 128, _scratch_of_sums),
         ("delegated_int8", 71, _int8, _supports_int8, Numerics("fp32", "fp32"), 4096, _scratch_of_sums),
         ("delegated_bf16", 70, _bf16, _supports_bf16, Numerics("fp32", "fp32"), 1024, _scratch),
+        ("delegated_rounded", 69, _rounded, _supports_rounded, Numerics("bf16", "fp32"), 512, _scratch),
     )
 )
 

@@ -165,11 +165,15 @@ def _largest_code_product(call: ScaledMM) -> float:
 
 
 def _rounded_operands(call: ScaledMM, numerics: Numerics) -> int:
-    """How many operands may lose bits in what the kernel multiplies in: fp8 and smaller codes never do, in bf16."""
+    """How many operands may lose bits in what the kernel multiplies in: of codes only those of codebooks, in bf16."""
     if numerics.operand == "fp32":
         return 0
-    exact = (torch.bfloat16,) if numerics.operand == "bf16" else (torch.float16,)
-    return sum(s.scheme is None and s.data.dtype not in exact for s in sides(call))
+    exact = torch.bfloat16 if numerics.operand == "bf16" else torch.float16
+    kinds = [None if side.scheme is None else scaling.scheme(side.scheme).format.kind for side in sides(call)]
+    return sum(
+        side.data.dtype != exact if kind is None else kind == "codebook"
+        for side, kind in zip(sides(call), kinds, strict=True)
+    )
 
 
 SPECS = (

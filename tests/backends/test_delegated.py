@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.mm_oracle import check
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -47,11 +48,36 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, out_dty
     return ((a.double() * scale_a.double()) @ (b.double() * scale_b.double())).to(out_dtype)
 
 
+def blocks(x: Tensor, scale: Tensor, recipe: object) -> Tensor:
+    """FP8 times fp32 scales that lie as F.scaled_mm wants them, by the checks of torch 2.13."""
+    rows, cols = x.shape
+    if recipe == F.ScalingType.BlockWise1x128:
+        assert scale.shape == (rows, cols // 128) and scale.stride(0) == 1
+        assert scale.stride(1) == rows or cols == 128 == 128 * scale.stride(1)
+        assert rows % 4 == 0
+        return x.double() * scale.double().repeat_interleave(128, 1)
+    assert recipe == F.ScalingType.BlockWise128x128
+    along = -(-cols // 128 // 4) * 4
+    assert scale.shape == (along, rows // 128) and scale.stride() == (1, along)
+    return x.double() * scale.t()[:, : cols // 128].double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+
+
+def scaled_blocks(
+    a: Tensor, b: Tensor, a_scale: Tensor, a_recipe: object, b_scale: Tensor, b_recipe: object, *,
+    output_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """torch.nn.functional.scaled_mm by blocks: FP8, one of them E4M3 and one with blocks of one row, b by columns."""
+    assert a.dtype in FP8 and b.dtype in FP8 and FP8[0] in (a.dtype, b.dtype)
+    assert b.stride(0) == 1 and a.stride(1) == 1 and F.ScalingType.BlockWise1x128 in (a_recipe, b_recipe)
+    return (blocks(a, a_scale, a_recipe) @ blocks(b.t(), b_scale, b_recipe).T).to(output_dtype)
+
+
 @pytest.fixture(autouse=True)
 def in_place_of_torch(monkeypatch):
     monkeypatch.setattr(torch, "_int_mm", int_mm)
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(F, "scaled_mm", scaled_blocks)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(triton, "capability", lambda device: (9, 0))
@@ -78,14 +104,14 @@ def test_every_sample_that_is_served_is_right(part):
             if impl.supports(call) is None:
                 product(name, call)
                 served[name] += 1
-    assert served["delegated_bf16"] > 10
+    assert served["delegated_bf16"] > 10 and served["delegated_rounded"] > 2
 
 
 @pytest.mark.parametrize(("name", "a", "b"), [
     ("delegated_int8", "int8:row", "int8:row"), ("delegated_int8", "int8:tensor", "int8:row"),
     ("delegated_fp8", "fp8_e4m3:row", "fp8_e4m3:row"), ("delegated_fp8", "fp8_e5m2:tensor", "fp8_e4m3:row"),
     ("delegated_bf16", "mxfp8", "mxfp4"), ("delegated_bf16", "nvfp4", "nvfp4:global_row"),
-    ("delegated_bf16", None, "int8:row"),
+    ("delegated_bf16", None, "int8:row"), ("delegated_rounded", None, "nf4"),
 ])  # fmt: skip
 @pytest.mark.parametrize("rows", [3, 40])
 def test_rows_are_multiplied_in_parts(monkeypatch, name, a, b, rows):
@@ -107,7 +133,14 @@ def test_rows_are_multiplied_in_parts(monkeypatch, name, a, b, rows):
     ("delegated_bf16", "int8:row", "int8:row", 64, 16, "products of integers are exact"),
     ("delegated_bf16", None, "nf4", 64, 16, "b is not exact in bf16"),
     ("delegated_bf16", None, "int4:group32", 64, 16, "b is not exact in bf16"),
+    ("delegated_rounded", None, "int8:row", 64, 16, "both operands are exact in bf16"),
+    ("delegated_rounded", None, "int4:group32", 64, 16, "it rounds float32 and codebooks, and b is int4:group32"),
     ("delegated_fp8", "fp8_e5m2:row", "fp8_e5m2:row", 64, 16, "one of them E4M3"),
+    ("delegated_fp8_blocks", None, "fp8_e4m3:block128x128", 128, 128, "FP8 by FP8"),
+    ("delegated_fp8_blocks", "fp8_e4m3:group64", "fp8_e4m3:block128x128", 128, 128, "scales of 1 x 128"),
+    ("delegated_fp8_blocks", "fp8_e4m3:group128:e8m0", "fp8_e4m3:block128x128", 128, 128, "scales in float32"),
+    ("delegated_fp8_blocks", "fp8_e4m3:group128", "fp8_e4m3:block128x128", 192, 128, "whole blocks, got K = 192"),
+    ("delegated_fp8_blocks", "fp8_e4m3:group128", "fp8_e4m3:block128x128", 256, 96, "rows and columns [96]"),
     ("delegated_fp8", "fp8_e4m3:row", "fp8_e4m3:row", 64, 24, "multiples of 16, got 64 and 24"),
 ])  # fmt: skip
 def test_what_torch_does_not_take_is_refused(name, a, b, k, n, reason):
@@ -116,11 +149,45 @@ def test_what_torch_does_not_take_is_refused(name, a, b, k, n, reason):
     assert reason in IMPLS[name].supports(call)
 
 
+@pytest.mark.parametrize(("a", "b"), [
+    ("fp8_e4m3:group128", "fp8_e4m3:block128x128"), ("fp8_e5m2:group128", "fp8_e4m3:group128"),
+    ("fp8_e4m3:block128x128", "fp8_e5m2:group128"),
+])  # fmt: skip
+@pytest.mark.parametrize(("rows", "k"), [(256, 128), (256, 640), (7, 256)])
+def test_fp8_in_blocks(monkeypatch, a, b, rows, k):
+    torch.set_float32_matmul_precision("medium")
+    if rows == 7 and a.startswith("fp8_e4m3:block"):
+        pytest.skip("torch takes whole blocks")
+    left, right = random_matrix(rows, k, "cpu", seed=1), random_matrix(128, k, "cpu", seed=2)
+    call = make_call(left, right, a, b, bias=random_matrix(1, 128, "cpu", seed=3)[0])
+    whole = product("delegated_fp8_blocks", call)
+    monkeypatch.setattr(delegated, "_SUMS", 1)
+    torch.testing.assert_close(product("delegated_fp8_blocks", call), whole, rtol=1e-6, atol=1e-6)
+    monkeypatch.setattr(triton, "capability", lambda device: (10, 0))
+    assert "compute capability 9.0" in IMPLS["delegated_fp8_blocks"].supports(call)
+
+
+@pytest.mark.parametrize(("dtype", "b"), [
+    (torch.bfloat16, "nf4"), (torch.float32, "nf4:row"), (torch.float32, "fp8_e4m3:row"), (torch.float32, None),
+])  # fmt: skip
+def test_what_is_rounded_is_within_the_bound_of_bf16_and_waits_for_medium_precision(dtype, b):
+    a, w = random_matrix(24, 96, "cpu", seed=1).to(dtype), random_matrix(32, 96, "cpu", seed=2)
+    call = make_call(a, w, None, b, out_dtype=torch.float32)
+    assert 'torch.set_float32_matmul_precision("medium")' in IMPLS["delegated_rounded"].supports(call)
+    torch.set_float32_matmul_precision("medium")
+    y = product("delegated_rounded", call)
+    with lb.use_backend("reference"):
+        assert not torch.equal(y, torch.ops.lowbit.scaled_mm(*call))
+    half = make_call(a.half(), w, None, "nf4")
+    assert "it rounds float32 and codebooks, and a is torch.float16" in IMPLS["delegated_rounded"].supports(half)
+
+
 def test_fp8_as_such_waits_for_medium_precision():
     call = make_call(torch.ones(4, 64), torch.ones(16, 64), "fp8_e4m3:row", "fp8_e4m3:row")
     for precision in ("highest", "high"):
         torch.set_float32_matmul_precision(precision)
-        assert 'torch.set_float32_matmul_precision("medium")' in IMPLS["delegated_fp8"].supports(call)
+        for name in ("delegated_fp8", "delegated_fp8_blocks"):
+            assert 'torch.set_float32_matmul_precision("medium")' in IMPLS[name].supports(call)
 
 
 def test_fp8_as_such_is_taken_where_its_sums_are_as_good_as_in_fp32(monkeypatch):

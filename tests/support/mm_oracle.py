@@ -31,7 +31,7 @@ class Operand:
     """One side: its numbers, fp64 ``[rows, K]``, exact; of codes also the values less zero points, without scales.
 
     Integers have ``scale``, fp32 ``[rows, K]``, and ``block``, the elements along K that share one, or None where a row
-    has one scale; ``dtype`` is there where there are no codes.
+    has one scale; ``dtype`` is that of floats, and fp32 of numbers of a codebook, which kernels decode before.
     """
 
     exact: np.ndarray
@@ -53,7 +53,8 @@ def operand(call: ScaledMM, which: int) -> Operand:
     s = lb.scheme(side.scheme)
     units, stored = units_of(side, s, call.cols), scales(s, side)
     if s.format.kind != "integer":
-        return Operand(units * spread(stored, s, units.shape), units)
+        dtype = torch.float32 if s.format.kind == "codebook" else None
+        return Operand(units * spread(stored, s, units.shape), units, dtype=dtype)
     scale = spread(stored, s, (len(units), max(call.cols, 1))).astype(np.float32)
     block = None if stored.shape[1] == 1 else s.block_of(len(units), call.cols)[1]
     return Operand(units * spread(stored, s, units.shape), units, scale, block)
