@@ -41,21 +41,29 @@ def faults(cells: list[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def spills(cells: list[dict[str, Any]]) -> dict[tuple[str, str, str], dict[int, int]]:
-    """Bytes that a thread spills by architecture, of each section, what it is of, and kernel."""
-    found: dict[tuple[str, str, str], dict[int, int]] = {}
+def spills(cells: list[dict[str, Any]]) -> dict[tuple[str, str, str], dict[int, tuple[int, int]]]:
+    """Bytes that a thread spills, and its registers, by architecture, of each section, what it is of, and kernel."""
+    found: dict[tuple[str, str, str], dict[int, tuple[int, int]]] = {}
     for cell in cells:
         for one in _kernels(cell):
             if one.get("spilled"):
                 by = found.setdefault((cell["section"], cell["of"], one["kernel"]), {})
-                by[cell["architecture"]] = max(one["spilled"], by.get(cell["architecture"], 0))
+                name = cell["architecture"]
+                by[name] = max((one["spilled"], one["registers"]), by.get(name, (0, 0)))
     return found
 
 
 def _spills_table(cells: list[dict[str, Any]]) -> list[str]:
     head = ("section", "of", "kernel", *(f"sm_{name}" for name in PEAKS))
-    found = [(*where, *(str(by.get(name, "-")) for name in PEAKS)) for where, by in spills(cells).items()]
-    return ["Bytes that a thread spills:\n", markdown(head, found, numbers=range(3, 8))] if found else []
+    found = [
+        (*where, *("{} at {}".format(*by[name]) if name in by else "-" for name in PEAKS))
+        for where, by in spills(cells).items()
+    ]
+    text = (
+        "Bytes that a thread spills, at the number of its registers. At 255, and at 128 in programs of 16 warps, it has "
+        "no more. At fewer the assembler spills a few bytes, so that another program fits beside it.\n"
+    )
+    return [text, markdown(head, found, numbers=range(3, 8))] if found else []
 
 
 def _times(name: str, count: int) -> str:

@@ -116,7 +116,7 @@ class QuantExperts(nn.Module):
 
     def _stacked(self, hidden: Tensor, weights: Tensor) -> tuple[_Stack, _Stack] | None:
         """Both stacks, where one product can serve all experts."""
-        if hidden.device.type not in _STACKED_ON or not hidden.numel() or is_fake(hidden):
+        if hidden.device.type not in _STACKED_ON or not hidden.numel():
             return None
         if torch.is_grad_enabled() and any(t.requires_grad for t in (hidden, weights, *self._trained())):
             return None
@@ -236,8 +236,12 @@ def _may_stack(parts: list[Any]) -> bool:
 
 
 def _whole(parts: list[Tensor]) -> Tensor | None:
-    """The tensor whose parts these are, one behind the other; None where they are not."""
+    """The tensor whose parts these are, one behind the other; None where they are not. Fake ones, which lie nowhere,
+    are taken to be.
+    """
     first = parts[0]
+    if is_fake(first):
+        return first.detach().expand(len(parts), *first.shape)
     begin, size, storage = first.data_ptr(), first.nbytes, first.untyped_storage()
     if not size or begin + len(parts) * size > storage.data_ptr() + storage.nbytes():
         return None

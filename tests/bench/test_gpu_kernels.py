@@ -149,7 +149,7 @@ def test_findings_are_what_a_kernel_should_not_have():
     cells += [here | {"architecture": 90, "work": [kernel | {"spilled": 0, "faults": []}]}]
     found = [text.removeprefix("sm_80 linear, 1 row, int8: k ") for text in gpu_page.faults(cells)]
     assert found == ["runs on no tensor core", "does not compile: no"]
-    assert gpu_page.spills(cells) == {("linear, 1 row", "int8", "k"): {80: 8}}
+    assert gpu_page.spills(cells) == {("linear, 1 row", "int8", "k"): {80: (8, 255)}}
     (said,) = gpu_page.faults([here | {"backend": "reference", "work": [], "refused": ["triton: why"]}])
     assert said.endswith("runs on the reference: triton: why")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 
 import pytest
@@ -12,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 import lowbit as lb
+from lowbit.backends import triton
+from lowbit.memory.inference import estimate_generation
 from lowbit.nn import QuantExperts, QuantLinear, experts
 from lowbit.nn.experts import stack_experts_
 from lowbit.nn.linear import PARTS
@@ -312,3 +315,43 @@ def test_tied_experts_stay_tied():
     module.stack_()
     assert module.down[1].codes is module.down[0].codes
     assert torch.equal(module.down[1].codes, module.down[0].codes)
+
+
+class Sparse(nn.Module):
+    """A language model of one mixture, whose router sends tokens where it likes."""
+
+    def __init__(self, experts: QuantExperts) -> None:
+        super().__init__()
+        self.embed, self.router, self.experts = nn.Embedding(32, HIDDEN), nn.Linear(HIDDEN, EXPERTS), experts
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens).flatten(0, 1)
+        weights, index = self.router(x).softmax(-1).topk(2)
+        return self.experts(x, index, weights)
+
+
+@pytest.fixture
+def collected(monkeypatch):
+    """The interpreter keeps what a kernel was started with in cycles of references, until they are collected."""
+    start = triton.start
+    monkeypatch.setattr(
+        triton, "start", lambda launches, device: (start(launches, device), launches.clear(), gc.collect())
+    )
+
+
+@pytest.mark.parametrize("recipe", ["int8-weight-only", "nf4"])
+def test_an_estimate_of_generation_counts_the_rows_of_all_experts(recipe, at_once, collected):
+    """Of the loop, in which an expert has its rows alone, less would be said."""
+    model, tokens = Sparse(made(recipe)).to(DEVICE).eval(), torch.zeros(1, 512, dtype=torch.long, device=DEVICE)
+    with lb.use_backend("triton"), torch.no_grad():
+        whole = estimate_generation(model, 513, 1, lambda model, tokens, cache: model(tokens), lambda model: ())
+        model(tokens)
+        held = lb.memory.profile(model)
+        with held:
+            model(tokens)
+    assert len(at_once) == 4  # of both forwards of the estimate
+    assert held.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.001)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "_STACKED_ON", ())
+        loop = estimate_generation(model, 513, 1, lambda model, tokens, cache: model(tokens), lambda model: ())
+    assert loop.peak_bytes < whole.peak_bytes
