@@ -185,14 +185,17 @@ def _unless_old(supports: Callable[[matmul.ScaledMM], str | None]) -> Callable[[
 
 
 #: Blocks of scales that torch takes, and what it calls them.
-_BLOCKS = {(1, 128): F.ScalingType.BlockWise1x128, (128, 128): F.ScalingType.BlockWise128x128}
+_BLOCKS: dict[tuple[int | None, int | None], Any] = {
+    (1, 128): F.ScalingType.BlockWise1x128, (128, 128): F.ScalingType.BlockWise128x128,
+}  # fmt: skip
 
 
 def _fp8_blocks(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
     left, right = matmul.sides(call)
     blocks = [scaling.scheme(str(side.scheme)).block for side in (left, right)]
-    (a_recipe, b_recipe), (tall, _) = (_BLOCKS[block] for block in blocks), blocks[0]
+    (a_recipe, b_recipe), tall = (_BLOCKS[block] for block in blocks), blocks[0][0] or 1
     a, b = (side.data.contiguous().view(_FP8[scaling.scheme(str(side.scheme)).format.name]) for side in (left, right))
+    assert left.scale is not None and right.scale is not None
     a_scale, b_scale = left.scale, _laid_out(right.scale, b_recipe)
 
     def multiply(rows: slice) -> Tensor:
@@ -230,7 +233,9 @@ def _supports_fp8_blocks(call: matmul.ScaledMM) -> str | None:
         return f"torch takes scales of 1 x 128 and 128 x 128 elements, not both of the latter, got {found}"
     if any(one.scale_format.dtype != "float32" for one in found):
         return f"torch takes scales in float32, got {found}"
-    short = [size for size, block in zip((call.a.shape[0], call.b.shape[0]), blocks, strict=True) if size % block[0]]
+    short = [
+        size for size, block in zip((call.a.shape[0], call.b.shape[0]), blocks, strict=True) if size % (block[0] or 1)
+    ]
     if call.cols % 128 or short:
         return f"torch takes whole blocks, got K = {call.cols}, rows and columns {short or 'that fit'}"
     return _multiples(call, 16)
