@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -35,6 +36,9 @@ def input_of(x: Tensor) -> dict[str, Any]:
     return {"x_ptr": pattern(x), "stride_r": x.stride(0), "stride_c": x.stride(1)}
 
 
+#: The device whose calls are looked at on the meta device.
+meta_stands_for: ContextVar[torch.device | None] = ContextVar("lowbit_meta_stands_for", default=None)
+
 #: The FP8 formats that instructions convert, by what they call them, and all formats that they convert to.
 FP8 = {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
 CONVERTED = {**FP8, "fp4_e2m1": "e2m1"}
@@ -47,5 +51,6 @@ def converts(name: str, device: torch.device) -> bool:
     """Whether kernels may have numbers converted by instructions of ``device``, which the interpreter does not follow.
     ``name``: a value of ``CONVERTED``.
     """
+    device = meta_stands_for.get() or device
     old = device.type == "cuda" and torch.cuda.get_device_capability(device) < CONVERTED_FROM[name]
     return not INTERPRETED and not old

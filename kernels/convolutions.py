@@ -54,8 +54,13 @@ def supports(call: Conv) -> str | None:
 def _product(call: Conv) -> ScaledMM:
     """What the kernel multiplies, less its data: all patches of a group, and the weights of all groups."""
     rows, depth = call.x.shape[0] * prod(out_sizes(call)), columns(call)
-    a = torch.empty((rows, depth), dtype=torch.uint8 if call.input_scheme else call.x.dtype, device="meta")
+    a = _without_data((rows, depth), torch.uint8 if call.input_scheme else call.x.dtype)
     return ScaledMM(a, call.weight, depth, call.input_scheme, call.scheme)
+
+
+def _without_data(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor that is only asked what it looks like, also where tensors without data stand for those that have."""
+    return torch.empty((), dtype=dtype, device="meta").expand(shape)
 
 
 def quantized(call: Conv) -> tuple[Conv, list[Launch]]:
@@ -189,7 +194,7 @@ def _depthwise(call: Conv, patches: _Patches, b: Side, out: Tensor) -> Launch:
 def _left(a: Side, rows: int, made: bool) -> operands.Decoded:
     """The left operand of a product of floats, with a scale for each of ``rows`` patches."""
     if made:
-        decoded = a.data.to("meta", torch.bfloat16)
+        decoded = _without_data(a.data.shape, torch.bfloat16)
         return operands.Decoded(
             decoded, [], operands.fp32_rows(a.scale), operands.fp8(scheme(str(a.scheme)), a.data.device)
         )

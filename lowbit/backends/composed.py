@@ -40,20 +40,13 @@ def _parts(rows: tuple[Impl, ...], row: Impl) -> dict[str, Impl]:
     return {one.op: one for one in rows if one.devices == row.devices}
 
 
-def _none(call: object) -> int:
-    """No scratch memory is known of."""
-    return 0
-
-
 def linear(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
     """``linear`` on every device where ``rows`` of one backend quantize and multiply."""
     made = []
     for mm in rows:
         if mm.op == "scaled_mm":
             parts = _parts(rows, mm)
-            made.append(
-                replace(mm, op="linear", run=partial(_run, parts), supports=partial(_supports, parts), scratch=_none)
-            )
+            made.append(replace(mm, op="linear", run=partial(_run, parts), supports=partial(_supports, parts)))
     return tuple(made)
 
 
@@ -222,7 +215,6 @@ def grouped(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
     return tuple(
         replace(
             mm, op="scaled_grouped_mm", run=partial(_run_grouped, mm), supports=partial(_supports_grouped, mm),
-            scratch=_none,
         )
         for mm in rows
         if mm.op == "scaled_mm"
@@ -251,7 +243,7 @@ def conv(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
             made.append(
                 replace(
                     mm, op="conv", run=partial(_run_conv, parts), supports=partial(_supports_conv, parts),
-                    scratch=_none, fewest_rows=1,
+                    fewest_rows=1,
                 )
             )  # fmt: skip
     return tuple(made)

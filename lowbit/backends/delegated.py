@@ -47,19 +47,6 @@ def _rows_at_a_time(cols: int) -> int:
     return max(1, _SUMS // max(1, cols) // _LEAST) * _LEAST
 
 
-def _scratch(call: matmul.ScaledMM) -> int:
-    """Operands that are not bf16 in it, and the sums of as many rows as are multiplied at a time."""
-    decoded = sum(
-        2 * side.data.shape[0] * call.cols for side in matmul.sides(call) if side.data.dtype != torch.bfloat16
-    )
-    return decoded + _scratch_of_sums(call)
-
-
-def _scratch_of_sums(call: matmul.ScaledMM) -> int:
-    rows, cols = call.a.shape[0], call.b.shape[0]
-    return 4 * min(rows, _rows_at_a_time(cols)) * cols
-
-
 # -- integers ----------------------------------------------------------------------------------------------------------
 def _int8(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
     a, b = (side.data.contiguous().view(torch.int8) for side in matmul.sides(call))
@@ -244,14 +231,14 @@ def _supports_fp8_blocks(call: matmul.ScaledMM) -> str | None:
 #: Above Triton's by priority, from the rows of ``a`` on from which each was the faster one on an H200; rounded operands
 #: from where the two or more terms that Triton multiplies instead wait for tensor cores.
 _PRODUCTS = tuple(
-    Impl("scaled_mm", name, ("cuda",), priority, run, _unless_old(supports), numerics, fewest_rows, scratch)
-    for name, priority, run, supports, numerics, fewest_rows, scratch in (
-        ("delegated_fp8_wide", 73, _fp8, _supports_wide_fp8, Numerics("fp8", "fp32"), 1024, _scratch_of_sums),
-        ("delegated_fp8", 72, _fp8, _supports_fp8, Numerics("fp8", "fp22"), 1, _scratch_of_sums),
-        ("delegated_fp8_blocks", 72, _fp8_blocks, _supports_fp8_blocks, Numerics("fp8", "fp22"), 128, _scratch_of_sums),
-        ("delegated_int8", 71, _int8, _supports_int8, Numerics("fp32", "fp32"), 4096, _scratch_of_sums),
-        ("delegated_bf16", 70, _bf16, _supports_bf16, Numerics("fp32", "fp32"), 1024, _scratch),
-        ("delegated_rounded", 69, _rounded, _supports_rounded, Numerics("bf16", "fp32"), 512, _scratch),
+    Impl("scaled_mm", name, ("cuda",), priority, run, _unless_old(supports), numerics, fewest_rows)
+    for name, priority, run, supports, numerics, fewest_rows in (
+        ("delegated_fp8_wide", 73, _fp8, _supports_wide_fp8, Numerics("fp8", "fp32"), 1024),
+        ("delegated_fp8", 72, _fp8, _supports_fp8, Numerics("fp8", "fp22"), 1),
+        ("delegated_fp8_blocks", 72, _fp8_blocks, _supports_fp8_blocks, Numerics("fp8", "fp22"), 128),
+        ("delegated_int8", 71, _int8, _supports_int8, Numerics("fp32", "fp32"), 4096),
+        ("delegated_bf16", 70, _bf16, _supports_bf16, Numerics("fp32", "fp32"), 1024),
+        ("delegated_rounded", 69, _rounded, _supports_rounded, Numerics("bf16", "fp32"), 512),
     )
 )
 

@@ -33,7 +33,6 @@ class Impl:
     """One kernel for one op, as ``run(outs, call)``; ``backend`` is its family.
 
     ``fewest_rows``: of the first argument as a matrix; below that those of lower priority come first.
-    ``scratch(call)``: bytes that it allocates while it runs, beside its outputs.
     """
 
     op: str
@@ -44,7 +43,6 @@ class Impl:
     supports: Callable[[Any], str | None] = field(default=lambda call: None)
     numerics: Numerics = Numerics()
     fewest_rows: int = 1
-    scratch: Callable[[Any], int] = field(default=lambda call: 0)
 
     @property
     def backend(self) -> str:

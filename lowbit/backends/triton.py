@@ -6,7 +6,8 @@ so that only ``use_backend("triton")`` picks them. Kernels are imported at the f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
@@ -62,10 +63,24 @@ def operands() -> Any:
 
 
 def start(launches: Any, device: torch.device) -> None:
-    """Starts kernels in order on the current stream of a device."""
+    """Starts kernels in order on the current stream of a device; on the meta device none."""
+    if device.type == "meta":
+        return
     with replay.on(device):
         _starts().run(launches)
         replay.note(lambda: [replay.Bound(*_starts().bound(one)) for one in launches])
+
+
+@contextmanager
+def on_meta(device: torch.device) -> Iterator[None]:
+    """Within, host sides on the meta device choose as they do on ``device``."""
+    from lowbit.kernels.arguments import meta_stands_for
+
+    token = meta_stands_for.set(device)
+    try:
+        yield
+    finally:
+        meta_stands_for.reset(token)
 
 
 @cache

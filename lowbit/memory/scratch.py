@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.backends.registry import BackendError, select
+from lowbit.backends.scratch import allocated
 from lowbit.ops import OPS
 
 __all__ = ["SCRATCH", "scratch_bytes"]
@@ -150,18 +150,10 @@ def _cuda_softmax_backward(args: tuple[Any, ...], out: Any) -> int:
     return _bytes(args[0])
 
 
-def _chosen(op: str) -> Scratch:
+def _of_ours(op: str) -> Scratch:
     """What the kernel allocates that would be chosen for a call of one of our ops."""
-
-    def size(args: tuple[Any, ...], out: Any) -> int:
-        fields = OPS[op].args._fields
-        call = OPS[op].args(*args[: len(fields)])
-        try:
-            return select(op, call[0].device.type, call, empty=False).scratch(call)
-        except BackendError:  # kernels for the device are not here
-            return 0
-
-    return size
+    fields = OPS[op].args._fields
+    return lambda args, out: allocated(op, OPS[op].args(*args[: len(fields)]))
 
 
 #: By kind of device and op.
@@ -183,7 +175,7 @@ SCRATCH: dict[str, dict[str, Scratch]] = {
         "aten.convolution.default": _cuda_convolution,
         "aten.convolution_backward.default": _cuda_convolution_backward,
         "aten.sum.dim_IntList": _cuda_sum,
-        "lowbit.scaled_mm.default": _chosen("scaled_mm"),
+        **{f"lowbit.{name}.default": _of_ours(name) for name, spec in OPS.items() if not spec.in_place},
     },
 }
 

@@ -217,7 +217,7 @@ def test_layers_and_convolutions_ask_of_codes_that_are_not_made_yet(name, scheme
     weight = lb.quantize(random_matrix(32, 64, "cpu"), scheme)
     x = random_matrix(24, 64, "cpu", seed=1)
     call = OPS["linear"].args(x, weight.codes, scheme, weight.scale, input_scheme=scheme, out_dtype=torch.float32)
-    assert linear.supports(call) is None and linear.scratch(call) == 0
+    assert linear.supports(call) is None
     out = torch.empty(24, 32)
     linear.run((out,), call)
     with lb.use_backend("reference"):
@@ -234,7 +234,6 @@ def test_a_choice_is_made_among_fake_tensors():
     with FakeTensorMode() as mode:
         fake = type(call)(*(mode.from_tensor(v) if isinstance(v, Tensor) else v for v in call))
         assert IMPLS["delegated_bf16"].supports(fake) is None
-    assert IMPLS["delegated_bf16"].scratch(call) == 2 * (64 + 32) * 64 + 4 * 64 * 32
 
 
 def test_absent_without_cuda(monkeypatch):
