@@ -60,8 +60,8 @@ def _spills_table(cells: list[dict[str, Any]]) -> list[str]:
         for where, by in spills(cells).items()
     ]
     text = (
-        "Bytes that a thread spills, at the number of its registers. At 255, and at 128 in programs of 16 warps, it has "
-        "no more. At fewer the assembler spills a few bytes, so that another program fits beside it.\n"
+        "Bytes that a thread spills, at the number of its registers. At 255, and at 128 in programs of 16 warps, it "
+        "has no more. At fewer the assembler spills a few bytes, so that another program fits beside it.\n"
     )
     return [text, markdown(head, found, numbers=range(3, 8))] if found else []
 
