@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import torch
@@ -41,9 +41,8 @@ _KEPT = 1 << 20
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
     """Within, tensors that are made are fake, and ``value_of`` knows those of small whole numbers."""
-    grouped = _Grouped()  # type: ignore[no-untyped-call]
     quiet = mock.patch.object(fake_tensor.log, "disabled", True)  # an op that fails raises, and need not be logged
-    with quiet, FakeTensorMode(allow_non_fake_inputs=True) as mode, grouped, _Values(mode), _told_to_transformers():
+    with quiet, FakeTensorMode(allow_non_fake_inputs=True) as mode, _Values(mode), _told_to_transformers():
         yield mode
 
 
@@ -171,7 +170,7 @@ def _traits(func: Any) -> tuple[bool, bool, bool]:
 
 
 class _Values(TorchDispatchMode):
-    """Ops on whole numbers whose values are known are computed too, on the CPU."""
+    """Ops on whole numbers whose values are known are computed too, on the CPU; those of ``_RULES`` follow these."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -186,7 +185,7 @@ class _Values(TorchDispatchMode):
                 return func(*args, **kwargs)
             device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
             return tree_map_only(Tensor, lambda value: _fake(value, self.mode, device), answer)
-        out = func(*args, **kwargs)
+        out = _RULES.get(func, func)(*args, **kwargs)
         made = tree_leaves(out)
         answer = _computed(func, args, kwargs) if sure and made and all(map(_is_kept, made)) else None
         if answer is not None:
@@ -264,13 +263,14 @@ class Routed(TorchDispatchMode):
 
 
 # -- rules that torch lacks -------------------------------------------------------------------------------------------
-class _Grouped(TorchDispatchMode):
+def _grouped_mm(*args: Any, **kwargs: Any) -> Tensor:
     """Grouped products of any dtype, as the CPU computes them; torch's rule for fake tensors knows bf16 alone."""
+    a, b = args[:2]
+    if a.dtype == torch.bfloat16:
+        return cast(Tensor, torch.ops.aten._grouped_mm.default(*args, **kwargs))
+    offsets: Any = kwargs.get("offs", args[2] if len(args) > 2 else None)
+    groups = [] if a.dim() + b.dim() == 5 else [len(offsets)] if a.dim() == 2 else [len(a)]
+    return cast(Tensor, a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=kwargs.get("out_dtype")))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
-            return func(*args, **kwargs)
-        a, b, offsets = args[0], args[1], kwargs.get("offs", args[2] if len(args) > 2 else None)
-        groups = [] if a.dim() + b.dim() == 5 else [len(offsets)] if a.dim() == 2 else [len(a)]
-        return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=kwargs.get("out_dtype"))
+
+_RULES: dict[Any, Callable[..., Any]] = {torch.ops.aten._grouped_mm.default: _grouped_mm}

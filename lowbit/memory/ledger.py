@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as hooks
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,6 +43,7 @@ _OF_WEIGHTS = frozenset({"parameters", "buffers", "weight copies"})
 
 #: Namespaces of ops that compute nothing: marks of an optimizer's step, questions about a tensor.
 _ASIDE = frozenset({"profiler", "prim"})
+_DEVICE = torch.ops.prim.device.default
 
 _TORCH = os.path.dirname(torch.__file__)
 _LOWBIT = os.path.dirname(os.path.dirname(__file__))
@@ -248,6 +250,8 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace in _ASIDE:
+            if func is _DEVICE and isinstance(args[0], FakeTensor):
+                return args[0].fake_device  # as its mode would answer, which is asked more often than of any op
             return func(*args, **kwargs)
         layer, phase = self._place()
         number = len(self.ops)
