@@ -52,5 +52,6 @@ def converts(name: str, device: torch.device) -> bool:
     ``name``: a value of ``CONVERTED``.
     """
     device = meta_stands_for.get() or device
-    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < CONVERTED_FROM[name]
-    return not INTERPRETED and not old
+    if INTERPRETED or device.type != "cuda":
+        return not INTERPRETED
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= CONVERTED_FROM[name]

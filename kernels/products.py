@@ -253,7 +253,7 @@ def _plan(
         found = scheme(b_scheme)
         in_fp16 = a_dtype == torch.float16 and operands.is_exact(found.format, "fp16")
         most = min(_shape("floats", *each).k, of_left["a_block_c"])
-        more = _of_codes(found, cols, depth, "fp16" if in_fp16 else "bf16", most)
+        more = _of_codes(found, cols, depth, "fp16" if in_fp16 else "bf16", most, of_left["a_block_c"])
         more["FP8"] = operands.fp8(found, device)
     a_terms = 1 if in_fp16 or a_fp8 else operands.TERMS[a_dtype]
     heavy = max(a_terms, more["B_TERMS"]) > 1 or more["AFFINE"]
@@ -287,14 +287,16 @@ def _of_left_blocks(a_scheme: str | None, rows: int, depth: int) -> dict[str, An
     }  # fmt: skip
 
 
-def _of_codes(found: Scheme, cols: int, depth: int, operand: str, most: int) -> dict[str, Any]:
-    """How a scheme's codes become operands, and where their scales go; ``most``: elements of a step."""
+def _of_codes(found: Scheme, cols: int, depth: int, operand: str, most: int, left: int) -> dict[str, Any]:
+    """How a scheme's codes become operands, and where their scales go. ``most``: elements of a step; ``left``: those of
+    a block of the left operand.
+    """
     block_r, block = found.block_of(cols, depth)
     scaled, group = ("row" if block >= depth else "block"), 1
     if scaled == "block" and block == power_of_two(block) <= most and operands.folds(found, operand):
         scaled, group = "element", block
     together = {4: 2, 6: 4}.get(found.format.bits)  # codes that end with a byte
-    pairs = together is not None and (scaled == "row" or block % together == 0)
+    pairs = together is not None and all(width >= depth or width % together == 0 for width in (block, left))
     in_ptx = together == 2 and pairs and not INTERPRETED
     instructions, registers = operands.instructions(found.format, operand) if in_ptx else ("", "")
     return {

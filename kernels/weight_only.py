@@ -263,14 +263,13 @@ def multiply(
                     right = finite(right)
                 part = tl.dot(finite(left) if i > 0 else left, tl.trans(right), part, input_precision="ieee")
         if BY_BLOCK:
-            scale = tl.full([N, 1], 1.0, tl.float32)
             if SCALED == "block":
-                scale = scale_of(b_scale_ptr, b_global_ptr, col, scale_row + at, col_ok, B_SCALE)[:, None]
+                part = part * scale_of(b_scale_ptr, b_global_ptr, col, scale_row + at, col_ok, B_SCALE)[:, None]
             if A_BLOCKS is not None:
                 a_at = a_scale_row + begins // a_block_c
                 a_scale = scales.widen(tl.load(a_blocks_ptr + a_at, row_ok, 0), tl.full([], 1.0, tl.float32), A_BLOCKS)
-                scale = a_scale.to(tl.float32, bitcast=True)[None, :] * scale
-            total = total + part * scale
+                part = part * a_scale.to(tl.float32, bitcast=True)[None, :]
+            total = total + part
         else:
             total = part
     finish(

@@ -110,6 +110,8 @@ def _rounded(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
 def _supports_rounded(call: matmul.ScaledMM) -> str | None:
     if matmul_precision() != "medium":
         return 'it rounds operands to bf16; torch.set_float32_matmul_precision("medium") allows that'
+    if triton.products().are_integers(call):
+        return "products of integers are exact, which sums in fp32 are not"
     if _supports_bf16(call) is None:
         return "both operands are exact in bf16"
     for side in matmul.sides(call):
@@ -217,19 +219,21 @@ def _supports_fp8_blocks(call: matmul.ScaledMM) -> str | None:
         return f"torch multiplies FP8 by FP8, one of them E4M3, got {names}"
     blocks = [one.block for one in found]
     if not set(blocks) <= set(_BLOCKS) or blocks == [(128, 128)] * 2:
-        return f"torch takes scales of 1 x 128 and 128 x 128 elements, not both of the latter, got {found}"
+        return f"torch takes scales of 1 x 128 elements and 1 x 128 or 128 x 128, got {found[0]} and {found[1]}"
     if any(one.scale_format.dtype != "float32" for one in found):
-        return f"torch takes scales in float32, got {found}"
+        return f"torch takes scales in float32, got {found[0]} and {found[1]}"
+    if call.cols % 128:
+        return f"torch takes whole blocks, got K = {call.cols}"
     short = [
         size for size, block in zip((call.a.shape[0], call.b.shape[0]), blocks, strict=True) if size % (block[0] or 1)
     ]
-    if call.cols % 128 or short:
-        return f"torch takes whole blocks, got K = {call.cols}, rows and columns {short or 'that fit'}"
+    if short:
+        return f"torch takes whole blocks of 128 x 128 elements, got {short[0]} rows or columns"
     return _multiples(call, 16)
 
 
 #: Above Triton's by priority, from the rows of ``a`` on from which each was the faster one on an H200; rounded operands
-#: from where the two or more terms that Triton multiplies instead wait for tensor cores.
+#: and FP8 in blocks from where what Triton multiplies instead waits for tensor cores, by an estimate.
 _PRODUCTS = tuple(
     Impl("scaled_mm", name, ("cuda",), priority, run, _unless_old(supports), numerics, fewest_rows)
     for name, priority, run, supports, numerics, fewest_rows in (
@@ -238,7 +242,7 @@ _PRODUCTS = tuple(
         ("delegated_fp8_blocks", 72, _fp8_blocks, _supports_fp8_blocks, Numerics("fp8", "fp22"), 128),
         ("delegated_int8", 71, _int8, _supports_int8, Numerics("fp32", "fp32"), 4096),
         ("delegated_bf16", 70, _bf16, _supports_bf16, Numerics("fp32", "fp32"), 1024),
-        ("delegated_rounded", 69, _rounded, _supports_rounded, Numerics("bf16", "fp32"), 512),
+        ("delegated_rounded", 69, _rounded, _supports_rounded, Numerics("bf16", "fp32", codebooks=True), 512),
     )
 )
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Bound", "Replay", "note", "on", "watched"]
+__all__ = ["Bound", "Replay", "does", "note", "on", "watched"]
 
 #: What the allocator aligns tensors by, in bytes.
 _ALIGNED = 512
@@ -50,6 +50,16 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+def does(func: Any) -> str | None:
+    """What an op of torch does that a replay must know: it "allocates", makes "zeros" or "computes"; None of a view."""
+    name = func._schema.name
+    if name.startswith(("aten::empty", "aten::new_empty")):
+        return "allocates"
+    if name in ("aten::zeros", "aten::new_zeros"):
+        return "zeros"
+    return None if func.is_view or name == "aten::detach" else "computes"
+
+
 class _Watch(TorchDispatchMode):
     """Keeps tensors that are allocated, and whether they are zeros, and sees whether anything is computed."""
 
@@ -59,14 +69,11 @@ class _Watch(TorchDispatchMode):
         self.computed: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        name = func._schema.name
-        if name.startswith(("aten::empty", "aten::new_empty")):
-            self.allocated.append((out, False))
-        elif name in ("aten::zeros", "aten::new_zeros"):
-            self.allocated.append((out, True))
-        elif not func.is_view and name != "aten::detach":
-            self.computed = name
+        out, what = func(*args, **(kwargs or {})), does(func)
+        if what == "computes":
+            self.computed = func._schema.name
+        elif what is not None:
+            self.allocated.append((out, what == "zeros"))
         return out
 
 

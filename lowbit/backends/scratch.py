@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from lowbit.backends import triton
 from lowbit.backends.registry import BackendError, Impl, select
+from lowbit.backends.replay import does
 from lowbit.ops import OPS
 
 __all__ = ["allocated"]
@@ -58,6 +59,7 @@ def _allocated(impl: Impl, device: torch.device, looks: tuple[Any, ...]) -> int:
     with _disable_current_modes(), torch.no_grad(), triton.on_meta(device):
         call = OPS[impl.op].args(*(one.empty() if isinstance(one, _Look) else one for one in looks))
         outs = tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in OPS[impl.op].outputs(call))
+        impl.run(outs, call)  # the first makes what is remembered, such as tables
         with _Watch([*outs, *(value for value in call if isinstance(value, Tensor))]) as watch:
             impl.run(outs, call)
     return int(watch.most if watch.computes else watch.all)
@@ -77,7 +79,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        self.computes |= not func.is_view and "empty" not in func._schema.name and func._schema.name != "aten::detach"
+        self.computes |= does(func) == "computes"
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.device.type == "meta":
                 self._take(tensor.untyped_storage(), given)

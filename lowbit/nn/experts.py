@@ -224,11 +224,15 @@ def _is_like(layer: Any, first: Any) -> bool:
 
 
 def _may_stack(parts: list[Any]) -> bool:
-    """Whether tensors of experts are plain ones of one kind, each its own, on a device where they are stacked."""
+    """Whether tensors of experts are plain ones on a device where they are stacked."""
+    return _are_alike(parts) and all(type(part) is nn.Parameter and not part.is_inference() for part in parts)
+
+
+def _are_alike(parts: list[Any]) -> bool:
+    """Whether tensors are parameters of one kind, each its own, on a device where those of experts are stacked."""
     return len(set(map(id, parts))) == len(parts) and all(
-        type(part) is nn.Parameter
+        isinstance(part, nn.Parameter)
         and part.device.type in _STACKED_ON
-        and not (is_fake(part) or part.is_inference())
         and (part.shape, part.dtype, part.device) == (parts[0].shape, parts[0].dtype, parts[0].device)
         and part.is_contiguous()
         for part in parts
@@ -236,12 +240,12 @@ def _may_stack(parts: list[Any]) -> bool:
 
 
 def _whole(parts: list[Tensor]) -> Tensor | None:
-    """The tensor whose parts these are, one behind the other; None where they are not. Fake ones, which lie nowhere,
-    are taken to be.
+    """The tensor whose parts these are, one behind the other; None where they are not. Of fake ones, which lie nowhere,
+    one that looks like it, where ``stack_`` would make it of real ones.
     """
     first = parts[0]
     if is_fake(first):
-        return first.detach().expand(len(parts), *first.shape)
+        return first.detach().expand(len(parts), *first.shape) if _are_alike(parts) else None
     begin, size, storage = first.data_ptr(), first.nbytes, first.untyped_storage()
     if not size or begin + len(parts) * size > storage.data_ptr() + storage.nbytes():
         return None

@@ -165,13 +165,13 @@ def _largest_code_product(call: ScaledMM) -> float:
 
 
 def _rounded_operands(call: ScaledMM, numerics: Numerics) -> int:
-    """How many operands may lose bits in what the kernel multiplies in: of codes only those of codebooks, in bf16."""
+    """How many operands may lose bits in what the kernel multiplies in: of codes only those of codebooks may."""
     if numerics.operand == "fp32":
         return 0
     exact = torch.bfloat16 if numerics.operand == "bf16" else torch.float16
     kinds = [None if side.scheme is None else scaling.scheme(side.scheme).format.kind for side in sides(call)]
     return sum(
-        side.data.dtype != exact if kind is None else kind == "codebook"
+        side.data.dtype != exact if kind is None else numerics.codebooks and kind == "codebook"
         for side, kind in zip(sides(call), kinds, strict=True)
     )
 

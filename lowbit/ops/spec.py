@@ -46,10 +46,13 @@ class Cost(NamedTuple):
 
 
 class Numerics(NamedTuple):
-    """What a kernel of a float matrix product computes in; its error bound follows."""
+    """What a kernel of a float matrix product computes in; its error bound follows. ``codebooks``: whether numbers of
+    codebooks are rounded to the operand's format too.
+    """
 
     operand: str = "fp32"
     accumulator: str = "fp32"
+    codebooks: bool = False
 
 
 @dataclass(frozen=True)

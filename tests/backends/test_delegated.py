@@ -133,14 +133,16 @@ def test_rows_are_multiplied_in_parts(monkeypatch, name, a, b, rows):
     ("delegated_bf16", "int8:row", "int8:row", 64, 16, "products of integers are exact"),
     ("delegated_bf16", None, "nf4", 64, 16, "b is not exact in bf16"),
     ("delegated_bf16", None, "int4:group32", 64, 16, "b is not exact in bf16"),
+    ("delegated_rounded", "int8:row", "int8:row", 64, 16, "products of integers are exact"),
+    ("delegated_rounded", "uint8:row:affine", "int4:row", 64, 16, "products of integers are exact"),
     ("delegated_rounded", None, "int8:row", 64, 16, "both operands are exact in bf16"),
     ("delegated_rounded", None, "int4:group32", 64, 16, "it rounds float32 and codebooks, and b is int4:group32"),
     ("delegated_fp8", "fp8_e5m2:row", "fp8_e5m2:row", 64, 16, "one of them E4M3"),
     ("delegated_fp8_blocks", None, "fp8_e4m3:block128x128", 128, 128, "FP8 by FP8"),
-    ("delegated_fp8_blocks", "fp8_e4m3:group64", "fp8_e4m3:block128x128", 128, 128, "scales of 1 x 128"),
+    ("delegated_fp8_blocks", "fp8_e4m3:group64", "fp8_e4m3:block128x128", 128, 128, "got fp8_e4m3:group64 and fp8"),
     ("delegated_fp8_blocks", "fp8_e4m3:group128:e8m0", "fp8_e4m3:block128x128", 128, 128, "scales in float32"),
     ("delegated_fp8_blocks", "fp8_e4m3:group128", "fp8_e4m3:block128x128", 192, 128, "whole blocks, got K = 192"),
-    ("delegated_fp8_blocks", "fp8_e4m3:group128", "fp8_e4m3:block128x128", 256, 96, "rows and columns [96]"),
+    ("delegated_fp8_blocks", "fp8_e4m3:group128", "fp8_e4m3:block128x128", 256, 96, "got 96 rows or columns"),
     ("delegated_fp8", "fp8_e4m3:row", "fp8_e4m3:row", 64, 24, "multiples of 16, got 64 and 24"),
 ])  # fmt: skip
 def test_what_torch_does_not_take_is_refused(name, a, b, k, n, reason):

@@ -91,6 +91,20 @@ def test_decoded_operands_and_sums_are_counted(monkeypatch):
     assert said(own, few, monkeypatch) == made.arguments["sums_ptr"].nbytes > 4 * out.nbytes
 
 
+@pytest.mark.parametrize(("name", "a", "b"), [
+    ("delegated_bf16", "mxfp8", "mxfp8"), ("delegated_rounded", "nf4:row", "nf4"),
+    ("delegated_int8", "int8:row", "int8:row"), ("delegated_fp8", "fp8_e4m3:row", "fp8_e4m3:row"),
+    ("delegated_fp8_blocks", "fp8_e4m3:group128", "fp8_e4m3:block128x128"),
+])  # fmt: skip
+def test_products_of_torch_hold_their_sums_and_the_same_at_each_asking(monkeypatch, name, a, b):
+    found = next(impl for impl in delegated.IMPLS if (impl.op, impl.name) == ("scaled_mm", name))
+    call = make_call(torch.ones(64, 256), torch.ones(128, 256), a, b)
+    asked = [said(found, call, monkeypatch)]
+    scratch._allocated.cache_clear()
+    asked.append(said(found, call, monkeypatch))
+    assert asked[0] == asked[1] >= 4 * 64 * 128
+
+
 def test_estimates_ask_of_fake_tensors(monkeypatch):
     """Where torch has no CUDA, of Triton's kernels, which decode the left operand alone."""
     call = make_call(torch.ones(64, 64), torch.ones(32, 64), "nvfp4", "nvfp4")

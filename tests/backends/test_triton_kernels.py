@@ -304,10 +304,13 @@ def test_float_products_across_tiles_keep_their_bound(a, b):
     assert bool(((y.double() - exact).abs() <= tolerance).all())
 
 
-@pytest.mark.parametrize("b", ["fp8_e4m3:block128x128", "fp8_e4m3:row", "nf4", "mxfp4", "uint4:group64:affine", None])
 @pytest.mark.parametrize(
-    "a", ["fp8_e4m3:group128", "fp8_e5m2:block2x64", "uint8:group32:affine", "fp6_e2m3:group48",
-          "int8:group64:e4m3:global_row"],
+    "b", ["fp8_e4m3:block128x128", "fp8_e4m3:row", "nf4", "mxfp4", "uint4:group64:affine", None, "int4:row",
+          "nf4:group66", "fp6_e2m3:row", "fp6_e2m3:group66"],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "a", ["fp8_e4m3:group128", "fp8_e5m2:block2x64", "uint8:group32:affine", "fp6_e2m3:group48", "fp8_e4m3:group33",
+          "fp8_e4m3:group34", "int8:group64:e4m3:global_row"],
 )  # fmt: skip
 def test_scales_of_blocks_of_both_operands_are_multiplied_into_sums(a, b):
     """Blocks of which one divides the other are not decoded to fp32, which three terms would be; others are."""

@@ -350,7 +350,7 @@ def test_an_estimate_of_generation_counts_the_rows_of_all_experts(recipe, at_onc
         with held:
             model(tokens)
     assert len(at_once) == 4  # of both forwards of the estimate
-    assert held.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.005)
+    assert held.peak_bytes - held.by_kind.get("other", 0) == pytest.approx(whole.peak_bytes, rel=0.005)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experts, "_STACKED_ON", ())
         loop = estimate_generation(model, 513, 1, lambda model, tokens, cache: model(tokens), lambda model: ())

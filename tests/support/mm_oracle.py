@@ -149,7 +149,9 @@ class Wanted:
 
     @staticmethod
     def _rounds(x: Operand, numerics: Numerics) -> bool:
-        return x.dtype is not None and numerics.operand != "fp32" and NAME[x.dtype] != numerics.operand
+        if x.dtype is None or numerics.operand == "fp32":
+            return False
+        return NAME[x.dtype] != numerics.operand if x.units is None else numerics.codebooks
 
     def wrong(self, y: Tensor, numerics: Numerics) -> tuple[np.ndarray, np.ndarray]:
         """Which elements are outside the bound (integers: differ in a bit), and the bound."""
