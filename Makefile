@@ -41,7 +41,7 @@ build: ## Build the native libraries in place (only what changed)
 test: ## Build, and run the tests
 	$(call setup,test)
 	$(native)
-	$(RUN) -m pytest -q $$($(RUN) -c 'import xdist' 2>/dev/null && printf -- '-n %s --dist worksteal' $(JOBS)) $(ARGS)
+	$(RUN) -m pytest -q $$($(RUN) -c 'import xdist' 2>/dev/null && printf -- '-n %s' $(JOBS)) $(ARGS)
 
 test-oldest: ## The tests with the oldest Python, torch and Triton that are supported, in .venv-oldest
 	$(MAKE) test ENV=.venv-oldest BASE_PYTHON=$(OLDEST_PYTHON) TORCH="$(or $(TORCH_OLDEST),torch==2.10.0 triton==3.6.0)"

@@ -116,6 +116,9 @@ def test_only_devices_that_have_the_instruction_are_asked_for_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of: capability)
     assert not arguments.INTERPRETED or not arguments.converts("e4m3", device)
     monkeypatch.setattr(arguments, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not arguments.converts("e4m3", device), "an estimate without a GPU is of the oldest"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert arguments.converts("e4m3", device) and not arguments.converts("e2m1", device)
     capability = (8, 6)
     assert not arguments.converts("e5m2", device)

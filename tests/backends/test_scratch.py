@@ -33,6 +33,10 @@ def collected(monkeypatch):
     """The interpreter keeps what a kernel was started with in cycles of references, until they are collected."""
     start = triton.start
     monkeypatch.setattr(triton, "start", lambda launches, device: (start(launches, device), gc.collect()))
+    gc.collect()
+    gc.freeze()  # what is there by now is not looked through again
+    yield
+    gc.unfreeze()
 
 
 def events(nodes: Any) -> Iterator[tuple[int, int]]:
