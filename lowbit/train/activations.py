@@ -181,8 +181,14 @@ class _Compressing(TorchFunctionMode):
         if known is not None and known[0]() is x and known[1] == x._version:
             return known[2]
         codes, key = quantize(x, self.scheme), id(x)
-        self.encoded[key] = (weakref.ref(x, lambda _: self.encoded.pop(key, None)), x._version, codes)
+        self.encoded[key] = (weakref.ref(x, partial(_forget, weakref.ref(self), key)), x._version, codes)
         return codes
+
+
+def _forget(mode: weakref.ref[_Compressing], key: int, x: Any) -> None:
+    """A tensor is gone. A reference to the mode would be a cycle, which keeps what its hooks hold: a block's inputs."""
+    if (found := mode()) is not None:
+        found.encoded.pop(key, None)
 
 
 _PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
