@@ -30,8 +30,15 @@ from lowbit.models.batches import call
 from lowbit.models.ties import storage
 
 __all__ = [
-    "Routed", "answer_without_data", "fake_batch", "fake_model", "fake_tensors", "outlined", "value_of",
+    "Routed",
+    "answer_without_data",
+    "fake_batch",
+    "fake_model",
+    "fake_tensors",
+    "outlined",
+    "value_of",
     "values_needed",
+    "written",
 ]  # fmt: skip
 
 #: Elements of the largest tensor whose values are kept.
@@ -192,13 +199,13 @@ class _Values(TorchDispatchMode):
             for tensor, value in zip(made, tree_leaves(answer), strict=True):
                 _keep(tensor, value, _shared(value, args))
         elif writes:
-            for leaf in _written(func, args, kwargs):
+            for leaf in written(func, args, kwargs):
                 if (kept := _kept(leaf)) is not None:
                     kept.shared.lost = True
         return out
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments that an op writes into."""
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]

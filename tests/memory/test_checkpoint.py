@@ -19,6 +19,7 @@ import lowbit as lb
 from lowbit.memory import checkpoint_, saved_bytes, uncheckpoint_
 from lowbit.memory.checkpoint.frame import NotReplayed
 from lowbit.memory.checkpoint.policies import POLICIES
+from lowbit.memory.checkpoint.selective import Overwritten
 
 OF_TRANSFORMERS = ("block", "attention", "mlp", "every:2", "ratio:0.5", "sqrt", "segments:3", "save_matmuls")
 OF_CONVOLUTIONS = ("block", "every:2", "sqrt", "save_matmuls", "stages")
@@ -122,6 +123,101 @@ def test_kept_products_are_not_computed_again():
             checkpoint_(model, policy)
         counts[policy] = products(model, x)
     assert counts[None] == counts["save_matmuls"] < counts["block"]
+
+
+class Writes(nn.Module):
+    """Writes into the results of its products, itself and through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.one(x)
+        first.mul_(0.5).add_(x)
+        second = self.two(first)
+        second[:, :8].mul_(2)
+        return self.three(second.tanh_()).relu_()
+
+
+def test_a_product_that_the_module_writes_into_is_kept_as_it_was_computed():
+    x, found, counts = torch.randn(8, 16), [], []
+    for policy in (None, "save_matmuls"):
+        torch.manual_seed(0)
+        model = nn.Sequential(Writes(), Writes())
+        if policy:
+            checkpoint_(model, policy)
+        found.append(outcome(model, lambda m: m(x).square().sum()))
+        counts.append(products(model, x))
+    assert_equal(*found)
+    assert counts[0] == counts[1]
+
+
+class Pair(nn.Module):
+    """Returns the result of a product, and something that backward makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        return y, y.sin()
+
+
+@pytest.mark.parametrize("write", [Tensor.neg_, lambda y: y[:, 3:].zero_()], ids=["whole", "view"])
+def test_a_product_that_is_written_into_after_the_module_returned_it_is_refused(write):
+    model = nn.Sequential(Pair(), Pair())
+    checkpoint_(model, "save_matmuls")
+    y, z = model[0](torch.randn(8, 16))
+    write(y)
+    with pytest.raises(Overwritten, match=r'after the module had returned it.* checkpoint the module by "block"'):
+        z.sum().backward()
+
+
+class Alternates(nn.Module):
+    """Computes the same by another op when it is called again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(16, 16), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        fused, w, b = self.calls == 1, self.linear.weight, self.linear.bias
+        return (torch.addmm(b, x, w.t()) if fused else torch.mm(x, w.t()) + b).sin()
+
+
+def test_a_module_that_computes_by_other_products_in_backward_is_refused():
+    model = nn.Sequential(Alternates(), Alternates())
+    checkpoint_(model, "save_matmuls")
+    message = r"product 1 of a checkpointed module was aten\.addmm\.default in forward and is aten\.mm\.default"
+    with pytest.raises(NotReplayed, match=message):
+        model(torch.randn(16, 16)).sum().backward()
+
+
+def test_kept_products_serve_one_backward():
+    model = chain(3)
+    checkpoint_(model, "save_matmuls")
+    y = model(torch.randn(8, 16)).sum()
+    y.backward(retain_graph=True)
+    with pytest.raises(NotReplayed, match=r'a second time .* checkpoint it by "block", or call backward once'):
+        y.backward()
+
+
+def test_gpt_oss_whose_experts_write_into_their_products():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GptOssConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, num_local_experts=4, num_experts_per_tok=2,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain, ids = transformers.GptOssForCausalLM(config), torch.randint(64, (2, 16))
+    model = copy.deepcopy(plain)
+    checkpoint_(model, "save_matmuls")
+    loss = lambda m: m(input_ids=ids, labels=ids).loss
+    assert_equal(outcome(model, loss), outcome(plain, loss))
 
 
 def test_a_stage_is_what_comes_before_the_last_down_sampling():

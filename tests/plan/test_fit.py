@@ -165,8 +165,8 @@ def test_parts_are_weighed_by_their_labels(llama, tmp_path, settings):
     assert run.step(batch) == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_model_that_writes_into_results_of_products_keeps_none():
-    """GPT-OSS, with attention sinks and eager attention: what "save_matmuls" keeps, it changes."""
+def test_a_model_that_writes_into_results_of_products_keeps_them():
+    """GPT-OSS, with attention sinks and eager attention."""
     transformers = pytest.importorskip("transformers", minversion="5")
     torch.manual_seed(0)
     config = transformers.GptOssConfig(
@@ -175,9 +175,36 @@ def test_a_model_that_writes_into_results_of_products_keeps_none():
     )  # fmt: skip
     model, ids = transformers.GptOssForCausalLM(config).train(), BATCH[:3, :20] % 160
     predictor = Predictor(model, {"input_ids": ids, "labels": ids})
+    assert predictor.applies("save_matmuls") and "save_matmuls" in predictor.options
+
+
+class Pair(nn.Module):
+    """Returns the result of a product, and something that backward makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y, y.sin()
+
+
+def test_where_results_are_written_into_behind_a_block_none_is_kept():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Pair() for _ in range(2))
+
+        def forward(self, x):
+            for block in self.blocks:
+                y, x = block(x)
+                y.detach().neg_()
+            return x
+
+    predictor = Predictor(Model(), torch.randn(4, 16))
     assert not predictor.applies("save_matmuls") and "save_matmuls" not in predictor.options
     assert predictor.applies("block") and "block" in predictor.options
-    assert Predictor(GPT(CONFIG), BATCH).applies("save_matmuls")
 
 
 @pytest.mark.filterwarnings("ignore:fit. LlamaForCausalLM is in evaluation mode")

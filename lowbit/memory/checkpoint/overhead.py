@@ -29,7 +29,7 @@ class _Block(nn.Module):
 def overhead(selective: bool) -> float:
     """Seconds an op, of what Python notes in forward and compares in backward; measured once a process.
 
-    ``selective``: where the results of products are kept, which torch asks about at each op.
+    ``selective``: where the results of products are kept, which are looked for at each op.
     """
     plain, checkpointed = (nn.Sequential(_Block(), _Block()) for _ in range(2))
     checkpoint_(checkpointed, "save_matmuls" if selective else "block")

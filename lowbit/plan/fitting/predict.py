@@ -22,7 +22,7 @@ from lowbit.memory import Estimate, estimate
 from lowbit.memory.accumulate import largest_part, samples
 from lowbit.memory.block_table import KEEP, OPTIONS, BlockTable, block_table, blocks_of, options_of, parts_of
 from lowbit.memory.checkpoint.policies import choose
-from lowbit.memory.checkpoint.selective import MUTATED
+from lowbit.memory.checkpoint.selective import Overwritten
 from lowbit.memory.offload.bandwidth import bandwidth
 from lowbit.memory.planned import Option, best, choices_of, peak_of
 from lowbit.optim.offload import CHUNK_BYTES, LEAST_BYTES
@@ -155,9 +155,7 @@ class Predictor:
         """Whether the model leaves results of products as they are, which a checkpoint keeps."""
         try:
             self._estimated(Settings(checkpoint="save_matmuls"), 1, None)
-        except RuntimeError as error:
-            if MUTATED not in str(error):
-                raise
+        except Overwritten:
             return False
         return True
 
