@@ -77,8 +77,17 @@ def answer_without_data(model: nn.Module, prepare: Callable[[nn.Module], object]
 
 # -- copies -----------------------------------------------------------------------------------------------------------
 def fake_batch(batch: Any, mode: FakeTensorMode, device: torch.device | str | None) -> Any:
-    """The same tree with fake tensors for its tensors, on ``device`` unless it is None."""
-    return tree_map_only(Tensor, lambda tensor: _fake(tensor, mode, device), batch)
+    """The same tree with fake tensors for its tensors, on ``device`` unless it is None; one that is there twice, such as
+    token ids that are labels too, is made once.
+    """
+    made: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = _fake(tensor, mode, device)
+        return made[id(tensor)]
+
+    return tree_map_only(Tensor, fake, batch)
 
 
 def outlined(batch: Any) -> Any:

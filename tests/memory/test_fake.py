@@ -176,3 +176,10 @@ def test_a_batch_without_values_takes_the_longest_way():
     known = lb.memory.estimate(model, batch, optimizer=None).peak_bytes
     meta = {name: tensor.to("meta") for name, tensor in batch.items()}
     assert lb.memory.estimate(model, meta, optimizer=None).peak_bytes > known
+
+
+def test_a_tensor_that_a_batch_has_twice_is_one():
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    with fake_tensors() as mode:
+        made = fake_batch({"input_ids": ids, "labels": ids, "others": [ids, ids.clone()]}, mode, None)
+    assert made["input_ids"] is made["labels"] is made["others"][0] is not made["others"][1]
