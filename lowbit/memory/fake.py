@@ -77,8 +77,8 @@ def answer_without_data(model: nn.Module, prepare: Callable[[nn.Module], object]
 
 # -- copies -----------------------------------------------------------------------------------------------------------
 def fake_batch(batch: Any, mode: FakeTensorMode, device: torch.device | str | None) -> Any:
-    """The same tree with fake tensors for its tensors, on ``device`` unless it is None; one that is there twice, such as
-    token ids that are labels too, is made once.
+    """The same tree with fake tensors for its tensors, on ``device`` unless it is None. One that is there twice is made
+    once: token ids may be the labels too.
     """
     made: dict[int, Tensor] = {}
 
