@@ -238,6 +238,7 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
         finally:
             offload.park(optimizer, params)
             for param in params:
+                drop_pages(param)  # a weight that is streamed lies in a file too
                 if offload.gradients.pop(param, None) is not None:
                     param.grad = None
                 elif offload.moves_gradients and offload.files is not None and param.grad is not None:

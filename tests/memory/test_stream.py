@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -209,3 +210,31 @@ def test_weights_that_are_not_in_files_any_more_are_left_alone(tmp_path):
         model.double()
         for _ in range(2):
             assert torch.allclose(model(x.double()), want.double(), atol=1e-5)
+
+
+def pages_of_files(directory: Path) -> int:
+    """Bytes of the scratch files in a directory that are the process's."""
+    ours, total = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if not line[:1].isupper():
+            ours = str(directory) in line
+        elif ours and line.startswith("Rss:"):
+            total += int(line.split()[1]) << 10
+    return total
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not tell of its pages")
+def test_pages_of_one_block_at_a_time_are_the_process_s_and_none_after_a_step(tmp_path):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(6)))
+    lb.memory.stream_blocks_(model, tmp_path)
+    optimizer = lb.optim.offload_(torch.optim.AdamW(model.parameters()), tmp_path, gradients=True)
+    found, x = [], torch.randn(4, 512)
+    for block in model:
+        block.register_forward_hook(lambda *_: found.append(pages_of_files(tmp_path)))
+    for _ in range(3):
+        model(x).sum().backward()
+        optimizer.step()
+        assert pages_of_files(tmp_path) == 0
+        optimizer.zero_grad()
+    one = 512 * 512 * 4
+    assert len(found) == 18 and one <= max(found) <= one + 4 * 4096

@@ -1,9 +1,10 @@
 """What a step holds whose blocks lie elsewhere (``lb.memory.stream_blocks_``): the estimate of one that has all in
 memory, with what is not there taken away.
 
-Weights of two blocks at a time are in memory, those of the one that computes and of the next. A gradient is there
-until it has been moved; on a CUDA device, until its block has been. Pages of files are not counted by the allocator,
-and those of two blocks are counted here.
+On a CUDA device weights of two blocks at a time are in memory, those of the one that computes and of the next, and a
+gradient is there until its block's have been moved. On a CPU weights lie in files: pages of the block that computes are
+the process's, which the allocator does not count and this does; those of the next the system reads ahead. A gradient is
+there until it has been moved.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class Streaming:
 
     def _held(self, usage: Estimate) -> Iterator[Holding]:
         sizes = list(self._sizes(usage).values())
-        resident = max((a + b for a, b in pairwise(sizes)), default=sum(sizes))
+        resident = max(sizes, default=0)
+        if self.cuda:
+            resident = max((a + b for a, b in pairwise(sizes)), default=resident)
         yield Holding(resident, "parameters", OUTSIDE, -1, math.inf)
         if self.cuda:
             yield Holding(max(sizes, default=0), "gradients", OUTSIDE, -1, math.inf)
