@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lowbit.memory import Estimate, attention_, estimate, fuse_loss_
-from lowbit.memory.checkpoint.selective import Overwritten
 from lowbit.memory.fused_loss import answers_without_logits
 from lowbit.memory.model_attention import attends_without_scores
 from lowbit.memory.offload.bandwidth import bandwidth
@@ -141,8 +140,6 @@ def _advice(technique: Technique, step: Step, plain: Estimate) -> Advice:
         return Advice(name, 0, 0.0, code, how, str(reason))
     except ValueError as reason:
         return Advice(name, 0, 0.0, code, how, str(reason).split(";")[0])
-    except Overwritten:
-        return Advice(name, 0, 0.0, code, how, "the model writes into the results of products")
     time = effect.seconds / max(plain.seconds, 1e-12)
     if effect.saves <= 0:
         return Advice(name, 0, time, code, how, f"it does not lower the peak, which is in {plain.moment}")

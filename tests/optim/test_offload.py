@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.peaks import resident_peak
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import lowbit as lb
 from lowbit.optim import AdamW, clip_grad_norm_, offload_, unoffload_
@@ -230,3 +231,12 @@ def test_model_and_files_go_with_the_optimizer(tmp_path, gradients):
     gc.collect()
     assert kept() is None
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 4096]
+
+
+def test_parameters_that_have_no_memory_of_their_own_step(tmp_path):
+    pair = TwoTensor(torch.ones(32, 32), torch.ones(32, 32))
+    param = nn.Parameter(pair)
+    optimizer = lb.optim.offload_(torch.optim.SGD([param], lr=0.5), tmp_path)
+    param.grad = TwoTensor(torch.ones(32, 32), torch.ones(32, 32))
+    optimizer.step()
+    assert torch.equal(param.detach().a, torch.full((32, 32), 0.5))

@@ -178,35 +178,6 @@ def test_a_model_that_writes_into_results_of_products_keeps_them():
     assert predictor.applies("save_matmuls") and "save_matmuls" in predictor.options
 
 
-class Pair(nn.Module):
-    """Returns the result of a product, and something that backward makes of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x):
-        y = self.linear(x)
-        return y, y.sin()
-
-
-def test_where_results_are_written_into_behind_a_block_none_is_kept():
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Pair() for _ in range(2))
-
-        def forward(self, x):
-            for block in self.blocks:
-                y, x = block(x)
-                y.detach().neg_()
-            return x
-
-    predictor = Predictor(Model(), torch.randn(4, 16))
-    assert not predictor.applies("save_matmuls") and "save_matmuls" not in predictor.options
-    assert predictor.applies("block") and "block" in predictor.options
-
-
 @pytest.mark.filterwarnings("ignore:fit. LlamaForCausalLM is in evaluation mode")
 def test_a_choice_that_does_nothing_here_is_refused_where_it_is_asked_for(llama):
     model, batch = llama

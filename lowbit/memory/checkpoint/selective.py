@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from lowbit.memory.checkpoint.frame import NotReplayed
 from lowbit.memory.fake import written
 
-__all__ = ["Overwritten", "kept_products", "looked_at"]
+__all__ = ["kept_products", "looked_at"]
 
 #: Ops whose results are kept, by namespace and name; those that this torch or this build lacks are passed over.
 _PRODUCTS = {
@@ -31,24 +32,22 @@ _PRODUCTS = {
 }  # fmt: skip
 
 
-class Overwritten(NotReplayed):
-    """A result that a checkpoint keeps was written into after the checkpointed module had returned."""
-
-
 class _Kept(NamedTuple):
-    """The result of a product, None once it was given, and the versions of its tensors."""
+    """The result of a product. ``out`` is None where it is not kept, or was given. ``watched``: tensors in its memory
+    with their versions, of which one that was written into since has another.
+    """
 
     op: Any
-    out: Any
-    versions: tuple[int, ...] = ()
+    out: Any = None
+    watched: tuple[tuple[Tensor, int], ...] = ()
 
     @classmethod
     def of(cls, op: Any, out: Any) -> _Kept:
-        return cls(op, out, _versions(out))
+        return cls(op, out, tuple((leaf, leaf._version) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)))
 
-
-def _versions(out: Any) -> tuple[int, ...]:
-    return tuple(leaf._version for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+    @property
+    def serves(self) -> bool:
+        return self.out is not None and all(tensor._version == version for tensor, version in self.watched)
 
 
 def kept_products() -> tuple[Any, Any]:
@@ -66,7 +65,22 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 @cache
 def _is_product(op: Any) -> bool:
-    return op.__name__.split(".")[0] in _PRODUCTS.get(op.namespace, ())
+    return op.__name__.split(".")[0] in _PRODUCTS.get(op.namespace, ()) and not op._schema.is_mutable
+
+
+@cache
+def _dropout(op: Any) -> int | None:
+    """Which argument of attention says how much is dropped."""
+    names = [argument.name for argument in op._schema.arguments]
+    return names.index("dropout_p") if "dropout_p" in names else None
+
+
+def _draws(op: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call moves the random generator, which what comes after it reads: it has to be made again."""
+    place = _dropout(op)
+    if place is None:
+        return False
+    return bool(kwargs.get("dropout_p", args[place] if len(args) > place else 0.0))
 
 
 @cache
@@ -83,30 +97,59 @@ def looked_at() -> int:
     return _looked_at
 
 
-class _Keeping(TorchDispatchMode):
-    """Keeps the results of products, in order, as they were computed: what the module writes into is copied first."""
+class _Mode(TorchDispatchMode):
+    """``op(args)`` of every op that computes on tensors; compiled code and ops of a higher order go their own way."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def __init__(self, kept: list[_Kept]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept = kept
-        self._places: dict[int, int] = {}  # of results that nothing was written into, by storage
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        global _looked_at
         kwargs = kwargs or {}
+        return self.called(op, args, kwargs) if isinstance(op, OpOverload) else op(*args, **kwargs)
+
+    def called(self, op: OpOverload, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class _Keeping(_Mode):
+    """Keeps the results of products, in order, as they were computed: what the module writes into is copied first."""
+
+    def __init__(self, kept: list[_Kept]) -> None:
+        super().__init__(kept)
+        self._places: dict[int, int] = {}  # of results that nothing was written into, by storage
+
+    def called(self, op: OpOverload, args: Any, kwargs: Any) -> Any:
+        global _looked_at
         if op._schema.is_mutable and self._places:
             self._before_writing(written(op, args, kwargs))
         out = op(*args, **kwargs)
         _looked_at += not _is_aside(op)
         if _is_product(op):
-            for tensor in tree_leaves(out):
-                if isinstance(tensor, Tensor):
-                    self._places[_storage(tensor)] = len(self.kept)
-            self.kept.append(_Kept.of(op, tree_map_only(Tensor, _alias, out)))
+            self._keep(op, out, _draws(op, args, kwargs))
+        elif op is torch.ops.aten._unsafe_view.default and (place := self._places.get(_storage(out))) is not None:
+            # What ``linear`` returns of more than two dimensions: the same memory with a version of its own.
+            entry, alias = self.kept[place], _alias(out)
+            self.kept[place] = entry._replace(watched=(*entry.watched, (alias, alias._version)))
         return out
 
+    def _keep(self, op: OpOverload, out: Any, draws: bool) -> None:
+        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if draws or any(tensor.layout is not torch.strided for tensor in tensors):
+            self.kept.append(_Kept(op))
+            return
+        self._places.update((_storage(tensor), len(self.kept)) for tensor in tensors)
+        self.kept.append(_Kept.of(op, tree_map_only(Tensor, _alias, out)))
+
     def _before_writing(self, into: list[Any]) -> None:
-        for storage in {_storage(tensor) for tensor in into if isinstance(tensor, Tensor)} & self._places.keys():
+        dense = [tensor for tensor in into if isinstance(tensor, Tensor) and tensor.layout is torch.strided]
+        for storage in {_storage(tensor) for tensor in dense} & self._places.keys():
             place = self._places.pop(storage)
             op, out, _ = self.kept[place]
             self.kept[place] = _Kept.of(op, tree_map_only(Tensor, partial(_copied, storage), out))
@@ -131,36 +174,26 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class _Giving(TorchDispatchMode):
-    """Answers with what was kept, each result once."""
+class _Giving(_Mode):
+    """Answers with what was kept, each result once. One that was written into since, or given, is computed again."""
 
     def __init__(self, kept: list[_Kept]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.kept, self._next = kept, 0
+        super().__init__(kept)
+        self._next = 0
 
     def __enter__(self) -> Any:
         self._next = 0
         return super().__enter__()  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def called(self, op: OpOverload, args: Any, kwargs: Any) -> Any:
         if not _is_product(op):
-            return op(*args, **(kwargs or {}))
+            return op(*args, **kwargs)
         place, self._next = self._next, self._next + 1
-        known = self.kept[place] if place < len(self.kept) else _Kept(None, None)
+        known = self.kept[place] if place < len(self.kept) else _Kept(None)
         if known.op is not op:
             raise NotReplayed(
                 f"product {place + 1} of a checkpointed module was {known.op} in forward and is {op} in backward; only "
                 f"a module that computes the same each time can be checkpointed, so leave this one out of checkpoint_"
             )
-        if known.out is None:
-            raise NotReplayed(
-                "backward runs a second time through a module whose products were kept, and they went with the first; "
-                'checkpoint it by "block", or call backward once'
-            )
-        if _versions(known.out) != known.versions:
-            raise Overwritten(
-                f"the result of {op} in a checkpointed module was written into after the module had returned it, and "
-                f'backward needs it; write to a copy, or checkpoint the module by "block"'
-            )
-        self.kept[place] = _Kept(op, None)
-        return known.out
+        self.kept[place] = _Kept(op)
+        return known.out if known.serves else op(*args, **kwargs)

@@ -8,6 +8,7 @@ import weakref
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowbit.memory.offload.directory import ScratchDirectory
 
@@ -49,7 +50,11 @@ def read_ahead(tensor: Tensor) -> None:
 
 
 def _advise(tensor: Tensor, advice: int) -> None:
+    if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+        return
     storage = tensor.untyped_storage()
+    if storage.data_ptr() not in _mapped:
+        return
     advise = getattr(ctypes.CDLL(None), "madvise", None)
-    if advise is not None and storage.data_ptr() in _mapped:
+    if advise is not None:
         advise(ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes()), advice)

@@ -22,7 +22,6 @@ from lowbit.memory import Estimate, estimate
 from lowbit.memory.accumulate import largest_part, samples
 from lowbit.memory.block_table import KEEP, OPTIONS, BlockTable, block_table, blocks_of, options_of, parts_of
 from lowbit.memory.checkpoint.policies import choose
-from lowbit.memory.checkpoint.selective import Overwritten
 from lowbit.memory.offload.bandwidth import bandwidth
 from lowbit.memory.planned import Option, best, choices_of, peak_of
 from lowbit.optim.offload import CHUNK_BYTES, LEAST_BYTES
@@ -129,14 +128,11 @@ class Predictor:
         return sorted(count for count in {*powers, *(3 * power for power in powers)} if count <= most)
 
     def applies(self, policy: str | None) -> bool:
-        """Whether the model has what the policy of checkpoints looks for, and keeps what it keeps."""
-        if policy is None:
-            return True
+        """Whether the model has what the policy of checkpoints looks for."""
         try:
-            found = bool(choose(self.model, policy))
+            return policy is None or bool(choose(self.model, policy))
         except ValueError:
             return False
-        return found and (policy != "save_matmuls" or self._keeps_products)
 
     @cached_property
     def _splits(self) -> bool:
@@ -147,15 +143,6 @@ class Predictor:
             for count in {2, self.rows // self.least}:
                 self._estimated(Settings(), count, None)
         except Exception:  # of whatever code the model and the loss have; the whole batch shows what is wrong with both
-            return False
-        return True
-
-    @cached_property
-    def _keeps_products(self) -> bool:
-        """Whether the model leaves results of products as they are, which a checkpoint keeps."""
-        try:
-            self._estimated(Settings(checkpoint="save_matmuls"), 1, None)
-        except Overwritten:
             return False
         return True
 
