@@ -43,7 +43,8 @@ def checkpoint_(
     A module must not write to its inputs, its weights must stay until backward, and it must compute the same twice:
     ``NotReplayed``, a RuntimeError, names one that does not. What nothing tells: weights that are written to or
     assigned through ``weight.data``, those of modules that FSDP2 has sharded, those that step in backward
-    (``in_backward_``), and any weights in compiled code, where torch's checkpointing looks at none.
+    (``in_backward_``), and any weights in compiled code, where torch's checkpointing looks at none; and, under
+    ``"save_matmuls"``, results that are written into where torch does not see it, as through ``numpy()``.
 
     Raises ValueError for an unknown policy, one that chooses nothing, a pattern without a match, and for modules that
     are not of ``model``; TypeError for what is no policy; each before anything is changed.
