@@ -11,6 +11,9 @@ Source: docs/numerics.md sections 2 to 4 and 6.
 import triton
 import triton.language as tl
 
+#: What numbers are converted to by hardware: nothing. Triton 3.6 takes no string as a default.
+NO_CONVERSION = tl.constexpr("")
+
 #: Four fp32 patterns to four bytes of an FP4 code each. The instruction makes a byte of two, the first above the other.
 FP4 = tl.constexpr(
     "{ .reg .b8 low, high; .reg .b32 word, upper; "
@@ -201,7 +204,7 @@ def encode_codebook(sign, magnitude, random, FMT: tl.constexpr, STOCHASTIC: tl.c
 @triton.jit
 def encode(
     sign, magnitude, random, zero_point,
-    FMT: tl.constexpr, SATURATE: tl.constexpr, STOCHASTIC: tl.constexpr, CONVERT: tl.constexpr = "",
+    FMT: tl.constexpr, SATURATE: tl.constexpr, STOCHASTIC: tl.constexpr, CONVERT: tl.constexpr = NO_CONVERSION,
 ):  # fmt: skip
     """Codes (int32) of quotients already divided by their scale. CONVERT: of ``convert_float``, where that serves."""
     if CONVERT != "":

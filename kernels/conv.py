@@ -15,15 +15,6 @@ from lowbit.kernels.spec import GENERAL_OF_PRODUCTS
 
 
 @triton.jit
-def of_group(ptr, at):
-    """``ptr + at``; nothing of nothing."""
-    if ptr is None:
-        return ptr
-    else:
-        return ptr + at
-
-
-@triton.jit
 def place(rows, cols, M: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr):
     """Rows and columns of this program's tile; columns that its group has not are ``cols``."""
     each = cols // GROUPS

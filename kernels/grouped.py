@@ -44,11 +44,8 @@ def place(offsets_ptr, experts, rows, cols, M: tl.constexpr, N: tl.constexpr, EX
 
 @triton.jit
 def of_expert(ptr, expert, stride):
-    """Where an expert's part of a stack begins; nothing of nothing."""
-    if ptr is None:
-        return ptr
-    else:
-        return ptr + expert.to(tl.int64) * stride
+    """Where an expert's part of a stack begins."""
+    return ptr + expert.to(tl.int64) * stride
 
 
 @triton.jit
@@ -73,14 +70,19 @@ def grouped_weight_only(
 ):  # fmt: skip
     """``weight_only`` of the expert that a tile's rows have; ``b`` and what belongs to it are stacks."""
     expert, row, col, end = place(offsets_ptr, experts, rows, cols, M, N, EXPERTS)
+    if b_zero_ptr is not None:
+        b_zero_ptr = of_expert(b_zero_ptr, expert, scale_stride_e)
+    if b_global_ptr is not None:
+        b_global_ptr = of_expert(b_global_ptr, expert, global_stride_e)
+    if bias_ptr is not None:
+        bias_ptr = of_expert(bias_ptr, expert, cols)
     if expert < experts:
         weight_only.multiply(
             row, col, end, a_ptr, a_stride_r, a_stride_c,
             of_expert(b_ptr, expert, b_stride_e), b_stride_r, b_stride_c, b_bytes,
             a_scale_ptr, a_global_ptr, of_expert(b_scale_ptr, expert, scale_stride_e),
-            of_expert(b_zero_ptr, expert, scale_stride_e),
-            of_expert(b_global_ptr, expert, global_stride_e), table_ptr, of_expert(bias_ptr, expert, cols),
-            out_ptr, sums_ptr, a_blocks_ptr, rows, cols, depth, a_block, a_block_r, a_block_c, a_blocks, b_block,
+            b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr, a_blocks_ptr,
+            rows, cols, depth, a_block, a_block_r, a_block_c, a_blocks, b_block,
             b_block_c, blocks, block, steps, count, share,
             B, B_SCALE, A_SCALE, A_BLOCKS, AFFINE, PAIRS, SCALED, GROUP, GLOBAL, BIAS, DTYPE, FP8, PTX, REGISTERS,
             OPERAND, A_FP8, A_TERMS, B_TERMS, SPLIT, M, N, K,
@@ -100,11 +102,15 @@ def grouped_add_shares(
     tiles_n = tl.cdiv(cols, N)
     expert, first, end = locate(offsets_ptr, experts, rows, tl.program_id(0) // tiles_n, M, EXPERTS)
     row, col = first + tl.arange(0, M), (tl.program_id(0) % tiles_n) * N + tl.arange(0, N)
+    if b_global_ptr is not None:
+        b_global_ptr = of_expert(b_global_ptr, expert, global_stride_e)
+    if bias_ptr is not None:
+        bias_ptr = of_expert(bias_ptr, expert, cols)
     if expert < experts:
         weight_only.add(
             row, col, end, sums_ptr, a_scale_ptr, a_global_ptr, of_expert(b_scale_ptr, expert, scale_stride_e),
-            of_expert(b_global_ptr, expert, global_stride_e), of_expert(bias_ptr, expert, cols), out_ptr,
-            rows, cols, a_block, b_block, shares, A_SCALE, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE, M, N,
+            b_global_ptr, bias_ptr, out_ptr, rows, cols, a_block, b_block, shares,
+            A_SCALE, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE, M, N,
         )  # fmt: skip
 
 
@@ -121,13 +127,18 @@ def grouped_integers(
 ):  # fmt: skip
     """``integers`` of the expert that a tile's rows have; ``b`` and what belongs to it are stacks."""
     expert, row, col, end = place(offsets_ptr, experts, rows, cols, M, N, EXPERTS)
+    if b_zero_ptr is not None:
+        b_zero_ptr = of_expert(b_zero_ptr, expert, scale_stride_e)
+    if b_global_ptr is not None:
+        b_global_ptr = of_expert(b_global_ptr, expert, global_stride_e)
+    if bias_ptr is not None:
+        bias_ptr = of_expert(bias_ptr, expert, cols)
     if expert < experts:
         integers.multiply(
             row, col, end, a_ptr, a_stride_r, a_stride_c, a_bytes,
             of_expert(b_ptr, expert, b_stride_e), b_stride_r, b_stride_c, b_bytes,
             a_scale_ptr, a_zero_ptr, a_global_ptr, of_expert(b_scale_ptr, expert, scale_stride_e),
-            of_expert(b_zero_ptr, expert, scale_stride_e), of_expert(b_global_ptr, expert, global_stride_e),
-            of_expert(bias_ptr, expert, cols), out_ptr,
+            b_zero_ptr, b_global_ptr, bias_ptr, out_ptr,
             cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, block, segments, length,
             steps, count, A, A_SCALE, A_AFFINE, A_PAIRS, B, B_SCALE, B_AFFINE, B_PAIRS, WHOLE, ONE, ALIGNED, BIAS,
             DTYPE, M, N, K,
@@ -149,13 +160,16 @@ def grouped_scaled(
 ):  # fmt: skip
     """``scaled`` of the expert that a tile's rows have; ``b`` and what belongs to it are stacks."""
     expert, row, col, end = place(offsets_ptr, experts, rows, cols, M, N, EXPERTS)
+    if b_global_ptr is not None:
+        b_global_ptr = of_expert(b_global_ptr, expert, global_stride_e)
+    if bias_ptr is not None:
+        bias_ptr = of_expert(bias_ptr, expert, cols)
     if expert < experts:
         scaled.multiply(
             row, col, end, a_ptr, a_stride_r, a_stride_c, a_bytes,
             of_expert(b_ptr, expert, b_stride_e), b_stride_r, b_stride_c, b_bytes,
             a_blocks_ptr, of_expert(b_blocks_ptr, expert, scale_stride_e), a_scale_ptr, a_global_ptr,
-            of_expert(b_scale_ptr, expert, scale_stride_e), of_expert(b_global_ptr, expert, global_stride_e),
-            of_expert(bias_ptr, expert, cols), out_ptr, sums_ptr,
+            of_expert(b_scale_ptr, expert, scale_stride_e), b_global_ptr, bias_ptr, out_ptr, sums_ptr,
             rows, cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, a_block, b_block,
             count, share, A, B, V, FACTOR, A_SCALE, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE, SPLIT, M, N, K,
         )  # fmt: skip

@@ -181,7 +181,7 @@ def quantize_tile(
 def encode_below(
     sign, magnitude, scale, zero_point, random,
     FMT: tl.constexpr, SCALE: tl.constexpr, CANONICAL: tl.constexpr, STOCHASTIC: tl.constexpr,
-    CONVERT: tl.constexpr = "",
+    CONVERT: tl.constexpr = bits.NO_CONVERSION,
 ):  # fmt: skip
     """Codes of numbers divided by their scales (fp32 bits), saturating. CANONICAL: of a NaN scale the canonical one.
     CONVERT: as ``bits.encode``.
