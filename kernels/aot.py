@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lowbit.kernels.arguments import ROUNDED_ONCE_FROM
 from lowbit.kernels.cases import ARCHITECTURES, MULTIPLY_CODES, cases
 from lowbit.kernels.spec import INTERPRETED, Launch
 
@@ -85,6 +86,8 @@ def specialized(one: Launch, architecture: int) -> tuple[dict[str, str], dict[st
     constants: dict[str, Any] = {}
     attributes: dict[Any, Any] = {}
     without = {} if architecture >= FP8_FROM else dict.fromkeys(("FP8", "A_FP8", *CONVERSIONS), "")
+    if architecture < 10 * ROUNDED_ONCE_FROM[0] + ROUNDED_ONCE_FROM[1]:
+        without |= dict.fromkeys(CONVERSIONS, "")
     if architecture < FP4_FROM:
         without |= {name: "" for name in CONVERSIONS if one.arguments.get(name) == "e2m1"}
     arguments = one.arguments | without

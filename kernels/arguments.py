@@ -6,6 +6,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from lowbit import reference
@@ -47,11 +48,25 @@ CONVERTED = {**FP8, "fp4_e2m1": "e2m1"}
 CONVERTED_FROM = {"e4m3": (8, 9), "e5m2": (8, 9), "e2m1": (10, 0)}
 
 
+#: The compute capability from which on Triton converts fp32 to FP8 at once. One before 3.9 goes by way of fp16 on 8.9,
+#: which rounds twice.
+ROUNDED_ONCE_FROM = (8, 9) if tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9) else (9, 0)
+
+
 def converts(name: str, device: torch.device) -> bool:
     """Whether kernels may have numbers converted by instructions of ``device``, which the interpreter does not follow.
     ``name``: a value of ``CONVERTED``.
     """
+    return _from(CONVERTED_FROM[name], device)
+
+
+def rounds_once(name: str, device: torch.device) -> bool:
+    """The same of fp32 numbers that instructions round to ``name``."""
+    return _from(max(CONVERTED_FROM[name], ROUNDED_ONCE_FROM), device)
+
+
+def _from(capability: tuple[int, int], device: torch.device) -> bool:
     device = meta_stands_for.get() or device
     if INTERPRETED or device.type != "cuda":
         return not INTERPRETED
-    return torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= CONVERTED_FROM[name]
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= capability

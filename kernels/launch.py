@@ -16,7 +16,7 @@ from torch import Tensor
 from lowbit import reference
 from lowbit.formats import Format
 from lowbit.kernels import backward, codec, optim, quantize, rotation
-from lowbit.kernels.arguments import CONVERTED, SIGNS, converts, dense, dtype_of, input_of, pattern
+from lowbit.kernels.arguments import CONVERTED, SIGNS, dense, dtype_of, input_of, pattern, rounds_once
 from lowbit.kernels.spec import (
     PROGRAMS,
     TARGET,
@@ -103,7 +103,7 @@ def encode(x: Tensor, out: Tensor, format: Format, saturate: bool, rounding: Rou
 def conversion(format: Format, device: torch.device, rounding: Rounding) -> str:
     """``CONVERT`` in kernels: the format whose saturating codes to nearest an instruction makes, "" for none."""
     name = CONVERTED.get(format.name, "")
-    return name if name and not rounding.stochastic and converts(name, device) else ""
+    return name if name and not rounding.stochastic and rounds_once(name, device) else ""
 
 
 def decode(codes: Tensor, out: Tensor, format: Format) -> list[Launch]:

@@ -40,7 +40,7 @@ def converted(monkeypatch):
 
     plain = interpreter.interpreter_builder.create_fp_to_fp
     monkeypatch.setattr(interpreter.interpreter_builder, "create_fp_to_fp", as_hardware)
-    monkeypatch.setattr(launch, "converts", lambda name, device: name in ("e4m3", "e5m2"))
+    monkeypatch.setattr(launch, "rounds_once", lambda name, device: name in ("e4m3", "e5m2"))
     return done
 
 
@@ -120,6 +120,10 @@ def test_only_devices_that_have_the_instruction_are_asked_for_it(monkeypatch):
     assert not arguments.converts("e4m3", device), "an estimate without a GPU is of the oldest"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert arguments.converts("e4m3", device) and not arguments.converts("e2m1", device)
+    for least in ((8, 9), (9, 0)):  # of Triton from 3.9 on, and before
+        monkeypatch.setattr(arguments, "ROUNDED_ONCE_FROM", least)
+        assert arguments.rounds_once("e4m3", device) == (least == capability)
+        assert not arguments.rounds_once("e2m1", device)
     capability = (8, 6)
     assert not arguments.converts("e5m2", device)
     capability = (12, 0)
