@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -37,8 +39,18 @@ def input_of(x: Tensor) -> dict[str, Any]:
     return {"x_ptr": pattern(x), "stride_r": x.stride(0), "stride_c": x.stride(1)}
 
 
-#: The device whose calls are looked at on the meta device.
-meta_stands_for: ContextVar[torch.device | None] = ContextVar("lowbit_meta_stands_for", default=None)
+_stood_for: ContextVar[torch.device | None] = ContextVar("lowbit_stood_for", default=None)
+
+
+@contextmanager
+def standing_for(device: torch.device) -> Iterator[None]:
+    """Within, host sides on the meta device choose as they do on ``device``."""
+    token = _stood_for.set(device)
+    try:
+        yield
+    finally:
+        _stood_for.reset(token)
+
 
 #: The FP8 formats that instructions convert, by what they call them, and all formats that they convert to.
 FP8 = {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
@@ -66,7 +78,7 @@ def rounds_once(name: str, device: torch.device) -> bool:
 
 
 def _from(capability: tuple[int, int], device: torch.device) -> bool:
-    device = meta_stands_for.get() or device
+    device = _stood_for.get() or device
     if INTERPRETED or device.type != "cuda":
         return not INTERPRETED
     return torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= capability

@@ -81,7 +81,7 @@ def _multiples(call: matmul.ScaledMM, of: int) -> str | None:
 
 # -- codes that bf16 holds ---------------------------------------------------------------------------------------------
 def _bf16(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
-    left, right = (triton.operands().values(side, call.cols) for side in matmul.sides(call))
+    left, right = (triton.operands().in_bf16(side, call.cols) for side in matmul.sides(call))
     triton.start([*left.launches, *right.launches], outs[0].device)
     a, b = left.values, right.values.t()
     _finish(outs, call, [left.rows, right.rows], lambda rows: torch.mm(a[rows], b, out_dtype=torch.float32))
@@ -100,13 +100,6 @@ def _supports_bf16(call: matmul.ScaledMM) -> str | None:
 
 
 # -- floats and codebooks, rounded to bf16 -----------------------------------------------------------------------------
-def _rounded(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
-    left, right = (triton.operands().in_bf16(side, call.cols) for side in matmul.sides(call))
-    triton.start([*left.launches, *right.launches], outs[0].device)
-    a, b = left.values, right.values.t()
-    _finish(outs, call, [left.rows, right.rows], lambda rows: torch.mm(a[rows], b, out_dtype=torch.float32))
-
-
 def _supports_rounded(call: matmul.ScaledMM) -> str | None:
     if matmul_precision() != "medium":
         return 'it rounds operands to bf16; torch.set_float32_matmul_precision("medium") allows that'
@@ -153,15 +146,26 @@ def _supports_wide_fp8(call: matmul.ScaledMM) -> str | None:
 
 
 def _supports_fp8(call: matmul.ScaledMM) -> str | None:
-    if matmul_precision() != "medium":
-        return 'its sums keep 14 bits; torch.set_float32_matmul_precision("medium") allows that'
-    return _supports_any_fp8(call)
+    return _unless_medium() or _supports_any_fp8(call)
 
 
-def _supports_any_fp8(call: matmul.ScaledMM) -> str | None:
+def _unless_medium() -> str | None:
+    if matmul_precision() == "medium":
+        return None
+    return 'its sums keep 14 bits; torch.set_float32_matmul_precision("medium") allows that'
+
+
+def _other_than_fp8(call: matmul.ScaledMM) -> str | None:
     names = [scaling.scheme(side.scheme).format.name for side in matmul.sides(call) if side.scheme is not None]
     if len(names) < 2 or not set(names) <= set(_FP8) or names == ["fp8_e5m2", "fp8_e5m2"]:
         return f"torch multiplies FP8 by FP8, one of them E4M3, got {names}"
+    return None
+
+
+def _supports_any_fp8(call: matmul.ScaledMM) -> str | None:
+    other = _other_than_fp8(call)
+    if other is not None:
+        return other
     if not matmul.is_whole(call):
         return "it applies scales to whole rows, and these change within a row"
     if triton.capability(call.b.device) < (8, 9):
@@ -209,14 +213,12 @@ def _laid_out(scale: Tensor, recipe: Any) -> Tensor:
 
 
 def _supports_fp8_blocks(call: matmul.ScaledMM) -> str | None:
-    if matmul_precision() != "medium":
-        return 'its sums keep 14 bits; torch.set_float32_matmul_precision("medium") allows that'
     if triton.capability(call.b.device) != (9, 0):
         return "torch multiplies FP8 in blocks on devices of compute capability 9.0"
-    found = [scaling.scheme(side.scheme) for side in matmul.sides(call) if side.scheme is not None]
-    names = [one.format.name for one in found]
-    if len(names) < 2 or not set(names) <= set(_FP8) or names == ["fp8_e5m2", "fp8_e5m2"]:
-        return f"torch multiplies FP8 by FP8, one of them E4M3, got {names}"
+    other = _unless_medium() or _other_than_fp8(call)
+    if other is not None:
+        return other
+    found = [scaling.scheme(str(side.scheme)) for side in matmul.sides(call)]
     blocks = [one.block for one in found]
     if not set(blocks) <= set(_BLOCKS) or blocks == [(128, 128)] * 2:
         return f"torch takes scales of 1 x 128 elements and 1 x 128 or 128 x 128, got {found[0]} and {found[1]}"
@@ -242,7 +244,7 @@ _PRODUCTS = tuple(
         ("delegated_fp8_blocks", 72, _fp8_blocks, _supports_fp8_blocks, Numerics("fp8", "fp22"), 128),
         ("delegated_int8", 71, _int8, _supports_int8, Numerics("fp32", "fp32"), 4096),
         ("delegated_bf16", 70, _bf16, _supports_bf16, Numerics("fp32", "fp32"), 1024),
-        ("delegated_rounded", 69, _rounded, _supports_rounded, Numerics("bf16", "fp32", codebooks=True), 512),
+        ("delegated_rounded", 69, _bf16, _supports_rounded, Numerics("bf16", "fp32", codebooks=True), 512),
     )
 )
 

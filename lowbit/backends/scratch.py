@@ -56,7 +56,7 @@ def allocated(op: str, call: Any) -> int:
 
 @lru_cache(maxsize=4096)
 def _allocated(impl: Impl, device: torch.device, looks: tuple[Any, ...]) -> int:
-    with _disable_current_modes(), torch.no_grad(), triton.on_meta(device):
+    with _disable_current_modes(), torch.no_grad(), triton.arguments().standing_for(device):
         call = OPS[impl.op].args(*(one.empty() if isinstance(one, _Look) else one for one in looks))
         outs = tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in OPS[impl.op].outputs(call))
         impl.run(outs, call)  # the first makes what is remembered, such as tables

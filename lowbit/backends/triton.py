@@ -6,8 +6,7 @@ so that only ``use_backend("triton")`` picks them. Kernels are imported at the f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
@@ -71,16 +70,12 @@ def start(launches: Any, device: torch.device) -> None:
         replay.note(lambda: [replay.Bound(*_starts().bound(one)) for one in launches])
 
 
-@contextmanager
-def on_meta(device: torch.device) -> Iterator[None]:
-    """Within, host sides on the meta device choose as they do on ``device``."""
-    from lowbit.kernels.arguments import meta_stands_for
+@cache
+def arguments() -> Any:
+    """What kernels are told of tensors and devices, ``lowbit.kernels.arguments``."""
+    from lowbit.kernels import arguments
 
-    token = meta_stands_for.set(device)
-    try:
-        yield
-    finally:
-        meta_stands_for.reset(token)
+    return arguments
 
 
 @cache
