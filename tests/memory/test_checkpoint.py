@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from support.architectures import ARCHITECTURES, BLOCKS, ResNet
 from support.bits import same_bits
+from support.checkpoints import assert_equal, chain, outcome
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
 
 import lowbit as lb
 from lowbit.memory import checkpoint_, saved_bytes, uncheckpoint_
 from lowbit.memory.checkpoint.frame import NotReplayed
 from lowbit.memory.checkpoint.policies import POLICIES
-from lowbit.memory.checkpoint.selective import _draws
 
 OF_TRANSFORMERS = ("block", "attention", "mlp", "every:2", "ratio:0.5", "sqrt", "segments:3", "save_matmuls")
 OF_CONVOLUTIONS = ("block", "every:2", "sqrt", "save_matmuls", "stages")
@@ -33,21 +32,6 @@ CASES = [
 def made(name: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     torch.manual_seed(0)
     return ARCHITECTURES[name]()
-
-
-def outcome(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> list[Tensor | None]:
-    """The loss, the gradients, and the buffers afterwards."""
-    torch.manual_seed(7)
-    value = loss(model)
-    value.backward()
-    grads = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    return [value.detach(), *grads, *(buffer.clone() for buffer in model.buffers())]
-
-
-def assert_equal(got: list[Tensor | None], want: list[Tensor | None]) -> None:
-    for index, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert (a is None and b is None) or (a is not None and b is not None and same_bits(a, b)), index
 
 
 def test_every_policy_is_tested():
@@ -73,22 +57,6 @@ def test_no_policy_changes_a_bit(name):
 
 
 # -- what is kept -----------------------------------------------------------------------------------------------------
-class Wide(nn.Module):
-    """A block that keeps much more than its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)).sin())
-
-
-def chain(blocks: int) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(Wide() for _ in range(blocks)))
-
-
 def test_segments_keep_as_many_inputs_as_there_are_segments():
     x = torch.randn(128, 16)
     model, one = chain(64), x.nbytes
@@ -99,184 +67,6 @@ def test_segments_keep_as_many_inputs_as_there_are_segments():
     assert lb.memory.allocated_peak(lambda: model(x).sum().backward()) < whole / 4
     checkpoint_(model, "block")
     assert saved_bytes(lambda: model(x), model) == 64 * one
-
-
-def products(model: nn.Module, x: Tensor) -> int:
-    """How many products of matrices a step computes."""
-    count = 0
-
-    class Count(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            nonlocal count
-            count += op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-            return op(*args, **(kwargs or {}))
-
-    with Count():
-        model(x).sum().backward()
-    return count
-
-
-def test_kept_products_are_not_computed_again():
-    x, counts = torch.randn(8, 16), {}
-    for policy in (None, "block", "save_matmuls"):
-        model = chain(3)
-        if policy:
-            checkpoint_(model, policy)
-        counts[policy] = products(model, x)
-    assert counts[None] == counts["save_matmuls"] < counts["block"]
-
-
-class Writes(nn.Module):
-    """Writes into the results of its products, itself and through a view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two, self.three = (nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.one(x)
-        first.mul_(0.5).add_(x)
-        second = self.two(first)
-        second[:, :8].mul_(2)
-        return self.three(second.tanh_()).relu_()
-
-
-def test_a_product_that_the_module_writes_into_is_kept_as_it_was_computed():
-    x, found, counts = torch.randn(8, 16), [], []
-    for policy in (None, "save_matmuls"):
-        torch.manual_seed(0)
-        model = nn.Sequential(Writes(), Writes())
-        if policy:
-            checkpoint_(model, policy)
-        found.append(outcome(model, lambda m: m(x).square().sum()))
-        counts.append(products(model, x))
-    assert_equal(*found)
-    assert counts[0] == counts[1]
-
-
-class Pair(nn.Module):
-    """Returns the result of a product, and something that backward makes of it."""
-
-    def __init__(self, bias: bool = True) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16, bias)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = self.linear(x)
-        return y, (2 * y).sin()
-
-
-@pytest.mark.parametrize("write", [Tensor.neg_, lambda y: y[..., 3:].zero_()], ids=["whole", "view"])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(8, 16), (2, 4, 16)], ids=str)
-def test_a_product_that_is_written_into_after_the_module_returned_it_is_computed_again(write, bias, shape):
-    x, found = torch.randn(shape), []
-    for policy in ("block", "save_matmuls"):
-        torch.manual_seed(0)
-        model = nn.Sequential(Pair(bias), Pair(bias))
-        checkpoint_(model, policy)
-        y, z = model[0](x)
-        with torch.no_grad():
-            write(y)
-        z.sum().backward()
-        found.append(model[0].linear.weight.grad)
-    assert same_bits(*found)
-
-
-class Alternates(nn.Module):
-    """Computes the same by another op when it is called again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.calls = nn.Linear(16, 16), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        fused, w, b = self.calls == 1, self.linear.weight, self.linear.bias
-        return (torch.addmm(b, x, w.t()) if fused else torch.mm(x, w.t()) + b).sin()
-
-
-def test_a_module_that_computes_by_other_products_in_backward_is_refused():
-    model = nn.Sequential(Alternates(), Alternates())
-    checkpoint_(model, "save_matmuls")
-    message = r"product 1 of a checkpointed module was aten\.addmm\.default in forward and is aten\.mm\.default"
-    with pytest.raises(NotReplayed, match=message):
-        model(torch.randn(16, 16)).sum().backward()
-
-
-def test_kept_products_serve_a_graph_that_is_retained():
-    x, found = torch.randn(8, 16), []
-    for policy in (None, "save_matmuls"):
-        model = chain(3)
-        if policy:
-            checkpoint_(model, policy)
-        y = model(x).sum()
-        y.backward(retain_graph=True)
-        y.backward()
-        found.append([p.grad for p in model.parameters()])
-    assert_equal(*found)
-
-
-def test_attention_that_drops_is_not_kept():
-    """What comes after it draws from the generator where it leaves it."""
-    attention, rows = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, [torch.zeros(1, 1, 2, 16)] * 3
-    assert _draws(attention, (*rows, 0.1), {}) and _draws(attention, rows, {"dropout_p": 0.1})
-    assert not _draws(attention, rows, {}) and not _draws(attention, (*rows, 0.0, True), {})
-    assert not _draws(torch.ops.aten.mm.default, rows[:2], {})
-
-
-class Unusual(nn.Module):
-    """Products into memory that is given, and of sparse matrices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            out = torch.empty(16, 16)
-            torch.mm(self.linear.weight, self.linear.weight, out=out)
-            sparse = torch.eye(16).to_sparse()
-            sparse = torch.mm(sparse, sparse).mul_(2)
-        return self.linear(x + sparse.to_dense()[0]).sin() @ out
-
-
-def test_products_of_other_kinds():
-    x, found = torch.randn(8, 16), []
-    for policy in (None, "save_matmuls"):
-        torch.manual_seed(0)
-        model = nn.Sequential(Unusual(), Unusual())
-        if policy:
-            checkpoint_(model, policy)
-        found.append(outcome(model, lambda m: m(x).square().sum()))
-    assert_equal(*found)
-
-
-def test_compiled_parts_of_a_block_stay_compiled():
-    counter = CompileCounter()
-    model, x = chain(2), torch.randn(8, 16)
-    want = outcome(copy.deepcopy(model), lambda m: m(x).square().sum())
-    checkpoint_(model, "save_matmuls")
-    for block in model:
-        block.up.compile(backend=counter)
-    for got, expected in zip(outcome(model, lambda m: m(x).square().sum()), want, strict=True):
-        torch.testing.assert_close(got, expected)
-    assert counter.frame_count > 0
-
-
-def test_gpt_oss_whose_experts_write_into_their_products():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GptOssConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, num_local_experts=4, num_experts_per_tok=2,
-        layer_types=["sliding_attention", "full_attention"],
-    )  # fmt: skip
-    torch.manual_seed(0)
-    plain, ids = transformers.GptOssForCausalLM(config), torch.randint(64, (2, 16))
-    model = copy.deepcopy(plain)
-    checkpoint_(model, "save_matmuls")
-    loss = lambda m: m(input_ids=ids, labels=ids).loss
-    assert_equal(outcome(model, loss), outcome(plain, loss))
 
 
 def test_a_stage_is_what_comes_before_the_last_down_sampling():
@@ -421,8 +211,7 @@ def test_segments_may_be_entered_anywhere_and_left_early():
 
 @pytest.mark.parametrize(("policy", "inputs"), [("block", 9), ("sqrt", 3)])
 def test_kept_inputs_are_moved_to_a_directory(tmp_path, policy, inputs):
-    torch.manual_seed(0)
-    plain, x = nn.Sequential(*(Wide() for _ in range(9))), torch.randn(2048, 16)
+    plain, x = chain(9), torch.randn(2048, 16)
     want = outcome(plain, lambda m: m(x * 1).square().sum())
     model = copy.deepcopy(plain)
     checkpoint_(model, policy, offload=tmp_path)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from lowbit.memory.checkpoint.frame import NotReplayed
 from lowbit.memory.fake import written
+from lowbit.models.ties import storage
 
 __all__ = ["kept_products", "looked_at"]
 
@@ -133,7 +134,7 @@ class _Keeping(_Mode):
         _looked_at += not _is_aside(op)
         if _is_product(op):
             self._keep(op, out, _draws(op, args, kwargs))
-        elif op is torch.ops.aten._unsafe_view.default and (place := self._places.get(_storage(out))) is not None:
+        elif op is torch.ops.aten._unsafe_view.default and (place := self._places.get(storage(out))) is not None:
             # What ``linear`` returns of more than two dimensions: the same memory with a version of its own.
             entry, alias = self.kept[place], _alias(out)
             self.kept[place] = entry._replace(watched=(*entry.watched, (alias, alias._version)))
@@ -144,15 +145,15 @@ class _Keeping(_Mode):
         if draws or any(tensor.layout is not torch.strided for tensor in tensors):
             self.kept.append(_Kept(op))
             return
-        self._places.update((_storage(tensor), len(self.kept)) for tensor in tensors)
+        self._places.update((storage(tensor), len(self.kept)) for tensor in tensors)
         self.kept.append(_Kept.of(op, tree_map_only(Tensor, _alias, out)))
 
     def _before_writing(self, into: list[Any]) -> None:
         dense = [tensor for tensor in into if isinstance(tensor, Tensor) and tensor.layout is torch.strided]
-        for storage in {_storage(tensor) for tensor in dense} & self._places.keys():
-            place = self._places.pop(storage)
+        for written_to in {storage(tensor) for tensor in dense} & self._places.keys():
+            place = self._places.pop(written_to)
             op, out, _ = self.kept[place]
-            self.kept[place] = _Kept.of(op, tree_map_only(Tensor, partial(_copied, storage), out))
+            self.kept[place] = _Kept.of(op, tree_map_only(Tensor, partial(_copied, written_to), out))
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -165,13 +166,9 @@ def _alias(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-def _copied(storage: int, tensor: Tensor) -> Tensor:
-    """A copy of a tensor that lies in a storage; others as they are."""
-    return tensor.clone() if _storage(tensor) == storage else tensor
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def _copied(where: int, tensor: Tensor) -> Tensor:
+    """A copy of a tensor that lies in the storage ``where``; others as they are."""
+    return tensor.clone() if storage(tensor) == where else tensor
 
 
 class _Giving(_Mode):
