@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lowbit.optim import masters
 from lowbit.optim.base import Optimizer, Params
+from lowbit.optim.shards import whole
 from lowbit.optim.states import Storage
 from lowbit.optim.step import Work, advance, direction, mean_of
 from lowbit.optim.sums import Matrix
@@ -65,6 +66,33 @@ class Adafactor(Optimizer):
         if param.dim() < 2:
             return {}
         return {"row_var": (param.shape[0], 1), "col_var": (1, torch.Size(param.shape[1:]).numel())}
+
+    def from_torch(self, param: Tensor, states: dict[str, Any]) -> dict[str, Any]:
+        """States by rows and columns of ``[D0, rest]``, from torch's, which factor the last two axes.
+
+        Args:
+            param: The parameter. Its states are returned as they are unless it has more than two axes.
+            states: By name; those of torch have as many axes as ``param``.
+
+        Returns:
+            The states with ``row_var``, which is exact, and ``col_var`` of the second moment that torch's stand for.
+        """
+        rows, cols = (states.get(name) for name in ("row_var", "col_var"))
+        shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in (rows, cols)]
+        expected = [(*param.shape[:-1], 1), (*param.shape[:-2], 1, *param.shape[-1:])]
+        if param.dim() < 3 or shapes != expected or rows is None or cols is None:
+            return states
+        row, col = whole(rows).float(), whole(cols).float()
+        means = row.mean(-2, keepdim=True)
+        square = (row * col / means.clamp(min=torch.finfo(torch.float32).tiny)).flatten(1)
+        return {**states, "row_var": square.mean(1, keepdim=True), "col_var": square.mean(0, keepdim=True)}
+
+    def to_torch(self, param: Tensor, states: dict[str, Tensor]) -> dict[str, Tensor]:
+        if param.dim() < 3:
+            return states
+        row, col = states["row_var"], states["col_var"]
+        square = (row * col / row.mean().clamp(min=torch.finfo(torch.float32).tiny)).view(param.shape)
+        return {**states, "row_var": square.mean(-1, keepdim=True), "col_var": square.mean(-2, keepdim=True)}
 
     def apply(self, work: Work, factors: tuple[float, ...]) -> None:
         group, step, state = work.group, float(work.step), work.state

@@ -299,6 +299,14 @@ class Optimizer(torch.optim.Optimizer):
         """The shapes of states in fp32 that each process holds whole, by name."""
         return {}
 
+    def from_torch(self, param: Tensor, states: dict[str, Any]) -> dict[str, Any]:
+        """The states that ``replicated`` names, from those of torch's optimizer; others as they are."""
+        return states
+
+    def to_torch(self, param: Tensor, states: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The states that ``replicated`` names, as torch's optimizer keeps them."""
+        return states
+
     def kept(self) -> Iterator[tuple[str, Tensor, dict[str, Storage]]]:
         """Each parameter that has stepped: its name, itself, and what its states are kept as."""
         for group in self.param_groups:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from lowbit import notice
-from lowbit.ops.optim import MASTERS
+from lowbit.ops.optim import FLOAT_STATES, MASTERS
 from lowbit.optim import masters
 from lowbit.optim.shards import Part, local, whole
-from lowbit.optim.states import Storage, Stored, encoded, fill, find, zeros
+from lowbit.optim.states import Storage, Stored, encoded, fill, zeros
 
 if TYPE_CHECKING:
     from lowbit.optim.base import Optimizer
@@ -81,17 +81,47 @@ def _take(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
             if param not in optimizer.state:
                 continue
             name = optimizer.name_of(group, place)
-            given = {key: _with_axes(wrapped.value) for key, wrapped in optimizer.state[param].items()}
-            optimizer.state[param] = _state(optimizer, group, saved, param, name, given, said)
+            given = {key: _with_axes(key, wrapped.value) for key, wrapped in optimizer.state[param].items()}
+            given = {key: value for key, value in given.items() if value is not None}
+            if not saved["bits"]:
+                given = {key: _as_float(key, value, said) for key, value in given.items()}
+            if given:
+                optimizer.state[param] = _state(optimizer, group, saved, param, name, given, said)
+            else:  # older releases of torch save a momentum that has not begun as None
+                del optimizer.state[param]
         optimizer.check(group)
     optimizer.settle()
     if said:
         notice.warn(f"{type(optimizer).__name__}.load_state_dict: {'; '.join(said)}")
 
 
-def _with_axes(value: Any) -> Any:
-    """A state of a scalar parameter as lowbit keeps it, with an axis."""
-    return value.reshape(1) if isinstance(value, Tensor) and not value.dim() else value
+def _with_axes(key: str, value: Any) -> Any:
+    """A state of a scalar parameter as lowbit keeps it: moments have an axis, the master has its parameter's none."""
+    return value.reshape(1) if key != "master" and isinstance(value, Tensor) and not value.dim() else value
+
+
+def _as_float(key: str, value: Any, said: dict[str, None]) -> Any:
+    """A state of another optimizer, whose dtype is its parameter's, in a dtype that this package keeps states in."""
+    if key == "step" or getattr(value, "dtype", None) not in (torch.float16, torch.float64):
+        return value
+    said[f"states in {str(value.dtype).removeprefix('torch.')} are read as fp32"] = None
+    return value.float()
+
+
+def _step(given: dict[str, Any], name: str) -> Tensor:
+    """How many steps a state has made; torch's SGD keeps no count, and its momentum has begun.
+
+    Raises:
+        ValueError: the count is not a whole number of at least 0.
+    """
+    step = given.get("step", 1.0)
+    count = float(step) if isinstance(step, int | float) or (isinstance(step, Tensor) and step.numel() == 1) else -1.0
+    if not (count >= 0 and count.is_integer()):
+        raise ValueError(
+            f"step of {name}: expected a whole number of at least 0, got {step}; the state is damaged: load an earlier "
+            "checkpoint, or write the number of steps made there"
+        )
+    return torch.tensor(count)
 
 
 def _state(
@@ -105,11 +135,10 @@ def _state(
             "with torch's optimizer, or drop its max_exp_avg_sq"
         )
     part, device = Part.of(param, name), local(param).device
-    step = given.get("step", 1.0)
-    state: dict[str, Any] = {"step": torch.tensor(float(step))}
+    state: dict[str, Any] = {"step": _step(given, name)}
+    storages = optimizer.kept_as({**group, "bits": saved["bits"] or "fp32"}, param)
     for moment, kept in optimizer.kept_as(group, param).items():
-        root = moment.endswith("_root")
-        before = Storage.of(find(saved["bits"] or 32), kept.shape, not root)
+        before = storages[moment] if saved["bits"] else _found(storages[moment], moment, given)
         if before.kind != kept.kind:
             said[f"states kept as {before.kind} are converted to {kept.kind}"] = None
         elif moment in given:
@@ -121,19 +150,29 @@ def _state(
             continue
         numbers = _numbers(given, moment, before, name, said)
         state.update(_entries(moment, encoded(part, kept, name, numbers.to(device))))
+    shared = optimizer.from_torch(param, given)
     for whole_name, shape in optimizer.replicated(param).items():
-        held = given.get(whole_name)
+        held = shared.get(whole_name)
         if not isinstance(held, Tensor) or held.numel() != torch.Size(shape).numel():
             raise ValueError(f"the state of {name} needs {whole_name} {list(shape)}, but has {_shapes(given)}")
+        if held is not given.get(whole_name):
+            said[f"{whole_name} is averaged over the axes that this optimizer takes together"] = None
         state[whole_name] = whole(held).to(device, torch.float32, copy=True).reshape(shape)
     known = {"step", "master", *state, *optimizer.replicated(param), *(_FOREIGN[m][0] for m in _FOREIGN if m in state)}
     for extra in given.keys() - known:
         if not extra.endswith("_scale"):
             said[f"{extra} is dropped"] = None
-    master = _master(group["master"], saved["master"], param, given.get("master"), part, said)
+    master = _master(group["master"], saved["master"], param, name, given.get("master"), part, said)
     if master is not None:
         state["master"] = master
     return state
+
+
+def _found(storage: Storage, moment: str, given: dict[str, Any]) -> Storage:
+    """What another optimizer kept a moment in: torch's are in the dtype of their parameter."""
+    source = given.get(moment, given.get(_FOREIGN.get(moment, (moment,))[0]))
+    kinds = {dtype: kind for kind, dtype in FLOAT_STATES.items()}
+    return storage._replace(kind=kinds.get(getattr(source, "dtype", None), storage.kind))
 
 
 def _entries(moment: str, made: Stored) -> dict[str, Tensor]:
@@ -175,7 +214,7 @@ def _numbers(given: dict[str, Any], moment: str, kept: Storage, name: str, said:
 
 
 def _master(
-    kind: str | None, before: str | None, param: Tensor, saved: Any, part: Part, said: dict[str, None]
+    kind: str | None, before: str | None, param: Tensor, name: str, saved: Any, part: Part, said: dict[str, None]
 ) -> Tensor | None:
     """The master of a parameter, from the saved one where there is one."""
     if param.dtype == torch.float32 or kind not in MASTERS:
@@ -188,7 +227,7 @@ def _master(
         said[f"master weights ({kind}) begin as their parameters are"] = None
         return made
     was = part.tensor(torch.zeros_like(mine, dtype=MASTERS.get(before or "", torch.float32)), param.shape)
-    _copy(part, was, saved, "a master")
+    _copy(part, was, saved, f"master of {name}")
     if before != kind:
         said[f"master weights kept as {before} are converted to {kind}"] = None
         local(made).copy_(masters.stored(kind, masters.number(mine, local(was))))
@@ -214,7 +253,7 @@ def as_torch(optimizer: Optimizer) -> dict[str, Any]:
             numbers = Stored(storage, state[moment], state.get(f"{moment}_scale")).numbers().reshape(param.shape)
             other = _FOREIGN.get(moment)
             made["state"][index].update({moment: numbers} if other is None else {other[0]: numbers.square()})
-        for name in optimizer.replicated(param):
-            made["state"][index][name] = state[name].clone()
+        shared = {name: state[name].clone() for name in optimizer.replicated(param)}
+        made["state"][index].update(optimizer.to_torch(param, shared))
     made["param_groups"] = [{k: v for k, v in group.items() if k not in _OWN} for group in made["param_groups"]]
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,10 @@ class Muon(Optimizer):
             raise ValueError(
                 f"Muon: adjust_lr_fn must be one of {', '.join(map(repr, _ADJUST))}, got {group['adjust_lr_fn']!r}"
             )
+
+        given = group["ns_coefficients"]
+        if not isinstance(given, tuple | list) or len(given) != 3 or not all(math.isfinite(x) for x in given):
+            raise ValueError(f"Muon: ns_coefficients must be three finite numbers, got {given!r}")
 
     def rule(self, group: dict[str, Any], param: Tensor) -> str:
         return "momentum" if group["muon"] and param.dim() > 1 + group["batch_dims"] else "adamw"

@@ -8,6 +8,7 @@ Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, secti
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,17 @@ LEAST = 2.0**-14
 
 #: So many steps in succession whose losses are not finite are not the fault of a batch.
 PATIENCE = 8
+
+#: The numbers of a state: what each is, and the test that it is one.
+_ENTRIES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "scale": ("a finite number above 0", lambda x: x > 0),
+    "growth_factor": ("a finite number of at least 1", lambda x: x >= 1),
+    "backoff_factor": ("a number above 0, at most 1", lambda x: 0 < x <= 1),
+    "growth_interval": ("a whole number above 0", lambda x: x > 0 and x == int(x)),
+    "_growth_tracker": ("a whole number of at least 0", lambda x: x >= 0 and x == int(x)),
+    "skipped": ("a whole number of at least 0", lambda x: x >= 0 and x == int(x)),
+    "lost_steps": ("a whole number of at least 0", lambda x: x >= 0 and x == int(x)),
+}
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -119,7 +131,18 @@ class LossScaler(torch.amp.GradScaler):
         return {**state, "skipped": self.skipped, "lost_steps": self._lost_steps} if state else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The state of a LossScaler, or of torch's GradScaler."""
+        """Load the state of a LossScaler, or of torch's GradScaler.
+
+        Raises:
+            ValueError: a number of the state cannot be one of a scaler's; nothing is loaded then.
+        """
+        for name, (expected, fits) in _ENTRIES.items() if self._enabled else ():
+            value = state_dict.get(name, 1)
+            if not (isinstance(value, int | float) and math.isfinite(value) and fits(value)):
+                raise ValueError(
+                    f"LossScaler.load_state_dict: {name}: expected {expected}, got {value!r}; the state is damaged: "
+                    "load an earlier checkpoint, or begin with a new LossScaler"
+                )
         super().load_state_dict(state_dict)
         self.skipped = state_dict.get("skipped", 0)
         self._lost_steps = state_dict.get("lost_steps", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from typing import Any
 
@@ -183,6 +184,20 @@ def test_the_state_goes_both_ways_between_torchs_scaler_and_this_one():
     again.load_state_dict(theirs.state_dict())
     assert again.get_scale() == 2.0**20 and again.skipped == 0
     assert copy.deepcopy(ours).state_dict() == ours.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("scale", math.nan), ("scale", math.inf), ("scale", 0.0), ("scale", None), ("growth_factor", 0.5),
+        ("backoff_factor", math.nan), ("growth_interval", 0.5), ("_growth_tracker", -1), ("skipped", math.nan),
+    ],
+)  # fmt: skip
+def test_a_state_with_a_number_that_is_none_is_refused(entry, value):
+    scaler, before = LossScaler(), LossScaler().state_dict()
+    with pytest.raises(ValueError, match=f"{entry}: expected a .*got {value!r}"):
+        scaler.load_state_dict({**before, entry: value})
+    assert scaler.state_dict() == before
 
 
 def test_without_scaling_it_does_what_a_loop_without_it_does():
