@@ -6,6 +6,7 @@ and renamed. JSON files may be edited by hand; who reads one checks what it hold
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -19,7 +20,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 __all__ = [
+    "DirectoryLock",
     "check_regular",
+    "exclusive",
     "flush",
     "is_file_name",
     "left_behind",
@@ -27,6 +30,7 @@ __all__ = [
     "read_json",
     "replaced",
     "resumable",
+    "sha256",
     "shown",
     "sync_directory",
     "write_atomically",
@@ -40,8 +44,14 @@ MOST_JSON = 64 << 20
 #: What a checked file begins with; the digest, a newline and the payload follow.
 _MAGIC = b"lowbit-checked-1 sha256:"
 
+#: How much of a file is read at a time.
+_PIECE = 1 << 20
+
 #: What ``replaced`` calls a file that is not finished.
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp")
+
+#: What the system says where a disk has no locks for directories.
+_NO_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 80
@@ -132,6 +142,73 @@ def check_regular(path: Path, most: int | None = None) -> int:
 def is_file_name(text: Any) -> bool:
     """Whether ``text`` can be the name of a file in a directory, as another file gives it."""
     return isinstance(text, str) and text.isprintable() and 0 < len(text.encode()) <= 255 and Path(text).name == text
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal. Raises: OSError."""
+    total = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE):
+            total.update(piece)
+    return total.hexdigest()
+
+
+# -- one process a directory -------------------------------------------------------------------------------------------
+class DirectoryLock:
+    """A directory that no other process, and no other lock of this one, has at the same time.
+
+    The system releases it however the process ends, and nothing is written. Where a disk has no locks there is none.
+
+    Args:
+        directory: It must exist.
+        who: The caller, for the message.
+
+    Raises:
+        BlockingIOError: Something else has the lock.
+    """
+
+    def __init__(self, directory: Path, who: str) -> None:
+        self._handle: int | None = None
+        if os.name != "posix":
+            return
+        import fcntl
+
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            taken = not os.path.isdir(directory) or not os.path.samestat(os.stat(directory), os.fstat(handle))
+        except BlockingIOError:
+            taken = True
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(handle)
+                raise
+            taken = False
+        if taken:
+            os.close(handle)
+            raise BlockingIOError(
+                errno.EWOULDBLOCK,
+                f"{who}: another run writes to this directory; wait until it has ended, or give another one",
+                str(directory),
+            )
+        self._handle = handle
+
+    def release(self) -> None:
+        """Let others have the directory; again is no error."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)
+
+
+@contextmanager
+def exclusive(directory: Path, who: str) -> Iterator[None]:
+    """Within, ``directory``, which is made, is locked. Raises: BlockingIOError, as ``DirectoryLock``; OSError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = DirectoryLock(directory, who)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------

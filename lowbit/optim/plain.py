@@ -31,20 +31,28 @@ def plain_step(optimizer: torch.optim.Optimizer) -> None:
 @contextmanager
 def without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Within, a step is that of the optimizer's class alone, and gradients are put aside: torch steps an optimizer to
-    have states that it can load into.
+    have states that it can load into. It leaves out what requires no gradient, so within all parameters require one:
+    the states of a layer that is frozen are as dear as the others. An error leaves the learning rates as they were.
     """
     before = vars(optimizer).get("step")
-    gradients = [(param, param.grad) for group in optimizer.param_groups for param in group["params"]]
-    for param, _ in gradients:
+    params = [(param, param.grad, param.requires_grad) for group in optimizer.param_groups for param in group["params"]]
+    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    for param, _, _ in params:
         param.grad = None
+        param.requires_grad_(True)
     optimizer.step = lambda closure=None: plain_step(optimizer)  # type: ignore[assignment, method-assign]
     try:
         yield
+    except BaseException:
+        for group, rate in rates:
+            group["lr"] = rate
+        raise
     finally:
         del optimizer.step
         if before is not None:
             optimizer.step = before  # type: ignore[method-assign]
-        for param, gradient in gradients:
+        for param, gradient, required in params:
+            param.requires_grad_(required)
             param.grad = gradient
 
 

@@ -6,7 +6,6 @@ shrinks. One tensor of a file is read by its place in the header, because the li
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -20,7 +19,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lowbit.files import check_regular, flush, shown
+from lowbit.files import check_regular, flush, sha256, shown
 from lowbit.models.ties import storage
 
 __all__ = ["Entry", "check_writable", "entries", "read", "read_entry", "write", "write_as_made"]
@@ -78,7 +77,7 @@ def write(path: Path, tensors: dict[str, Tensor]) -> tuple[str, int]:
         raise OSError(int(code[1]), os.strerror(int(code[1]))) from None
     with open(path, "rb+") as file:
         flush(file)
-    return _sha256(path), path.stat().st_size
+    return sha256(path), path.stat().st_size
 
 
 def write_as_made(path: Path, layout: Mapping[str, Tensor], made: Iterable[tuple[str, Tensor]]) -> tuple[str, int]:
@@ -102,7 +101,7 @@ def write_as_made(path: Path, layout: Mapping[str, Tensor], made: Iterable[tuple
             file.seek(8 + len(head) + rows[name]["data_offsets"][0])
             file.write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         flush(file)
-    return _sha256(path), path.stat().st_size
+    return sha256(path), path.stat().st_size
 
 
 def read(path: Path, digest: str, size: int) -> dict[str, Tensor]:
@@ -113,7 +112,7 @@ def read(path: Path, digest: str, size: int) -> dict[str, Tensor]:
     actual = check_regular(path)
     if actual != size:
         raise ValueError(f"{path} is truncated or altered: {actual} bytes instead of {size}; copy or save it again")
-    if _sha256(path) != digest:
+    if sha256(path) != digest:
         raise ValueError(f"{path} is altered: its SHA-256 is not the one expected; copy or save it again")
     try:
         with safetensors.safe_open(path, framework="pt") as found:
@@ -183,11 +182,3 @@ def read_entry(entry: Entry) -> Tensor:
         if data.numel() and file.readinto(data.numpy().data) != data.numel():
             raise ValueError(f"{entry.path} is truncated; copy or save it again")
     return data.view(entry.dtype).view(entry.shape)
-
-
-def _sha256(path: Path) -> str:
-    total = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(_PIECE):
-            total.update(piece)
-    return total.hexdigest()
