@@ -160,6 +160,10 @@ class Optimizer(torch.optim.Optimizer):
     def replaced(self, new: Mapping[Tensor, Tensor]) -> None:
         """Told that parameters have become others, such as their shards: these keep the random bits of the old."""
         self._places = {new.get(param, param): place for param, place in self._places.items()}
+        for before, after in new.items():
+            remainder = masters.of(before)
+            if remainder is not None:
+                masters.attach(after, remainder)
         self.settle()
 
     def _place(self, param: Tensor) -> int:
@@ -244,6 +248,21 @@ class Optimizer(torch.optim.Optimizer):
         for (key, *_), small in together.items():
             moments = advance_together(small, settings[key][1])
             self._watch.finite_together(small, moments)
+        for work in works:
+            if work.step == 1:
+                masters.forget(work.source)
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Make the states of parameters that were fp32 before ``lb.train.mixed_``, so that what they lack is a state:
+        ``offload_`` moves it, a sharding strategy shares it out. Otherwise the first step does so.
+        """
+        for group in self.param_groups:
+            for place, param in enumerate(group["params"]):
+                if param.requires_grad and masters.of(param) is not None and not self.state.get(param):
+                    if group["master"] in MASTERS:
+                        self.state[param] = self._init_state(group, param, self._plan(group, place, param))
+                    masters.forget(param)
 
     def _works(self, places: Iterable[tuple[dict[str, Any], int]]) -> list[Work]:
         """What a step is to do; raises before anything has changed."""
@@ -260,7 +279,7 @@ class Optimizer(torch.optim.Optimizer):
                 begun[param] = state = self._init_state(group, param, plan)
             plain = plan.part.mesh is None
             mine, grad = (param.detach(), param.grad) if plain else (local(param), gradient(param))
-            works.append(Work(plan, mine, grad.neg() if group["maximize"] else grad, state, group))
+            works.append(Work(plan, param, mine, grad.neg() if group["maximize"] else grad, state, group))
         self.state.update(begun)
         return works
 
@@ -334,7 +353,7 @@ class Optimizer(torch.optim.Optimizer):
         for whole, shape in self.replicated(param).items():
             state[whole] = torch.zeros(shape, device=mine.device)
         if group["master"] in MASTERS and param.dtype != torch.float32:
-            state["master"] = plan.part.tensor(masters.MAKE[group["master"]](mine), param.shape)
+            state["master"] = plan.part.tensor(masters.first(group["master"], param, plan.part), param.shape)
         return state
 
     def _is_small(self, work: Work) -> bool:

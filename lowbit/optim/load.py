@@ -91,6 +91,8 @@ def _take(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
                 del optimizer.state[param]
         optimizer.check(group)
     optimizer.settle()
+    for param in optimizer.state:
+        masters.forget(param)
     if said:
         notice.warn(f"{type(optimizer).__name__}.load_state_dict: {'; '.join(said)}")
 
@@ -222,14 +224,14 @@ def _master(
             said[f"master weights ({before}) are dropped"] = None
         return None
     mine = local(param)
-    made = part.tensor(masters.MAKE[kind](mine), param.shape)
     if saved is None:
         said[f"master weights ({kind}) begin as their parameters are"] = None
-        return made
+        return part.tensor(masters.first(kind, param, part), param.shape)
     was = part.tensor(torch.zeros_like(mine, dtype=MASTERS.get(before or "", torch.float32)), param.shape)
     _copy(part, was, saved, f"master of {name}")
     if before != kind:
         said[f"master weights kept as {before} are converted to {kind}"] = None
+        made = part.tensor(masters.blank(kind, mine), param.shape)
         local(made).copy_(masters.stored(kind, masters.number(mine, local(was))))
         return made
     return was

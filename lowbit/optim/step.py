@@ -43,9 +43,13 @@ class Plan:
 
 @dataclass
 class Work:
-    """A parameter in a step: this process' parts of it and of its gradient, and its states; ``rng``: [seed, step]."""
+    """A parameter ``source`` in a step: this process' parts of it and of its gradient, and its states.
+
+    ``rng``: [seed, step].
+    """
 
     plan: Plan
+    source: Tensor
     param: Tensor
     grad: Tensor
     state: dict[str, Any]

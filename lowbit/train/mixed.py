@@ -83,10 +83,10 @@ _MATRICES: dict[type[nn.Module], tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class _Setting:
-    """How a model is mixed; ``copies``: the names of parameters that were stored in 16 bits."""
+    """How a model is mixed; ``copies``: by name, what was cut off parameters that were stored in 16 bits."""
 
     precision: str
-    copies: tuple[str, ...]
+    copies: dict[str, masters.Remainder]
     fp32_gradients: bool
 
 
@@ -102,8 +102,10 @@ def mixed_(
 
     ``working_copies``: the matrices that autocast would cast in each forward (of Linear, convolutions and attention)
     are stored in 16 bits; norms, embeddings with what shares their table, and biases stay in fp32. Use it with the
-    optimizers of ``lowbit.optim`` and ``master="fp32"``, made afterwards: their masters, which begin as the rounded
-    weights, are then the weights. Other optimizers lose what rounding cuts off.
+    optimizers of ``lowbit.optim`` and ``master="residual"`` or ``"fp32"``, made afterwards: their masters are then the
+    weights. Until the first step the model keeps the bits that rounding cut off weights that require gradients: in
+    bf16 1 byte per weight (the leading 24 bits of fp32 are kept), in fp16 2. Load fp32 weights before ``mixed_``: later
+    they are rounded as they are copied. Other optimizers lose the bits that rounding cuts off.
     ``fp32_gradients``: gradients of parameters in 16 bits accumulate in fp32. None: only where the scaler needs it,
     with working copies in fp16. DDP cannot reduce such gradients, which is an error of the forward.
 
@@ -132,9 +134,8 @@ def mixed_(
             "accumulate in fp32 already; leave it out, or give working_copies=True too"
         )
     _require_plain(model, [*short, *copies.values()] if wide else list(copies.values()))
-    for param in copies.values():
-        param.data = param.data.to(dtype)
-    wrap_forward(model, _mixed, _mixed_own, _Setting(precision, tuple(copies), wide))
+    remainders = {name: masters.store_short(param, dtype) for name, param in copies.items()}
+    wrap_forward(model, _mixed, _mixed_own, _Setting(precision, remainders, wide))
     if wide:
         _widen_gradients(model)
     notes = ("floats in 16 bits come back in fp32", *_slowness(model, precision))
@@ -145,8 +146,8 @@ def mixed_(
 def unmixed_(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Report:
     """Make the forward of ``model`` what it was before ``mixed_``, in place, with parameters in fp32 again.
 
-    ``optimizer``: whose masters the weights of working copies become; without one they are the copies, in fp32. Make
-    another afterwards, which takes this one's ``state_dict``.
+    ``optimizer``: whose masters the weights of working copies become; without one they are the copies, in fp32, with
+    what rounding cut off if nothing has stepped since. Make another afterwards, which takes this one's ``state_dict``.
     Raises ValueError, with the model untouched, for a model that is not mixed, whose forward was replaced since, or an
     optimizer without masters of its working copies.
     """
@@ -159,10 +160,11 @@ def unmixed_(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
         )
     sizes, params = _sizes(model), dict(model.named_parameters())
     copies = {name: params[name] for name in setting.copies}
-    weights = {name: param.detach() if optimizer is None else _master(optimizer, name, param)
+    weights = {name: masters.widened(param) if optimizer is None else _master(optimizer, name, param)
                for name, param in copies.items()}  # fmt: skip
     for name, param in copies.items():
-        param.grad, param.data = None, weights[name].float()
+        param.grad, param.data = None, weights[name]
+        masters.forget(param)
     made = vars(model).pop("forward")
     if made.func is _mixed_own:
         model.forward = made.args[0]
@@ -191,9 +193,12 @@ _mixed.lowbit_runs_class_forward = True  # type: ignore[attr-defined]
 
 
 def _mixed_own(forward: Callable[..., Any], model: nn.Module, setting: _Setting, /, *args: Any, **kwargs: Any) -> Any:
-    if setting.fp32_gradients and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        _refuse_ddp()
-        _widen_gradients(model)  # a copy of the model, and one that has moved, have forgotten it
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        # A copy of the model, and one that has moved, have forgotten what its parameters were given.
+        if setting.fp32_gradients:
+            _refuse_ddp()
+            _widen_gradients(model)
+        _attach(model, setting)
     with torch.autocast(_device_type(model, (*args, *kwargs.values())), PRECISIONS[setting.precision]):
         return _widened(forward(*args, **kwargs))
 
@@ -233,6 +238,13 @@ def _refuse_ddp() -> None:
             "leave out fp32_gradients, or in fp16 working_copies, or shard the model with fully_shard and its "
             "MixedPrecisionPolicy"
         )
+
+
+def _attach(model: nn.Module, setting: _Setting) -> None:
+    waiting = {name: remainder for name, remainder in setting.copies.items() if remainder.bits is not None}
+    params = dict(model.named_parameters()) if waiting else {}
+    for name in waiting.keys() & params.keys():
+        masters.attach(params[name], waiting[name])
 
 
 def _widen_gradients(model: nn.Module) -> None:
@@ -307,7 +319,7 @@ def _master(optimizer: torch.optim.Optimizer, name: str, param: Tensor) -> Tenso
             f"train.unmixed_: the optimizer has no master of {name}; give one of lowbit.optim with master='fp32' that "
             f"has stepped, or leave it out to keep the weights in 16 bits as they are"
         )
-    return masters.number(local(param), local(state["master"])) if "master" in state else param.detach()
+    return masters.number(local(param), local(state["master"])) if "master" in state else masters.widened(param)
 
 
 # -- the report -------------------------------------------------------------------------------------------------------
