@@ -15,7 +15,7 @@ from lowbit.plan import sensitivity
 from lowbit.progress import bar
 from lowbit.recipes import Plan, Recipe, plan
 from lowbit.recipes import recipe as find_recipe
-from lowbit.sizes import bytes_in
+from lowbit.sizes import budget_in, bytes_in
 
 __all__ = ["CANDIDATES", "Budget"]
 
@@ -60,7 +60,7 @@ class Budget(NamedTuple):
         if text is None:
             raise ValueError("--bits and --size choose recipes by what layers compute; give a text with --text FILE")
         if self.size is not None:
-            bytes_in(self.size)
+            budget_in(self.size, "--size", shares=False)
         find_rule(method, "--method with --bits or --size")
         names = CANDIDATES if recipes is None else tuple(name.strip() for name in recipes.split(","))
         found = [None if name == "none" else find_recipe(name) for name in names]

@@ -22,7 +22,7 @@ from lowbit.plan.ladder import Climb, climb, report, rungs_of
 from lowbit.plan.ladder.limits import LIMITS
 from lowbit.progress import bar
 from lowbit.serialize.huggingface import is_directory
-from lowbit.sizes import bytes_in
+from lowbit.sizes import budget_in
 from lowbit.tables import rich_table
 
 EPILOG = """
@@ -84,7 +84,7 @@ def fit(
         if model is not None:
             raise ValueError(f"lowbit fit --ladder climbs with models of its own, got {model!r}; leave one of them out")
         _refuse(context, _OF_MODEL, "is for lowbit fit MODEL, and --ladder has models of its own")
-        _climb(memory or "2GiB", gpus, directory, search, quick, device, json)
+        _climb("2GiB" if memory is None else memory, gpus, directory, search, quick, device, json)
         return
     if model is None:
         raise ValueError(
@@ -118,6 +118,7 @@ def _plan(
     name: str, memory: str, rows: int, length: int, asked: dict[str, Any], directory: Path | None, json: bool
 ) -> None:
     """Plan, print, and save where there is a directory."""
+    budget_in(memory, "--memory")  # before a model is loaded or made
     model, batch, loss = find(name, rows, length, "MODEL")
     try:
         plan = plan_training(model, batch, memory, loss, progress=True, **asked)
@@ -205,7 +206,8 @@ def _climb(memory: str, gpus: int, directory: Path | None, search: int, quick: b
     if search < 0:
         raise ValueError(f"--search is a number of models, got {search}; 0 searches for none")
     steps, tries = (2, 0) if quick else (3, search)
-    asked = Climb(bytes_in(memory), device, steps, tries, directory)
+    limit = budget_in(memory, "--memory", shares=False).of(0)
+    asked = Climb(limit, device, steps, tries, directory)
     with bar("climbing") as progress, resumable():
         climbed = climb(asked, rungs_of(gpus), progress)
     path = None if directory is None else report.write(directory, climbed, shlex.join(["lowbit", *sys.argv[1:]]))

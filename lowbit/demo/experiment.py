@@ -34,6 +34,7 @@ from lowbit.plan import Plan
 from lowbit.recipes import RECIPES
 from lowbit.recipes import recipe as find_recipe
 from lowbit.serialize import load_model, save_model
+from lowbit.sizes import budget_in
 from lowbit.train import prepare_
 
 if TYPE_CHECKING:
@@ -109,6 +110,8 @@ class Settings:
             raise TypeError(
                 f"memory is a size such as '1GiB', a share such as '60%', or None, got {shown(self.memory)}"
             )
+        if self.memory is not None:
+            budget_in(self.memory, "memory")
         for name, why in _UNPLANNED.items() if self.memory is not None else ():
             if getattr(self, name, None) or getattr(self.train, name, None):
                 raise ValueError(f"memory asks for a plan of each step, and {name} {why}; leave one of the two out")

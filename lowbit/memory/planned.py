@@ -11,7 +11,6 @@ Source: Jain et al., "Checkmate", arXiv 1910.02653, poses the problem; here bloc
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,10 +21,10 @@ from lowbit.convert.select import check_model
 from lowbit.memory.block_table import KEEP, OPTIONS, BlockOptions, BlockTable, block_table, blocks_of, options_of
 from lowbit.memory.checkpoint.policies import Chosen
 from lowbit.memory.estimate import Estimate, estimate
-from lowbit.sizes import amount, bytes_in, is_bytes
+from lowbit.sizes import amount, budget_in
 from lowbit.tables import aligned
 
-__all__ = ["CheckpointPlan", "Option", "best", "bytes_of", "choices_of", "peak_of", "plan_checkpoints"]
+__all__ = ["CheckpointPlan", "Option", "best", "choices_of", "peak_of", "plan_checkpoints"]
 
 #: Steps into which bytes are rounded while choices are compared.
 _STEPS = 4096
@@ -90,6 +89,7 @@ def plan_checkpoints(
     Raises ValueError where no choice fits (it says what would), for a model without blocks, and as ``estimate``.
     """
     check_model(model)
+    limit = budget_in(budget, "memory.plan_checkpoints")
     blocks = blocks_of(model)
     if not blocks:
         raise ValueError(
@@ -102,7 +102,7 @@ def plan_checkpoints(
 
     usages = {name: estimated(dict.fromkeys(blocks, name)) for name in options_of(model, blocks)}
     plain = usages[KEEP]
-    allowed = bytes_of(budget, plain.peak_bytes, "memory.plan_checkpoints")
+    allowed = limit.of(plain.peak_bytes)
     options, outside = choices_of({name: block_table(usage, blocks) for name, usage in usages.items()})
     least = min(usage.peak_bytes for usage in usages.values())
     target = allowed
@@ -183,18 +183,3 @@ def _undominated(states: dict[int, tuple[float, int, Any]]) -> dict[int, tuple[f
         if states[key][0] < fastest:
             found[key], fastest = states[key], states[key][0]
     return found
-
-
-def bytes_of(budget: str | int, whole: int, who: str) -> int:
-    """A budget in bytes, where it may be a share of ``whole``. Raises ValueError for what is no budget."""
-    share = re.fullmatch(r"(\d+(?:\.\d+)?)%", budget) if isinstance(budget, str) else None
-    try:
-        if share is not None:
-            size: Any = int(whole * float(share[1]) / 100)
-        else:
-            size = bytes_in(budget) if isinstance(budget, str) else budget
-    except ValueError as error:
-        raise ValueError(f"{who}: budget is bytes above 0, '8GB' or '80%'; {error}") from None
-    if not is_bytes(size) or not size:
-        raise ValueError(f"{who}: budget is bytes above 0, '8GB' or '80%', got {budget!r}")
-    return int(size)

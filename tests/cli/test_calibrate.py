@@ -146,7 +146,7 @@ def test_budgets_that_cannot_be_met_say_why(run, llama):
         (("--bits", "4.5", "--from-disk", *text), "need the model in memory"),
     ):
         assert message in run("quantize", str(root / "llama"), *arguments, code=1)
-    assert bytes_in("80MB") == 80_000_000 and bytes_in("1.5 gib") == 3 << 29 and bytes_in("7") == 7
+    assert bytes_in("80MB") == 80_000_000 and bytes_in("1.5 gib") == 3 << 29 and bytes_in("7B") == 7
 
 
 def test_arguments_are_checked_before_the_model_is_loaded(run, llama, monkeypatch):

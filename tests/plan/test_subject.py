@@ -123,7 +123,7 @@ def test_a_model_in_evaluation_mode_is_told_of():
         (Named, INPUTS, {}, "got the class Named; make one of it"),
         (classifier(), INPUTS.numpy(), {}, r"got ndarray; .*torch\.from_numpy"),
         (classifier(), [INPUTS].__iter__(), {}, r"got list_iterator; of a DataLoader take one batch"),
-        (classifier(), INPUTS, {"budget": "0%"}, "budget is bytes above 0, '8GB' or '80%', got '0%'"),
+        (classifier(), INPUTS, {"budget": "0%"}, "or a share such as '60%', got '0%'"),
         (classifier(), INPUTS, {"loss": lambda output, batch: output}, r"got shape \[64, 10\]; take its mean"),
         (classifier(), INPUTS, {"loss": lambda output, batch: output.detach().mean()}, "has no gradient"),
         (classifier(), INPUTS, {"loss": lambda output, batch: output.mean() * output.max().item()},

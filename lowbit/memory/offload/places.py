@@ -57,7 +57,10 @@ class Place(Protocol):
 
 def place(where: str | os.PathLike[str], budget: int | str | None = None) -> Place:
     """The place of that name: ``"cpu"``, or a directory. Raises TypeError, ValueError and OSError."""
-    most = bytes_in(budget) if isinstance(budget, str) else budget
+    try:
+        most = bytes_in(budget) if isinstance(budget, str) else budget
+    except ValueError as error:
+        raise ValueError(f"offload: budget is a number of bytes or a size such as '100GB'; {error}") from None
     if most is not None and not is_bytes(most):
         raise ValueError(
             f"offload: budget is a number of bytes or a size such as '100GB', got {budget!r}; give None for no limit"

@@ -16,7 +16,6 @@ from lowbit.memory import micro_batches, usual_loss
 from lowbit.memory.estimate import scalar
 from lowbit.memory.fake import outlined
 from lowbit.memory.fused_loss import has_causal_loss
-from lowbit.memory.planned import bytes_of
 from lowbit.memory.shortage import ran_out, reclaim
 from lowbit.models.batches import copied
 from lowbit.notice import warn
@@ -34,6 +33,7 @@ from lowbit.plan.fitting.predict import Predictor
 from lowbit.plan.fitting.subject import PLANNED, check_mode
 from lowbit.plan.settings import Settings, accumulate, arrange_, elsewhere, make_optimizer, require_processes, sharded
 from lowbit.processes import processes
+from lowbit.sizes import budget_in
 
 __all__ = ["Run"]
 
@@ -101,10 +101,10 @@ class Run:
         plan's predictions count as they are, which sum what few estimates say.
         Raises ValueError where nothing fits, with the least that would; then the run goes on as it was.
         """
-        if isinstance(budget, str) and budget.endswith("%") and not self._plain:
+        asked = budget_in(budget, "run.refit")
+        if asked.size is None and not self._plain:
             raise ValueError(f"run.refit: a share of plain training needs a run of a plan, got {budget!r}; give bytes")
-        limit = bytes_of(budget, self._plain, "run.refit")
-        found = fastest(self._predictions, self.settings, limit, self._whole(batch))
+        found = fastest(self._predictions, self.settings, asked.of(self._plain), self._whole(batch))
         self._change(found.settings)
         if batch is not None:
             self._batch, self._largest = outlined(batch), 0

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from lowbit.convert.select import check_model
 from lowbit.distributed.ways import WAYS
 from lowbit.memory.fake import outlined
-from lowbit.memory.planned import bytes_of
 from lowbit.models.batches import given
 from lowbit.plan.fitting.adapt import TRIES
 from lowbit.plan.fitting.choices import (
@@ -38,7 +37,7 @@ from lowbit.plan.fitting.subject import check_mode, subject_of
 from lowbit.plan.serving import GenerationPlan, serve
 from lowbit.plan.settings import ARITHMETIC, Settings
 from lowbit.progress import Progress, reporting
-from lowbit.sizes import amount
+from lowbit.sizes import amount, budget_in
 
 __all__ = ["fit", "fits"]
 
@@ -150,6 +149,7 @@ def fit(
             f"fit: context and rows are for task='generate', got context={context} and rows={rows} with task='train', "
             f"whose batch says as much; leave them out"
         )
+    budget_in(budget, "fit")  # in every process, before any of them measures or plans
     group = together(gpus, link, group_size, next(iter(model.parameters()), torch.empty(0)).device)
 
     def made() -> Plan:
@@ -173,6 +173,7 @@ def fits(
     progress: Progress = lambda what, done, total: None,
 ) -> Iterator[Plan]:
     """``fit`` for several budgets, one after the other, which share their estimates."""
+    asked = [budget_in(budget, "fit") for budget in budgets]
     check_mode(model, "fit")
     given(batch)
     most = most_of(keep, quality)
@@ -182,8 +183,7 @@ def fits(
     predictor = Predictor(model, batch, loss, group.bandwidth, parts=parts)
     progress("plain training", 0, 1)
     plain = predictor.whole(Settings(gpus=group.gpus))
-    limits = [bytes_of(budget, plain.peak_bytes, "fit") for budget in budgets]
-    for limit in limits:
+    for limit in [budget.of(plain.peak_bytes) for budget in asked]:
         for tried in _tried(choices, group.gpus):
             search = _Search(predictor, tried, limit, group, most, progress, asked=bool(keep or no))
             chosen = search.fastest()
@@ -373,7 +373,7 @@ class _Search:
         return (
             f"fit: no choice fits a step into {amount(self.limit)}; the least is {amount(least.peak_bytes)}, with "
             f"{words(least.settings)}. Ask for as much, {asked}give shorter rows or a smaller model, or "
-            f"{self._more(least)}"
+            f"{self._more(least) if self._group.gpus > 1 else 'a smaller batch'}"
         )
 
     def _more(self, least: Prediction) -> str:

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lowbit.convert.select import check_model
-from lowbit.memory.planned import bytes_of
 from lowbit.plan.bits import FLOAT, Option, allocate
 from lowbit.plan.serving.decoders import Decoder, decoder_of
 from lowbit.plan.serving.losses import Losses, checked, losses
@@ -20,7 +19,7 @@ from lowbit.plan.serving.plan import GenerationPlan, words
 from lowbit.plan.serving.predict import Prediction, Predictor
 from lowbit.plan.serving.settings import Allowed, Settings, allowed, packs
 from lowbit.progress import Progress
-from lowbit.sizes import amount
+from lowbit.sizes import amount, budget_in
 
 __all__ = ["serve"]
 
@@ -63,6 +62,7 @@ def serve(
     check_model(model)
     if budget is None:
         raise ValueError("fit: give a budget, such as budget='80MB'")
+    asked = budget_in(budget, "fit")
     decoder = decoder_of(model)
     _check(model, decoder, context, rows)
     assert context is not None
@@ -70,7 +70,7 @@ def serve(
     choices = _possible(allowed(keep, no), decoder, model, context)
     predictor = Predictor(model, decoder, context, rows)
     plain = predictor.whole(Settings(), 0.0)
-    limit = bytes_of(budget, plain.peak_bytes, "fit")
+    limit = asked.of(plain.peak_bytes)
     as_it_is = FLOAT in choices.weights and None in choices.caches and None in choices.parts
     if as_it_is and plain.peak_bytes <= limit:
         return GenerationPlan(plain, limit, plain, [plain], {}, "", context, rows)
