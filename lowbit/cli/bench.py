@@ -40,7 +40,7 @@ class Suite(str, Enum):
     generation = "generation"
     techniques = "techniques"
     fit = "fit"
-    convergence = "convergence"
+    evidence = "evidence"
     distributed = "distributed"
     gpu_kernels = "kernels"
     gpu_host = "host"
@@ -54,9 +54,9 @@ def bench(
             "formats; codecs in the caches and what a call costs; convolutions; optimizers; mixed precision; "
             "losses and attention without their largest tensor; what an estimate of memory is worth; plans for "
             "generation with a real model; each technique of saving memory; plans within a budget; bytes and time of "
-            "training in each recipe; where that ends; gradients in few bits on two processes; the kernels that would "
-            "serve a GPU, compiled without one; how long the host takes for a call of a layer there; or what "
-            "quantization-aware training brings back, of the demo's GPT and of a convolutional network."
+            "training in each recipe; where that ends, with paired seeds; gradients in few bits on two processes; the "
+            "kernels that would serve a GPU, compiled without one; how long the host takes for a layer there; "
+            "or what quantization-aware training brings back, of the demo's GPT and of a convolutional network."
         ),
     ] = Suite.ops,
     only: Annotated[
@@ -95,11 +95,11 @@ def bench(
     if cache is not None and suite is not Suite.gpu_kernels:
         raise ValueError(f"--cache is of the suite 'kernels', got {cache} for {suite.value!r}")
     if suite is not Suite.ops:
-        chosen: dict[str, Any] = {"only": only} if only and suite is Suite.convergence else {}
+        chosen: dict[str, Any] = {"only": only} if only and suite is Suite.evidence else {}
         if (only and not chosen) or (quick and suite is not Suite.gpu_kernels) or list_only or json:
             raise ValueError(
                 f"--list and --json are of the suite 'ops', --quick of it and of 'kernels', and --only of it and of "
-                f"'convergence', not of {suite.value!r}"
+                f"'evidence', not of {suite.value!r}"
             )
         if suite is Suite.gpu_kernels:
             chosen = {"cache_directory": cache or directory / "kernels", "workers": workers, "quick": quick}

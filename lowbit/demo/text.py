@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Document", "file_documents", "split", "standard_library"]
+__all__ = ["Document", "docstrings", "documents", "file_documents", "split", "standard_library"]
 
 #: One document in this many is held out.
 HOLD_OUT = 12
@@ -59,7 +59,7 @@ def prose(text: str) -> Iterator[str]:
                     yield line if line[-1] in ".!?)" else line + "."
 
 
-def _docstrings(path: Path) -> str:
+def docstrings(path: Path) -> str:
     """Every docstring of a module, in the order of the source."""
     try:
         tree = ast.parse(path.read_bytes())
@@ -89,10 +89,10 @@ def _library_sources() -> Iterator[tuple[str, str]]:
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
         if not _SKIPPED.intersection(parts) and "topics.py" not in parts:
-            yield "/".join(parts), _docstrings(path)
+            yield "/".join(parts), docstrings(path)
 
 
-def _documents(sources: Iterable[tuple[str, str]]) -> list[Document]:
+def documents(sources: Iterable[tuple[str, str]]) -> list[Document]:
     """Documents without the paragraphs that an earlier one has already said."""
     seen: set[str] = set()
     found = []
@@ -106,7 +106,7 @@ def _documents(sources: Iterable[tuple[str, str]]) -> list[Document]:
 
 def standard_library() -> list[Document]:
     """The reference topics and docstrings of this Python; the order is the same on every machine with this version."""
-    return _documents(_library_sources())
+    return documents(_library_sources())
 
 
 def file_documents(path: Path, section: int = 4096) -> list[Document]:
