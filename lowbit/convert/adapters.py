@@ -99,7 +99,7 @@ def register(cls: type | str, adapter: Adapter | type) -> None:
 
 def find(module: nn.Module) -> Found:
     """The row of the module's class, or of the nearest base class if it computes what that one computes."""
-    cls = type(module)
+    cls = getattr(module, "lowbit_computes_as", type(module))
     for base in cls.__mro__:
         name = full_name(base)
         adapter = ADAPTERS.get(name)
@@ -244,6 +244,8 @@ def _attention_back(layer: nn.MultiheadAttention, made: QuantMultiheadAttention,
         layer.in_proj_bias = nn.Parameter(joined, biases[0].requires_grad)
     layer.bias_k, layer.bias_v = made.bias_k, made.bias_v
     _linear_back(layer.out_proj, made.out_proj, plain)
+    if made.attend is not None:
+        made.attend.put_on(layer)
 
 
 # -- stacked experts of transformers ----------------------------------------------------------------------------------

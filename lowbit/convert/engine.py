@@ -211,13 +211,15 @@ def swap(model: nn.Module, made: dict[int, nn.Module]) -> None:
 
 
 def sync_fused_kernels(model: nn.Module) -> None:
-    """Switch the fused inference kernels of containers off where these hold layers of lowbit, and else on again."""
+    """Switch the fused inference kernels of containers off where these hold layers of lowbit or attention that lowbit
+    computes, and else on again.
+    """
     for module in model.modules():
         for container, (switch, off) in _FUSED.items():
             if not isinstance(module, container):
                 continue
             remembered = f"_lowbit_{switch}"
-            if any(kind(inner) is not None for inner in module.modules()):
+            if any(kind(inner) is not None or hasattr(inner, "attend") for inner in module.modules()):
                 vars(module).setdefault(remembered, getattr(module, switch))
                 setattr(module, switch, off)
             elif remembered in vars(module):

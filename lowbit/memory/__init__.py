@@ -12,7 +12,7 @@ from lowbit.memory.fused_loss import fuse_loss_, unfuse_loss_
 from lowbit.memory.inplace import inplace_, safe_inplace
 from lowbit.memory.loss import linear_cross_entropy
 from lowbit.memory.measure import allocated_peak, saved_bytes
-from lowbit.memory.model_attention import attention_
+from lowbit.memory.model_attention import attention_, unattention_
 from lowbit.memory.offload import offload_activations
 from lowbit.memory.planned import CheckpointPlan, plan_checkpoints
 from lowbit.memory.profile import Leak, Profile, Snapshot, profile
@@ -51,6 +51,7 @@ __all__ = [
     "saved_bytes",
     "stream_blocks_",
     "tokens",
+    "unattention_",
     "uncheckpoint_",
     "unfuse_loss_",
     "unstream_",

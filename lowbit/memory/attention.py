@@ -15,33 +15,49 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.backends import cuda
 
 from lowbit.memory.products import TILE, product, sum_dtype
 from lowbit.tables import aligned
 
-__all__ = ["AttentionBackends", "attention", "attention_backends"]
+__all__ = ["AttentionBackends", "AttentionCall", "attend", "attention", "attention_backends"]
 
 #: Queries and keys of a tile, where there are as many: products of fewer cost more than their arithmetic.
 _SIDE = 512
 
+#: Without ``chunk`` a tile has at most this many times the numbers of the largest input, so that memory grows with the
+#: length of short sequences too; and it may have so many numbers in any case.
+_SHARE, _LEAST = 4, 1 << 16
 
-class _Call(NamedTuple):
-    """The arguments of a call."""
+
+class AttentionCall(NamedTuple):
+    """The arguments of ``attention``, and two that its callers in the package have.
+
+    ``key_mask``: a second mask, ``[batch, keys]``, of bool or q's dtype, without gradients. ``hides``: what is true in
+    bool masks takes no part.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     mask: Tensor | None
+    key_mask: Tensor | None
     causal: bool
     window: int | None
     scale: float
     softcap: float | None
     dropout: float
+    hides: bool = False
 
     @property
     def grouped(self) -> bool:
         return self.q.shape[1] != self.k.shape[1]
+
+    @property
+    def tile(self) -> int:
+        """Scores in a tile where nobody says how many."""
+        return min(TILE, max(_LEAST, _SHARE * int(max(t.numel() for t in self[:3]))))
 
 
 def attention(
@@ -72,28 +88,35 @@ def attention(
     torch's SDPA serves what one of its kernels takes in linear memory (``attention_backends`` says which, and why not
     others). The rest is computed in tiles, with sums in fp32 or better: forward keeps the output and each row's
     log-sum-exp, backward computes scores again. Tiles that causal or window hide are skipped. ``chunk``: scores in a
-    tile (default 2^22), and tiles in any case.
+    tile, and tiles in any case. By default a tile has at most 2^22, and four times the numbers of the largest input.
 
     Raises ValueError for shapes and options that do not fit, TypeError for dtypes, RuntimeError for gradients of
     gradients and for dropout in tiles inside torch.compile.
     """
-    call = _Call(q, k, v, mask, causal, window, q.shape[-1] ** -0.5 if scale is None else scale, softcap, dropout)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return attend(AttentionCall(q, k, v, mask, None, causal, window, scale, softcap, dropout), chunk)
+
+
+def attend(call: AttentionCall, chunk: int | None = None) -> Tensor:
+    """What ``attention`` does, for all that a call may have."""
     _check(call, chunk)
-    device = q.device.type
+    device = call.q.device.type
     if torch.is_autocast_enabled(device):
         call = _cast(call, torch.get_autocast_dtype(device))
-    if chunk is None and attention_backends(*call).chosen != _TILES:
+    if chunk is None and _backends(call).chosen != _TILES:
+        mask = call.mask if call.key_mask is None else call.key_mask[:, None, None, :]
         return F.scaled_dot_product_attention(
-            call.q, call.k, call.v, call.mask, dropout, causal, scale=call.scale, enable_gqa=call.grouped
+            call.q, call.k, call.v, mask, call.dropout, call.causal, scale=call.scale, enable_gqa=call.grouped
         )
-    if dropout and torch.compiler.is_compiling():
+    if call.dropout and torch.compiler.is_compiling():
         raise RuntimeError(
             "memory.attention: dropout in tiles does not compile; leave dropout out, or wrap the call in "
             "torch.compiler.disable"
         )
-    seed = int(torch.randint(1 << 62, ())) if dropout else 0
+    # What has no data needs no random bits either, and may not read a number.
+    seed = int(torch.randint(1 << 62, ())) if call.dropout and not is_fake(call.q) else 0
     with torch.autocast(device, enabled=False):
-        return _Attention.apply(*call, seed, TILE if chunk is None else chunk)  # type: ignore[no-any-return,no-untyped-call]
+        return _Attention.apply(*call, seed, call.tile if chunk is None else chunk)  # type: ignore[no-any-return,no-untyped-call]
 
 
 # -- who serves --------------------------------------------------------------------------------------------------------
@@ -132,22 +155,33 @@ def attention_backends(
     Backends are kernels of torch's SDPA on the device (``flash`` on a CPU; ``cudnn``, ``flash`` and ``efficient`` on
     CUDA), and ``tiles``, which serves everything.
     """
-    call = _Call(q, k, v, mask, causal, window, q.shape[-1] ** -0.5 if scale is None else scale, softcap, dropout)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    call = AttentionCall(q, k, v, mask, None, causal, window, scale, softcap, dropout)
     _check(call, None)
-    kernels = _KERNELS.get(q.device.type, {})
+    return _backends(call)
+
+
+def _backends(call: AttentionCall) -> AttentionBackends:
+    kernels = _KERNELS.get(call.q.device.type, {})
     common = next((why for why, holds in _NOT_OF_SDPA if holds(call)), None)
     found = {name: common or refuses(call) for name, refuses in kernels.items()}
     return AttentionBackends({**found, _TILES: None})
 
 
+def _masked(call: AttentionCall) -> bool:
+    return call.mask is not None or call.key_mask is not None
+
+
 #: What no kernel of SDPA takes.
-_NOT_OF_SDPA: tuple[tuple[str, Callable[[_Call], bool]], ...] = (
+_NOT_OF_SDPA: tuple[tuple[str, Callable[[AttentionCall], bool]], ...] = (
     ("has no window", lambda call: call.window is not None),
     ("has no softcap", lambda call: call.softcap is not None),
-    ("takes a mask or causal, not both", lambda call: call.mask is not None and call.causal),
+    ("takes a mask or causal, not both", lambda call: call.causal and _masked(call)),
+    ("takes one mask", lambda call: call.mask is not None and call.key_mask is not None),
+    ("takes masks of what takes part", lambda call: call.hides),
 )
 #: What the flash kernel for CPUs does not take. Source: ATen/native/transformers/sdp_utils_cpp.cpp.
-_NOT_OF_CPU_FLASH: tuple[tuple[str, Callable[[_Call], bool]], ...] = (
+_NOT_OF_CPU_FLASH: tuple[tuple[str, Callable[[AttentionCall], bool]], ...] = (
     ("has no dropout", lambda call: call.dropout > 0),
     ("takes values of the keys' dim", lambda call: call.v.shape[-1] != call.k.shape[-1]),
     ("takes no empty sequences", lambda call: not call.q.shape[2] or not call.k.shape[2]),
@@ -158,12 +192,12 @@ _NOT_OF_CPU_FLASH: tuple[tuple[str, Callable[[_Call], bool]], ...] = (
 )
 
 
-def _cpu_flash_refuses(call: _Call) -> str | None:
+def _cpu_flash_refuses(call: AttentionCall) -> str | None:
     return next((why for why, holds in _NOT_OF_CPU_FLASH if holds(call)), None)
 
 
-def _cuda_refuses(can_use: Callable[[Any, bool], bool]) -> Callable[[_Call], str | None]:
-    def refuses(call: _Call) -> str | None:
+def _cuda_refuses(can_use: Callable[[Any, bool], bool]) -> Callable[[AttentionCall], str | None]:
+    def refuses(call: AttentionCall) -> str | None:
         if torch.compiler.is_compiling():
             return None  # what is compiled cannot ask; SDPA itself chooses
         params = cuda.SDPAParams(call.q, call.k, call.v, call.mask, call.dropout, call.causal, call.grouped)
@@ -177,7 +211,7 @@ def _cuda_refuses(can_use: Callable[[Any, bool], bool]) -> Callable[[_Call], str
     return refuses
 
 
-_KERNELS: dict[str, dict[str, Callable[[_Call], str | None]]] = {
+_KERNELS: dict[str, dict[str, Callable[[AttentionCall], str | None]]] = {
     "cpu": {"flash": _cpu_flash_refuses},
     "cuda": {
         "cudnn": _cuda_refuses(cuda.can_use_cudnn_attention),
@@ -189,18 +223,18 @@ _KERNELS: dict[str, dict[str, Callable[[_Call], str | None]]] = {
 
 # -- in tiles ----------------------------------------------------------------------------------------------------------
 class _Attention(torch.autograd.Function):
-    """``apply(*_Call, seed, chunk)``."""
+    """``apply(*call, seed, chunk)``."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        tiles = _Tiles(_Call(*arguments[:-2]), *arguments[-2:])
-        q, k, v, mask = tiles.call[:4]
+        tiles = _Tiles(AttentionCall(*arguments[:-2]), *arguments[-2:])
+        q, v = tiles.call.q, tiles.call.v
         out = q.new_empty(*q.shape[:3], v.shape[-1])
         log_sum = q.new_empty(*q.shape[:3], 2, dtype=tiles.sums)
         for box, rows in tiles.outer():
             tiles.rows_of(out, box, rows)[:], tiles.rows_of(log_sum, box, rows)[:] = _attend(tiles, box, rows)
-        ctx.save_for_backward(q, k, v, mask, out, log_sum)
-        ctx.rest, ctx.compiled = arguments[4:], torch.compiler.is_compiling()
+        ctx.save_for_backward(*arguments[:5], out, log_sum)
+        ctx.rest, ctx.compiled = arguments[5:], torch.compiler.is_compiling()
         return out
 
     @staticmethod
@@ -211,9 +245,10 @@ class _Attention(torch.autograd.Function):
                 "create_graph=True; use softmax(q @ k.transpose(-2, -1)) @ v for them"
             )
         *inputs, out, log_sum = ctx.saved_tensors
-        tiles = _Tiles(_Call(*inputs, *ctx.rest[:-2]), *ctx.rest[-2:])
+        tiles = _Tiles(AttentionCall(*inputs, *ctx.rest[:-2]), *ctx.rest[-2:])
         # Compiled code does not know of gradients that tensors have since something was written into them.
         needs = [*(need or ctx.compiled for need in ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]]
+        inputs = inputs[:4]  # a key_mask has no gradient
         wanted = [t is not None and need for t, need in zip(inputs, needs, strict=True)]
         grads = [torch.zeros_like(t, dtype=tiles.sums) if use else None for t, use in zip(inputs, wanted, strict=True)]
         # The softmax's gradient subtracts the sum of probabilities times their gradients, which is out * grad.
@@ -222,7 +257,7 @@ class _Attention(torch.autograd.Function):
             given = (tiles.rows_of(t, box, rows) for t in (grad, log_sum, inner))
             _backward_of_rows(tiles, box, rows, grads, *given)
         cast = (None if g is None else g.to(t.dtype) for g, t in zip(grads, inputs, strict=True))
-        return (*cast, *(None for _ in ctx.rest))
+        return (*cast, None, *(None for _ in ctx.rest))
 
 
 #: Which batches and which kv heads.
@@ -235,7 +270,7 @@ class _Tiles:
     Tensors of queries ``[batch, heads, queries, n]`` are seen as ``[batch, kv heads, heads of one, queries, n]``.
     """
 
-    def __init__(self, call: _Call, seed: int, chunk: int) -> None:
+    def __init__(self, call: AttentionCall, seed: int, chunk: int) -> None:
         self.call, self.seed, self.chunk = call, seed, chunk
         self.dtype, self.sums = call.q.dtype, sum_dtype(call.q.dtype)
         self.batches, heads, self.queries = call.q.shape[:3]
@@ -292,10 +327,16 @@ class _Tiles:
             slope = 1 - scores.square()
             scores *= call.softcap
         if call.mask is not None:
-            mask = self.mask_of(call.mask, box, rows, columns)
-            scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
+            scores = self.masked(scores, self.mask_of(call.mask, box, rows, columns))
+        if call.key_mask is not None:
+            scores = self.masked(scores, call.key_mask[box[0], columns][:, None, None, None, :])
         hidden = self.hidden(rows, columns)
         return (scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)), slope
+
+    def masked(self, scores: Tensor, mask: Tensor) -> Tensor:
+        if mask.dtype != torch.bool:
+            return scores.add_(mask)
+        return scores.masked_fill_(mask if self.call.hides else ~mask, -torch.inf)
 
     def hidden(self, rows: slice, columns: slice) -> Tensor | None:
         """Where causal and window hide a key, None where nowhere in the tile."""
@@ -319,7 +360,7 @@ class _Tiles:
         if not rate:
             return weights
         first = ((box[0].start * self.kv_heads + box[1].start) * self.queries + rows.start) * self.keys + columns.start
-        generator = torch.Generator(weights.device).manual_seed(self.seed + first)
+        generator = None if is_fake(weights) else torch.Generator(weights.device).manual_seed(self.seed + first)
         return weights * (torch.rand(weights.shape, device=weights.device, generator=generator) >= rate) / (1 - rate)
 
 
@@ -378,7 +419,7 @@ def _slices(start: int, stop: int, step: int) -> Iterator[slice]:
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
-def _check(call: _Call, chunk: int | None) -> None:
+def _check(call: AttentionCall, chunk: int | None) -> None:
     name, (q, k, v, mask) = "memory.attention", call[:4]
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
@@ -407,6 +448,7 @@ def _check(call: _Call, chunk: int | None) -> None:
         raise ValueError(f"{name}: dropout is from 0 to below 1, got {call.dropout}")
 
 
-def _cast(call: _Call, dtype: torch.dtype) -> _Call:
-    mask = call.mask if call.mask is None or call.mask.dtype == torch.bool else call.mask.to(dtype)
-    return call._replace(q=call.q.to(dtype), k=call.k.to(dtype), v=call.v.to(dtype), mask=mask)
+def _cast(call: AttentionCall, dtype: torch.dtype) -> AttentionCall:
+    mask, key_mask = (one if one is None or one.dtype == torch.bool else one.to(dtype) for one in call[3:5])
+    q, k, v = (t.to(dtype) for t in call[:3])
+    return call._replace(q=q, k=k, v=v, mask=mask, key_mask=key_mask)

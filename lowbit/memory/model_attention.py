@@ -1,12 +1,13 @@
-"""``lb.memory.attention`` in models of transformers: the implementation of attention that they call ``"lowbit"``.
-
-``attn_implementation="lowbit"`` of ``from_pretrained`` and of configs, ``model.set_attn_implementation("lowbit")``, and
-``lb.memory.attention_(model)``, which says what it did.
+"""``lb.memory.attention`` in models: ``attention_``, ``unattention_``, and the attention ``"lowbit"`` of Hugging Face
+models (``attn_implementation="lowbit"`` of ``from_pretrained`` and of configs,
+``model.set_attn_implementation("lowbit")``).
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from lowbit.convert.report import Report
 from lowbit.convert.select import check_model
 from lowbit.memory.attention import attention
 from lowbit.memory.fake import answer_without_data
+from lowbit.memory.multihead import is_switched, multihead_layers, put_back, put_on
 
-__all__ = ["IMPLEMENTATION", "attends_without_scores", "attention_", "register", "register_mask"]
+__all__ = ["IMPLEMENTATION", "attends_without_scores", "attention_", "register", "register_mask", "unattention_"]
 
 #: Of what kernels of attention take the dimensions of heads to be a multiple.
 _MULTIPLE = 8
@@ -28,36 +30,105 @@ _MULTIPLE = 8
 IMPLEMENTATION = "lowbit"
 
 
+#: Where a Hugging Face model keeps the implementation that it had before.
+_BEFORE = "_lowbit_attention"
+
+
 def attention_(model: nn.Module) -> Report:
     """Have the attention of ``model`` computed by ``lb.memory.attention``, in place: scores are never held as a whole.
 
-    ``model``: one of transformers, or a module that has some inside. Results are those of ``"eager"`` and ``"sdpa"``
-    within the rounding of sums; a token that sees none, as padding does, gets zeros. Attention weights
-    (``output_attentions=True``) are not to be had. ``model.set_attn_implementation("eager")``, or what it was before,
-    is the way back.
+    Serves Hugging Face models that can choose their implementation of attention, and every ``nn.MultiheadAttention``
+    whose class does not replace ``forward``: also the quantized ones, and those in ``nn.TransformerEncoder``,
+    ``nn.TransformerDecoder`` and ``nn.Transformer``. Results are those of ``"eager"``, ``"sdpa"`` and
+    ``need_weights=False`` within the rounding of sums. A token that sees no other gets zeros. Dropout draws other
+    random numbers than torch's.
 
-    Raises TypeError for what is no module; ValueError for a model without one of transformers that can choose its
-    implementation. The forward raises ValueError for output_attentions=True.
+    Attention weights are scores. ``output_attentions=True`` of Hugging Face raises ValueError. ``need_weights=True`` of
+    ``nn.MultiheadAttention`` is computed as torch does, scores and all. torch's fused inference kernel of encoder
+    layers, which makes scores, is switched off; so padded positions of a result in evaluation are not zeros.
+
+    Args:
+        model: A model that is or contains one of these.
+
+    Returns:
+        A report of the models and layers that changed. Those that ``attention_`` has changed before are not in it.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: ``model`` contains nothing that can be served.
     """
     check_model(model)
-    chosen = {name: module for name, module in _choosing(model).items() if _implementation(module) != IMPLEMENTATION}
-    if not chosen and not _choosing(model):
+    choosing, layers = _choosing(model), multihead_layers(model)
+    if not choosing and not layers:
         raise ValueError(
-            f"memory.attention_: expected a model of transformers that can choose its implementation of attention, got "
-            f"{type(model).__name__}; call lowbit.memory.attention(q, k, v, ...) where the model computes it"
+            f"memory.attention_: expected nn.MultiheadAttention with torch's own forward, or a Hugging Face model that "
+            f"can choose its implementation of attention, in the model, got {type(model).__name__}; call "
+            f"lowbit.memory.attention(q, k, v, ...) where the model computes it"
         )
-    for module in chosen.values():
+    models = {path: module for path, module in choosing.items() if _implementation(module) != IMPLEMENTATION}
+    layers = {path: layer for path, layer in layers.items() if not is_switched(layer)}
+    for module in models.values():
+        vars(module)[_BEFORE] = _implementation(module)
         module.set_attn_implementation(IMPLEMENTATION)
-    return report_on("memory.attention_", model, chosen, "attention without scores")
+    put_on(model, layers)
+    return report_on("memory.attention_", model, {**models, **layers}, "attention without scores")
+
+
+def unattention_(model: nn.Module) -> Report:
+    """Have attention computed as before ``attention_``, in place.
+
+    Args:
+        model: A model that ``attention_`` has changed, or one loaded with ``attn_implementation="lowbit"``, which gets
+            ``"sdpa"``, or ``"eager"`` where it has no other.
+
+    Returns:
+        A report of the models and layers that changed.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: nothing in ``model`` computes attention without scores, or a layer was sharded since.
+    """
+    check_model(model)
+    models = {path: module for path, module in _choosing(model).items() if _implementation(module) == IMPLEMENTATION}
+    layers = {path: layer for path, layer in multihead_layers(model).items() if is_switched(layer)}
+    if not models and not layers:
+        raise ValueError(
+            f"memory.unattention_: expected a model that lowbit.memory.attention_ changed, got {type(model).__name__} "
+            f"with attention of its own; there is nothing to undo"
+        )
+    put_back(model, layers)
+    for module in models.values():
+        usual = "sdpa" if getattr(module, "_supports_sdpa", False) else "eager"
+        module.set_attn_implementation(vars(module).pop(_BEFORE, usual))
+    return report_on("memory.unattention_", model, {**models, **layers}, "attention as before")
 
 
 def attends_without_scores(model: nn.Module, batch: Any) -> bool:
-    """Whether ``attention_`` would spare ``model`` the scores that transformers' ``"eager"`` makes for such a batch; by
-    a forward without data.
+    """Whether ``attention_`` would spare ``model`` scores that it makes for such a batch, by a forward without data:
+    those of Hugging Face's ``"eager"``, and of an ``nn.MultiheadAttention`` that torch's kernels do not serve.
     """
     if not any(_implementation(module) == "eager" for module in _choosing(model).values()):
-        return False
+        held: list[bool] = []
+
+        def watch(copied: nn.Module) -> None:
+            for layer in multihead_layers(copied).values():
+                if not is_switched(layer):
+                    layer.register_forward_pre_hook(partial(_note_scores, held), with_kwargs=True)
+
+        answer_without_data(model, watch, batch)
+        if not any(held):
+            return False
     return answer_without_data(model, attention_, batch) is not None
+
+
+def _note_scores(held: list[bool], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Whether an ``nn.MultiheadAttention`` holds scores, or a mask as large, that it would not after ``attention_``."""
+    call = inspect.signature(nn.MultiheadAttention.forward).bind(layer, *args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    both = given["attn_mask"] is not None and given["key_padding_mask"] is not None
+    dropped = layer.training and layer.dropout > 0 and given["query"].device.type == "cpu"
+    held.append(not given["need_weights"] and (both or dropped))
 
 
 def _choosing(model: nn.Module) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-__all__ = ["AROUND", "Around", "change_class", "plain_class", "surround", "surrounding", "unsurround"]
+__all__ = ["AROUND", "Around", "change_class", "derived", "plain_class", "surround", "surrounding", "unsurround"]
 
 #: Where a module keeps what is around its forward: in its ``__dict__``.
 AROUND = "_lowbit_around"
@@ -104,19 +104,26 @@ def _surrounded(plain: type[nn.Module], prefix: str) -> Any:
     if (plain, prefix) in _CLASSES:
         return _CLASSES[plain, prefix]
 
-    def reduced(self: nn.Module, protocol: Any) -> Any:
-        made = super(cls, self).__reduce_ex__(protocol)
-        if isinstance(made, str) or made[0] is not copyreg.__newobj__ or made[1][0] is not cls:  # type: ignore[attr-defined]
-            return made
-        return (_new, (plain, prefix, *made[1][1:]), *made[2:])
-
     names = {"__module__": plain.__module__, "__doc__": plain.__doc__, "_lowbit_plain": plain}
-    cls: Any = type(f"{prefix}{plain.__name__}", (plain,), {**names, "__reduce_ex__": reduced})
+    cls = derived(f"{prefix}{plain.__name__}", (plain,), names, _surrounded, plain, prefix)
     cls.forward = _Forward(plain)  # after what __init_subclass__ may set
     return _CLASSES.setdefault((plain, prefix), cls)
 
 
-def _new(plain: type[nn.Module], prefix: str, *args: Any) -> Any:
-    """A surrounded module for copies and pickles to fill."""
-    cls = _surrounded(plain, prefix)
+def derived(name: str, bases: tuple[type, ...], names: dict[str, Any], remake: Any, *key: Any) -> Any:
+    """A class of which modules copy and pickle by ``remake(*key)``, which returns it."""
+
+    def reduced(self: nn.Module, protocol: Any) -> Any:
+        made = super(cls, self).__reduce_ex__(protocol)
+        if isinstance(made, str) or made[0] is not copyreg.__newobj__ or made[1][0] is not cls:  # type: ignore[attr-defined]
+            return made
+        return (_new, (remake, key, *made[1][1:]), *made[2:])
+
+    cls: Any = type(name, bases, {**names, "__reduce_ex__": reduced})
+    return cls
+
+
+def _new(remake: Any, key: tuple[Any, ...], *args: Any) -> Any:
+    """A module of a derived class for copies and pickles to fill."""
+    cls = remake(*key)
     return cls.__new__(cls, *args)

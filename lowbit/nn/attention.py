@@ -1,4 +1,4 @@
-"""QuantMultiheadAttention: what becomes of nn.MultiheadAttention, whose packed in_proj is split into three layers.
+"""Multi-head attention: its forward, and QuantMultiheadAttention, whose packed in_proj is split into three layers.
 
 Shape suffixes: B sequences, T queries, S keys, H heads, D width of a head, E width of the layer.
 """
@@ -6,6 +6,7 @@ Shape suffixes: B sequences, T queries, S keys, H heads, D width of a head, E wi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,41 +15,37 @@ from torch import Tensor, nn
 from lowbit.nn.base import kind
 from lowbit.nn.linear import QuantLinear
 
-__all__ = ["QuantMultiheadAttention"]
+__all__ = ["MultiheadForward", "QuantMultiheadAttention"]
 
 
-class QuantMultiheadAttention(nn.Module):
-    """``nn.MultiheadAttention`` with quantized projections ``q_proj``, ``k_proj``, ``v_proj``, ``out_proj``.
+class MultiheadForward:
+    """The forward of ``nn.MultiheadAttention``, with the attributes that it has, for any projections.
 
-    Takes and returns what the layer it replaces does (arguments, masks, ``batch_first``, unbatched input), nested
-    tensors aside. Attention itself runs in the dtype of the projections' result.
-    Raises, where that layer raises too: ValueError for inputs and masks of other shapes (nothing is broadcast) and for
-    ``is_causal`` without a mask, TypeError for masks that are neither bool nor floating-point; and for nested tensors.
+    ``attend``: computes attention where weights are not asked for, in place of torch's SDPA. It is called with heads
+    ``[B, H, T, D]`` and ``[B, H, S, D]``, the mask ``[T, S]`` or ``[B, H, T, S]``, the key padding mask ``[B, S]``, the
+    chance of dropout, and whether the mask is said to be causal. True hides in bool masks, others are added.
     """
 
-    #: What nn.TransformerEncoder reads to see whether its fused kernel, which takes plain weights, may run: never.
-    in_proj_bias = None
-    in_proj_weight = None
-    _qkv_same_embed_dim = False
-
-    @property
-    def lowbit_kind(self) -> str:
-        """Quantized, or what its projections are trained to be."""
-        return "qat" if kind(self.q_proj) == "qat" else "quantized"
-
+    attend: Any = None
+    embed_dim: int
+    num_heads: int
+    head_dim: int
+    kdim: int
+    vdim: int
+    dropout: float
+    batch_first: bool
+    add_zero_attn: bool
+    training: bool
     bias_k: Tensor | None
     bias_v: Tensor | None
 
-    def __init__(
-        self, like: nn.MultiheadAttention, q: QuantLinear, k: QuantLinear, v: QuantLinear, out: QuantLinear
-    ) -> None:
-        super().__init__()
-        self.embed_dim, self.num_heads, self.head_dim = like.embed_dim, like.num_heads, like.head_dim
-        self.kdim, self.vdim = like.kdim, like.vdim
-        self.dropout, self.batch_first, self.add_zero_attn = like.dropout, like.batch_first, like.add_zero_attn
-        self.recipe = q.recipe
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = q, k, v, out
-        self.bias_k, self.bias_v = like.bias_k, like.bias_v
+    def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``[B, T, E]``, ``[B, S, E]``, ``[B, S, E]``."""
+        raise NotImplementedError
+
+    def project_back(self, y_BTE: Tensor) -> Tensor:
+        """The result of the layer."""
+        raise NotImplementedError
 
     def forward(
         self,
@@ -62,32 +59,44 @@ class QuantMultiheadAttention(nn.Module):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         if query.is_nested or key.is_nested or value.is_nested:
-            raise TypeError("QuantMultiheadAttention takes padded tensors and a key_padding_mask, not nested tensors")
+            raise TypeError(
+                f"{type(self).__name__}: expected padded tensors and a key_padding_mask, got nested tensors; call "
+                f"to_padded_tensor"
+            )
         if is_causal and attn_mask is None:
             raise ValueError("is_causal=True is a hint about attn_mask, as in nn.MultiheadAttention: give the mask too")
         self._check_inputs(query, key, value)
         batched = query.dim() == 3
         self._check_masks(query, key, key_padding_mask, attn_mask)
-        if not batched:
-            query, key, value = query[None], key[None], value[None]
-        elif not self.batch_first:
-            query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
 
-        q_BTE, k_BSE, v_BSE = self.q_proj(query), self.k_proj(key), self.v_proj(value)
-        mask = self._mask(attn_mask, key_padding_mask, q_BTE, k_BSE)
-        k_BSE, v_BSE, mask = self._extend(k_BSE, v_BSE, mask)
+        def batch_in_front(x: Tensor) -> Tensor:
+            return x[None] if not batched else x if self.batch_first else x.transpose(0, 1)
+
+        same_keys, same_values = key is query, value is key  # projections of one input are one product
+        query = batch_in_front(query)
+        key = query if same_keys else batch_in_front(key)
+        value = key if same_values else batch_in_front(value)
+        q_BTE, k_BSE, v_BSE = self.project(query, key, value)
+        mask, padding = self._laid_out(attn_mask, key_padding_mask, k_BSE)
+        k_BSE, v_BSE, mask, padding = self._extend(k_BSE, v_BSE, mask, padding)
         q_BHTD, k_BHSD, v_BHSD = (self._heads(x) for x in (q_BTE, k_BSE, v_BSE))
         dropout = self.dropout if self.training else 0.0
         weights_BHTS = None
         if need_weights:
+            total = _merged(mask, padding, q_BTE.dtype)
             scores_BHTS = q_BHTD * self.head_dim**-0.5 @ k_BHSD.transpose(-1, -2)
-            weights_BHTS = (scores_BHTS if mask is None else scores_BHTS + mask).softmax(-1)
+            weights_BHTS = (scores_BHTS if total is None else scores_BHTS + total).softmax(-1)
             weights_BHTS = F.dropout(weights_BHTS, dropout) if dropout else weights_BHTS
             y_BHTD = weights_BHTS @ v_BHSD
+        elif self.attend is not None:
+            # torch takes the hint where there is no padding, and it hides the positions that _extend has added.
+            causal = is_causal and (padding is None or k_BSE.shape[1] == key.shape[1])
+            y_BHTD = self.attend(q_BHTD, k_BHSD, v_BHSD, mask, padding, dropout, causal)
         else:
-            y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, attn_mask=mask, dropout_p=dropout)
+            total = _merged(mask, padding, q_BTE.dtype)
+            y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, attn_mask=total, dropout_p=dropout)
 
-        y: Tensor = self.out_proj(y_BHTD.transpose(1, 2).flatten(2))
+        y = self.project_back(y_BHTD.transpose(1, 2).flatten(2))
         if weights_BHTS is not None and average_attn_weights:
             weights_BHTS = weights_BHTS.mean(1)
         if not batched:
@@ -131,18 +140,18 @@ class QuantMultiheadAttention(nn.Module):
     def _heads(self, x_BTE: Tensor) -> Tensor:
         return x_BTE.reshape(*x_BTE.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
 
-    def _mask(self, attn: Tensor | None, padding: Tensor | None, q_BTE: Tensor, k_BSE: Tensor) -> Tensor | None:
-        """Both masks as one that is added to the scores and broadcasts to [B, H, T, S]; True means hidden."""
-        total, batch, keys = None, *k_BSE.shape[:2]
-        if attn is not None:
-            attn = attn.reshape(batch, self.num_heads, *attn.shape[1:]) if attn.dim() == 3 else attn
-            total = _additive(attn, q_BTE.dtype)
-        if padding is not None:
-            hidden = _additive(padding.reshape(batch, 1, 1, keys), q_BTE.dtype)
-            total = hidden if total is None else total + hidden
-        return total
+    def _laid_out(
+        self, attn: Tensor | None, padding: Tensor | None, k_BSE: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The masks as ``[T, S]`` or ``[B, H, T, S]``, and ``[B, S]``."""
+        batch, keys = k_BSE.shape[:2]
+        if attn is not None and attn.dim() == 3:
+            attn = attn.reshape(batch, self.num_heads, *attn.shape[1:])
+        return attn, None if padding is None else padding.reshape(batch, keys)
 
-    def _extend(self, k_BSE: Tensor, v_BSE: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _extend(
+        self, k_BSE: Tensor, v_BSE: Tensor, attn: Tensor | None, padding: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Keys and values with the learned and the zero position that the layer may add, visible to every query."""
         batch, before = k_BSE.shape[:2]
         if self.bias_k is not None and self.bias_v is not None:
@@ -150,10 +159,61 @@ class QuantMultiheadAttention(nn.Module):
             v_BSE = torch.cat((v_BSE, self.bias_v.to(v_BSE.dtype).expand(batch, -1, -1)), 1)
         if self.add_zero_attn:
             k_BSE, v_BSE = F.pad(k_BSE, (0, 0, 0, 1)), F.pad(v_BSE, (0, 0, 0, 1))
-        return k_BSE, v_BSE, None if mask is None else F.pad(mask, (0, k_BSE.shape[1] - before))
+        more = k_BSE.shape[1] - before
+        if more:
+            attn, padding = (None if mask is None else F.pad(mask, (0, more)) for mask in (attn, padding))
+        return k_BSE, v_BSE, attn, padding
+
+
+class QuantMultiheadAttention(MultiheadForward, nn.Module):
+    """``nn.MultiheadAttention`` with quantized projections ``q_proj``, ``k_proj``, ``v_proj``, ``out_proj``.
+
+    Takes and returns what the layer it replaces does (arguments, masks, ``batch_first``, unbatched input), nested
+    tensors aside. Attention itself runs in the dtype of the projections' result.
+    Raises, where that layer raises too: ValueError for inputs and masks of other shapes (nothing is broadcast) and for
+    ``is_causal`` without a mask, TypeError for masks that are neither bool nor floating-point; and for nested tensors.
+    """
+
+    #: What nn.TransformerEncoder reads to see whether its fused kernel, which takes plain weights, may run: never.
+    in_proj_bias = None
+    in_proj_weight = None
+    _qkv_same_embed_dim = False
+
+    @property
+    def lowbit_kind(self) -> str:
+        """Quantized, or what its projections are trained to be."""
+        return "qat" if kind(self.q_proj) == "qat" else "quantized"
+
+    def __init__(
+        self, like: nn.MultiheadAttention, q: QuantLinear, k: QuantLinear, v: QuantLinear, out: QuantLinear
+    ) -> None:
+        super().__init__()
+        self.embed_dim, self.num_heads, self.head_dim = like.embed_dim, like.num_heads, like.head_dim
+        self.kdim, self.vdim = like.kdim, like.vdim
+        self.dropout, self.batch_first, self.add_zero_attn = like.dropout, like.batch_first, like.add_zero_attn
+        self.recipe = q.recipe
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = q, k, v, out
+        self.bias_k, self.bias_v = like.bias_k, like.bias_v
+        self.attend = getattr(like, "attend", None)
+
+    def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q_proj(query), self.k_proj(key), self.v_proj(value)
+
+    def project_back(self, y_BTE: Tensor) -> Tensor:
+        result: Tensor = self.out_proj(y_BTE)
+        return result
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"
+
+
+def _merged(attn: Tensor | None, padding: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Both masks as one that is added to the scores and broadcasts to [B, H, T, S]."""
+    total = None if attn is None else _additive(attn, dtype)
+    if padding is None:
+        return total
+    hidden = _additive(padding[:, None, None, :], dtype)
+    return hidden if total is None else total + hidden
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

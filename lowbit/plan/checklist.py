@@ -245,7 +245,7 @@ TECHNIQUES = (
     Technique(
         "attention without scores", "lb.memory.attention_(model)",
         _without(attention_, lambda step: attends_without_scores(step.model, step.batch),
-                 "it is of models of transformers whose attention is eager"),
+                 "no attention here holds scores that it could spare"),
     ),
     Technique("optimizer of 8 bits", "lb.optim.AdamW(params, bits=8)", _bits),
     Technique("checkpoints: blocks", "lb.memory.checkpoint_(model)", _changed(checkpoint="block")),

@@ -114,10 +114,20 @@ def test_it_is_chosen_by_name_and_saved_in_configs(tmp_path):
 def test_models_inside_of_a_module_are_found_and_others_refused():
     module = nn.ModuleDict({"a": made("llama"), "b": nn.Linear(3, 3)})
     assert [layer.name for layer in lb.memory.attention_(module).layers] == ["a"]
-    with pytest.raises(
-        ValueError, match=r"expected a model of transformers .* got Linear; call lowbit.memory.attention"
-    ):
+    with pytest.raises(ValueError, match=r"or a Hugging Face model .* got Linear; call lowbit.memory.attention"):
         lb.memory.attention_(module["b"])
+
+
+@pytest.mark.parametrize("before", ["eager", "sdpa"])
+def test_unattention_gives_back_what_was_there(before):
+    model = made("llama")
+    model.set_attn_implementation(before)
+    expected = trained(model)
+    lb.memory.attention_(model)
+    assert [layer.name for layer in lb.memory.unattention_(model).layers] == [""]
+    assert model.config._attn_implementation == before and torch.equal(trained(model)[0], expected[0])
+    with pytest.raises(ValueError, match="nothing to undo"):
+        lb.memory.unattention_(model)
 
 
 def test_what_attention_without_scores_cannot_say_is_an_error():
