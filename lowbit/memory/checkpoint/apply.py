@@ -12,7 +12,8 @@ from torch import nn
 from lowbit.convert.engine import report_on
 from lowbit.convert.report import Report
 from lowbit.convert.select import check_model
-from lowbit.memory.checkpoint.policies import Choice, Chosen, choose
+from lowbit.memory.checkpoint.caches import place_of
+from lowbit.memory.checkpoint.policies import Choice, choose
 from lowbit.memory.checkpoint.segment import Offload, Recomputed, Segment
 from lowbit.models.surround import surround, surrounding, unsurround
 
@@ -33,8 +34,10 @@ def checkpoint_(
 
     ``offload``: ``"cpu"`` or a directory, where the kept inputs are moved until backward (``offload_activations``).
 
-    The second run has the autocast, the random state, the backend (``use_backend``) and the buffers of the first, and
-    leaves buffers as they are, such as the running statistics of BatchNorm; inside torch.compile torch's own
+    The second run has the autocast, the random state, the backend (``use_backend``), the buffers and the states in
+    plain attributes of the first, the mode of each module (``train``, ``eval``), ``requires_grad``, numbers such as a
+    dropout's, and torch's default dtype and kernels of attention. It leaves all as it is, such as the running
+    statistics of BatchNorm; inside torch.compile torch's own
     checkpointing does it, one module at a time. Without gradients nothing changes. Names of parameters, ``isinstance``,
     copies and pickles stay as they are; a module's class is called ``Checkpointed...``. Modules may be converted before
     and after (``quantize_``, ``train.prepare_``, ``train.convert_``). Gradient checkpointing of transformers is
@@ -56,8 +59,11 @@ def checkpoint_(
     names = {id(module): name for name, module in model.named_modules()}
     uncheckpoint_(model)
     notes = _switch_off(model)
+    numbered = place_of(model) is not None
     for one in chosen:
-        _checkpoint(one, names, place)
+        segment = Segment(len(one.modules), one.contexts, place)
+        for index, module in enumerate(one.modules):
+            surround(module, Recomputed(names[id(module)], segment, index, numbered))
     layers = {names[id(module)]: module for one in chosen for module in one.modules}
     report = report_on("memory.checkpoint_", model, layers, "checkpointed")
     return report if not notes else Report(**{**vars(report), "notes": notes})
@@ -87,12 +93,6 @@ def recomputing(modules: Iterable[nn.Module]) -> Iterator[None]:
                 unsurround(module)
             else:
                 surround(module, around)
-
-
-def _checkpoint(chosen: Chosen, names: dict[int, str], offload: Offload | None) -> None:
-    segment = Segment(len(chosen.modules), chosen.contexts, offload)
-    for index, module in enumerate(chosen.modules):
-        surround(module, Recomputed(names[id(module)], segment, index))
 
 
 def _switch_off(model: nn.Module) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowbit.autograd import backend_now, on_backend
 
-__all__ = ["Buffers", "CallState", "Contexts", "Random", "Weights", "gather", "unmoved", "version_of"]
+__all__ = ["Buffers", "CallState", "Contexts", "Flags", "Random", "Weights", "gather", "unmoved", "version_of"]
 
 #: Makes the two contexts of a call, in forward and in backward, as torch.utils.checkpoint's ``context_fn``.
 Contexts = Callable[[], tuple[Any, Any]]
@@ -36,8 +36,37 @@ class Random:
             set_device_states(self.devices, self.states, device_type=self.kind)
 
 
+#: Settings of torch that choose among kernels and dtypes, which may be in force for the forward alone: what reads each
+#: and what sets it.
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+)
+
+
+@contextmanager
+def _with_settings(values: list[Any]) -> Iterator[None]:
+    now = [get() for get, _ in _SETTINGS]
+    changed = [
+        (put, value, present)
+        for (_, put), value, present in zip(_SETTINGS, values, now, strict=True)
+        if value != present
+    ]
+    try:
+        for put, value, _ in changed:
+            put(value)
+        yield
+    finally:
+        for put, _, present in changed:
+            put(present)
+
+
 class CallState:
-    """Random state, autocast and backend as they are now."""
+    """Random state, autocast, backend and settings of torch as they are now."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         tensors = list(tensors)
@@ -45,6 +74,7 @@ class CallState:
         kinds = {"cpu", *(t.device.type for t in tensors)}
         self.autocasts = [_autocast(kind) for kind in sorted(kinds) if torch.amp.is_autocast_available(kind)]
         self.backend = backend_now()
+        self.settings = [get() for get, _ in _SETTINGS]
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -54,6 +84,7 @@ class CallState:
             for kind, settings in self.autocasts:
                 entered.enter_context(torch.autocast(kind, **settings))
             entered.enter_context(on_backend(self.backend))
+            entered.enter_context(_with_settings(self.settings))
             yield
 
 
@@ -84,9 +115,12 @@ def version_of(tensor: Tensor) -> int:
 
 
 class _Before(NamedTuple):
-    """A buffer of a module before a call: the tensor, its version, and a copy of its numbers unless it is a table."""
+    """A buffer of a module before a call: the tensor, its version, and a copy of its numbers unless it is a table.
 
-    owner: nn.Module
+    ``place``: the module's buffers, or its plain attributes.
+    """
+
+    place: dict[str, Any]
     name: str
     tensor: Tensor | None
     version: int
@@ -94,7 +128,10 @@ class _Before(NamedTuple):
 
     def has_moved(self) -> bool:
         moved = self.tensor is not None and version_of(self.tensor) != self.version
-        return moved or self.owner._buffers.get(self.name) is not self.tensor
+        return moved or not self.is_there()
+
+    def is_there(self) -> bool:
+        return self.place.get(self.name) is self.tensor
 
 
 #: Buffers of more numbers are tables, such as masks and positions: a call that changes one cannot be made again.
@@ -103,52 +140,112 @@ _TABLE = 1 << 20
 
 class Buffers:
     """The buffers of a module before a call, of which those that the call has changed are kept: a second run begins
-    with what they were then. BatchNorm's statistics are left out, since in training it does not read them.
+    with what they were then. BatchNorm's statistics are left out, since in training it does not read them. Small
+    tensors in plain attributes, and attributes that are None, count as buffers: recurrent layers keep states in them.
     """
 
     def __init__(self, module: nn.Module) -> None:
         norms = {m for m in module.modules() if isinstance(m, _NormBase)}
         self._before = [
-            _before(owner, name, buffer)
+            _before(place, name, tensor)
             for owner in module.modules()
             if owner not in norms
-            for name, buffer in owner._buffers.items()
+            for place in (owner._buffers, vars(owner))
+            for name, tensor in place.items()
+            if place is owner._buffers or _is_state(name, tensor)
         ]
 
     def called(self) -> str | None:
         """After the call: let go of what has not changed. The name of a table that has, or None."""
-        self._before = [one for one in self._before if one.has_moved()]
-        return next((one.name for one in self._before if one.tensor is not None and one.numbers is None), None)
+        moved = [one for one in self._before if one.has_moved()]
+        self._before = [one if one.is_there() else one._replace(tensor=None) for one in moved]  # nor its graph
+        return next((one.name for one in moved if one.tensor is not None and one.numbers is None), None)
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Within, they are as before the call; afterwards as they are now."""
-        now = [one.owner._buffers.get(one.name) for one in self._before]
-        numbers = [None if present is None else present.detach().clone() for present in now]
+        now = [one.place.get(one.name) for one in self._before]
+        numbers = [
+            one.tensor.detach().clone() if one.is_there() and one.tensor is not None else None for one in self._before
+        ]
         for one, present in zip(self._before, now, strict=True):
             _put(one, one.numbers, present)
         try:
             yield
         finally:
             for one, present, those in zip(self._before, now, numbers, strict=True):
-                one.owner._buffers[one.name] = present
+                one.place[one.name] = present
                 if present is not None and present is one.tensor:
                     _put(one, those, present)
 
 
-def _before(owner: nn.Module, name: str, buffer: Tensor | None) -> _Before:
+#: The attributes that torch gives every module.
+_OWN = frozenset(vars(nn.Module()))
+
+
+def _is_state(name: str, value: Any) -> bool:
+    """Whether a plain attribute may be a state that calls read and replace."""
+    return name not in _OWN and (value is None or (isinstance(value, Tensor) and value.numel() <= _TABLE))
+
+
+def _before(place: dict[str, Any], name: str, buffer: Tensor | None) -> _Before:
     if buffer is None:
-        return _Before(owner, name, None, 0, None)
+        return _Before(place, name, None, 0, None)
     copy = buffer.detach().clone() if buffer.numel() <= _TABLE else None
-    return _Before(owner, name, buffer, version_of(buffer), copy)
+    return _Before(place, name, buffer, version_of(buffer), copy)
 
 
-def _put(one: _Before, numbers: Tensor | None, present: Tensor | None) -> None:
+def _put(one: _Before, numbers: Tensor | None, present: Any) -> None:
     """Numbers into a buffer that is the tensor of before, or in the place of another one."""
-    if present is not None and present is one.tensor and numbers is not None:
-        present.data.copy_(numbers)  # by data: no version moves, since backward may have saved the buffer
+    if one.tensor is not None and present is one.tensor and numbers is not None:
+        one.tensor.data.copy_(numbers)  # by data: no version moves, since backward may have saved the buffer
     else:
-        one.owner._buffers[one.name] = numbers
+        one.place[one.name] = numbers
+
+
+class Flags:
+    """What is set on the modules of a call from outside: whether each is in training mode, numbers such as the share
+    that a dropout drops, and which parameters take gradients. All may be set anew before backward.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._set = [(vars(owner), _settings(owner)) for owner in module.modules()]
+        parameters = () if any(map(_is_sharded, module.modules())) else module.parameters()
+        self._grads = [(parameter, parameter.requires_grad) for parameter in parameters if parameter.is_leaf]
+
+    def called(self) -> None:
+        """After the call: let go of what the call itself has changed, such as a counter, but for the mode."""
+        self._set = [
+            (place, {name: value for name, value in values.items() if name == "training" or place.get(name) == value})
+            for place, values in self._set
+        ]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Within, all is set as it was; afterwards as it is now."""
+        now = [(place, {name: place[name] for name in values if name in place}) for place, values in self._set]
+        switched = [
+            (parameter, parameter.requires_grad) for parameter, grad in self._grads if parameter.requires_grad != grad
+        ]
+        try:
+            for place, values in self._set:
+                place.update(values)
+            for parameter, grad in switched:
+                parameter.requires_grad_(not grad)
+            yield
+        finally:
+            for place, values in now:
+                place.update(values)
+            for parameter, grad in switched:
+                parameter.requires_grad_(grad)
+
+
+def _settings(owner: nn.Module) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(owner).items()
+        if name == "training" or (name not in _OWN and isinstance(value, bool | int | float | str))
+    }
 
 
 class Weights:

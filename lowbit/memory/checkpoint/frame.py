@@ -21,7 +21,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from lowbit.memory.checkpoint.calls import Buffers, CallState, Contexts, Random, Weights, gather, unmoved, version_of
+from lowbit.memory.checkpoint.calls import (
+    Buffers,
+    CallState,
+    Contexts,
+    Flags,
+    Random,
+    Weights,
+    gather,
+    unmoved,
+    version_of,
+)
 
 __all__ = ["Frame", "NotReplayed"]
 
@@ -82,6 +92,7 @@ class _Call(NamedTuple):
     kept: Any
     around: CallState
     buffers: Buffers
+    flags: Flags
     context: Any
     first: int
 
@@ -135,13 +146,15 @@ class Frame:
         outside = list[Tensor]()
         given = [self._source(leaf, outside) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         first, again = (nullcontext(), nullcontext()) if self._contexts is None else self._contexts()
-        kept, around, buffers = self._keep(outside), CallState(tensors), Buffers(module)
+        kept, around = self._keep(outside), CallState(tensors)
+        buffers, flags = Buffers(module), Flags(module)
         self.calls.append(
-            _Call(path, module, forward, given, structure, kept, around, buffers, again, len(self._saved))
+            _Call(path, module, forward, given, structure, kept, around, buffers, flags, again, len(self._saved))
         )
         versions = [version_of(t) for t in outside]
         with saved_tensors_hooks(self._pack, _unpack), first:
             output = forward(*args, **kwargs)
+        flags.called()
         table = buffers.called()
         if table is not None:
             raise NotReplayed(
@@ -154,7 +167,7 @@ class Frame:
             raise NotReplayed(
                 f"{path!r} is checkpointed and writes to a tensor {tuple(outside[place].shape)} that it is given, "
                 f"and cannot be computed again from it. Make the write one to a copy (an activation with "
-                f"inplace=False), or leave the module out of checkpoint_"
+                f"inplace=False), or leave the module out of checkpoint_{_of_caches(args, kwargs)}"
             )
         made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         for tensor in tensors:  # which later calls of the segment may have been given, and may write to
@@ -240,7 +253,7 @@ class Frame:
 
         args, kwargs = tree_unflatten([found(leaf) for leaf in call.given], call.structure)
         gather(call.module)
-        with unmoved(call.module), call.buffers.again(), call.around.again(), call.context:
+        with call.flags.again(), unmoved(call.module), call.buffers.again(), call.around.again(), call.context:
             return call.forward(*args, **kwargs)
 
     def _check(self, place: int, tensor: Tensor) -> None:
@@ -255,7 +268,13 @@ class Frame:
             f"the checkpointed {call.path!r} computes something else in backward: forward saved {shape} {dtype}, its "
             f"second run {got}. Its forward has to depend on its arguments, parameters and torch's random state alone, "
             f"not on a counter, a clock or Python's random; make it so, or leave the module out of checkpoint_"
+            f"{_of_caches(*tree_unflatten(call.given, call.structure))}"
         )
+
+
+def _of_caches(args: Any, kwargs: Any) -> str:
+    """What helps a call that keeps states for generation besides."""
+    return "; or call the model with use_cache=False" if kwargs.get("use_cache") else ""
 
 
 def _unpack(holder: _Holder) -> Tensor:

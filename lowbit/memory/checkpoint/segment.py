@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lowbit.combinations import refusal
+from lowbit.memory.checkpoint.caches import is_cache, is_filled, place_of
 from lowbit.memory.checkpoint.calls import Contexts
 from lowbit.memory.checkpoint.frame import Frame
 from lowbit.memory.offload.activations import Offloading, offload_activations
@@ -69,12 +70,13 @@ class Segment:
 class Recomputed:
     """Around a forward: without gradients nothing, else what backward computes again. ``path``: the module's.
 
-    ``index``: its place in the segment.
+    ``index``: its place in the segment. ``numbered``: whether modules of the model say which layer of a cache they use.
     """
 
     path: str
     segment: Segment
     index: int = 0
+    numbered: bool = False
     prefix = "Checkpointed"
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -82,13 +84,13 @@ class Recomputed:
             return forward(*args, **kwargs)
         if module.__dict__.get("gradient_checkpointing"):
             self._take_over(module)
-        caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
-        if caches:
+        caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
+        if caches and not getattr(module, "_can_checkpoint_with_cache", False):  # transformers' word for "only reads"
             if not module.training:
                 return forward(*args, **kwargs)  # a cache that the caller may go on with
             self._refuse_filled(module, caches)
-            args = tuple(None if _is_cache(value) else value for value in args)
-            kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+            args = tuple(None if is_cache(value) else value for value in args)
+            kwargs = {name: None if is_cache(value) else value for name, value in kwargs.items()}
         if torch.compiler.is_compiling():
             return self._compiled(forward, args, kwargs)
         frame = self.segment.frame(self.index)
@@ -102,12 +104,16 @@ class Recomputed:
         return checkpoint(forward, *args, use_reentrant=False, context_fn=self.segment.contexts, **kwargs)
 
     def _refuse_filled(self, module: nn.Module, caches: list[Any]) -> None:
-        """Raises ValueError for a cache that this layer would read."""
-        layer = next((m.layer_idx for m in module.modules() if isinstance(getattr(m, "layer_idx", None), int)), 0)
-        if any(cache.get_seq_length(layer) for cache in caches):
+        """Raises ValueError for a cache that this module would read."""
+        place = place_of(module)
+        if place is None and self.numbered:
+            return  # the model numbers the layers that use its cache, and this one is not among them
+        if any(is_filled(cache, place or 0) for cache in caches):
             raise ValueError(
-                f"memory.checkpoint_: expected an empty cache for {self.path!r} in training, got one with tokens; call "
-                f"the model with use_cache=False, or memory.uncheckpoint_(model) first"
+                f"memory.checkpoint_: expected an empty cache for {self.path!r} in training, got one with tokens, to "
+                f"which a second run would append again; call the model without that cache, checkpoint what is "
+                f'given no cache (memory.checkpoint_(model, "mlp"), which prefix tuning can be trained with), or '
+                f"memory.uncheckpoint_(model) first"
             )
 
     def _take_over(self, module: nn.Module) -> None:
@@ -118,10 +124,3 @@ class Recomputed:
                 f"{self.path!r} is checkpointed by memory.checkpoint_, which takes the place of transformers' gradient "
                 f"checkpointing; for that one call memory.uncheckpoint_(model) first"
             )
-
-
-def _is_cache(value: Any) -> bool:
-    """Whether a value is a cache of keys and values, as generation with transformers has: a second run of a layer
-    would append to it once more.
-    """
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
