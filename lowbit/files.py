@@ -163,12 +163,16 @@ class DirectoryLock:
         directory: It must exist.
         who: The caller, for the message.
 
+    Attributes:
+        held: Whether the directory is locked; False where the disk has no locks.
+
     Raises:
         BlockingIOError: Something else has the lock.
     """
 
     def __init__(self, directory: Path, who: str) -> None:
         self._handle: int | None = None
+        self.held = False
         if os.name != "posix":
             return
         import fcntl
@@ -183,7 +187,8 @@ class DirectoryLock:
             if error.errno not in _NO_LOCKS:
                 os.close(handle)
                 raise
-            taken = False
+            self._handle = handle
+            return
         if taken:
             os.close(handle)
             raise BlockingIOError(
@@ -191,11 +196,11 @@ class DirectoryLock:
                 f"{who}: another run writes to this directory; wait until it has ended, or give another one",
                 str(directory),
             )
-        self._handle = handle
+        self._handle, self.held = handle, True
 
     def release(self) -> None:
         """Let others have the directory; again is no error."""
-        handle, self._handle = self._handle, None
+        handle, self._handle, self.held = self._handle, None, False
         if handle is not None:
             os.close(handle)
 

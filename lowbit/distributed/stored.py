@@ -1,7 +1,7 @@
 """The files of a checkpoint: which directory is one, how one takes another's place, whether every byte is as saved.
 
 A directory is known by its ``checkpoint.json`` and by the names of all its files. No other directory is ever removed.
-Checkpoints of lowbit 0.2 and before have no ``checkpoint.json``, and so no digests.
+Checkpoints of earlier versions have no ``checkpoint.json``, and so no digests.
 """
 
 from __future__ import annotations

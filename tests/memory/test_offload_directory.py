@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch
 from lowbit.memory import stream_blocks_
 from lowbit.memory.offload import directory, offload_activations
 from lowbit.memory.offload.directory import ScratchDirectory
+from lowbit.memory.offload.mapped import mapped_like
 from lowbit.optim import offload_
 
 CHILD = """
@@ -123,3 +126,95 @@ def test_what_is_no_directory_is_refused_and_nothing_is_made(tmp_path, monkeypat
         with pytest.raises(error, match=f'offload: expected "cpu" or the path of a directory, .*{message}'):
             offload()
     assert not list(tmp_path.iterdir()) and "forward" not in vars(model[0])
+
+
+@pytest.mark.parametrize("name", ["lowbit-offload-run1", "lowbit-offload-7-abcdef01", "lowbit-offload-"])
+@pytest.mark.parametrize("file", ["precious.txt", "0.bin", None])
+def test_directories_of_users_stay_whatever_they_are_called(tmp_path, name, file):
+    mine = tmp_path / name
+    mine.mkdir(mode=0o700)
+    if file:
+        (mine / file).write_text("a week of work")
+    inner = ScratchDirectory(mine)  # of a live process, in a directory of that name
+    kept = inner.reserve(10)
+    ScratchDirectory(tmp_path).close()
+    assert mine.is_dir() and kept.exists() and (file is None or (mine / file).read_text() == "a week of work")
+    inner.close()
+    assert os.listdir(mine) == ([file] if file else [])
+
+
+def test_files_of_users_in_a_directory_of_ours_stay_with_it(tmp_path):
+    killed = str(killed_in_forward(tmp_path))
+    (left,) = tmp_path.iterdir()
+    (left / "notes.txt").write_text("x")
+    ours = ScratchDirectory(tmp_path)
+    (ours.path / "notes.txt").write_text("y")
+    ours.reserve(10)
+    assert owners(tmp_path)[killed] == ["notes.txt"], "its own files are gone"
+    ours.close()
+    assert sorted(names for names in owners(tmp_path).values()) == [["notes.txt"]] * 2
+
+
+def test_a_disk_without_locks_is_used_and_nothing_on_it_is_taken_for_abandoned(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    first, second = ScratchDirectory(tmp_path), ScratchDirectory(tmp_path)
+    assert first.reserve(10).exists() and second.reserve(10).exists() and len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_interrupt_in_what_frees_is_raised_and_frees_all(tmp_path, monkeypatch):
+    unlinked = type(tmp_path).unlink
+
+    def interrupted(self, missing_ok=False):
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGINT)
+        unlinked(self, missing_ok=missing_ok)
+
+    def freed(lose):
+        """What is lost meanwhile."""
+        monkeypatch.setattr(type(tmp_path), "unlink", interrupted)
+        start = time.perf_counter()
+        with pytest.raises(KeyboardInterrupt):
+            lose()
+            while time.perf_counter() - start < 2:
+                time.sleep(0.001)
+
+    files = ScratchDirectory(tmp_path)
+    mapped = [mapped_like(torch.empty(5000), files)]
+    freed(mapped.clear)
+    assert files.used == 0 and not list(files.path.iterdir())
+    graphs = []
+    context = offload_activations(tmp_path, min_bytes=0)
+    with context:
+        graphs.append((torch.randn(64, 64, requires_grad=True) * 2).sin().cos().sin().sum())
+    assert context.place.files.used > 0
+    freed(graphs.clear)
+    for _ in range(200):  # a write that is under way frees its file when it is done
+        if not context.place.files.used:
+            break
+        time.sleep(0.01)
+    assert context.place.files.used == 0 and not list(context.place.files.path.iterdir())
+    held = [files]
+    del files, context
+    files_path = held[0].path
+    mapped.append(mapped_like(torch.empty(5000), held[0]))
+    mapped.clear()
+    held[0].reserve(10)
+    freed(held.clear)
+    assert not files_path.exists()
+
+
+def test_an_interrupt_that_python_would_only_print_is_raised(tmp_path):
+    ScratchDirectory(tmp_path).close()
+
+    class Lost:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    start = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        Lost()
+        while time.perf_counter() - start < 2:
+            time.sleep(0.001)

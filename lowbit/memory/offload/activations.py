@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lowbit import notice
+from lowbit.memory.offload.interrupts import uninterrupted
 from lowbit.memory.offload.places import Imagined, Parked, Place, place
 from lowbit.sizes import is_bytes
 
@@ -176,7 +177,7 @@ class _Storage:
     def __del__(self) -> None:
         self.raw = None
         if self.parked is not None:
-            self.parked.discard()
+            uninterrupted(self.parked.discard)
 
 
 class _Saved:

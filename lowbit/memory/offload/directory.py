@@ -1,35 +1,44 @@
 """Files of one process that nobody needs once it is gone: a locked directory, a budget, whole buffers in and out.
 
-The lock is the directory's own (``flock``), which the system releases however the process ends. So a directory
-``lowbit-offload-*`` that can be locked is abandoned, and the next one that is made beside it removes it.
+The lock is the directory's own (``flock``), which the system releases however the process ends. A directory is known by
+its name and by its mode, and is abandoned if it can be locked: the next one that is made beside it removes it. Only
+files that this module has named are removed, and no directory that holds another.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import itertools
 import os
 import re
 import secrets
-import shutil
 import stat
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowbit.files import DirectoryLock
+from lowbit.memory.offload.interrupts import keep_interrupts, uninterrupted
 from lowbit.sizes import amount
 
 __all__ = ["ScratchDirectory", "bytes_of", "read", "write"]
 
 _PREFIX = "lowbit-offload-"
-#: The most that one system call moves: it is cut into pieces of this size, since Linux moves 2 GiB at a time.
-_PIECE = 256 << 20
+#: The whole name of a directory, and the name of a file in it.
+_DIRECTORY, _FILE = re.compile(rf"{_PREFIX}\d+-[0-9a-f]{{8}}"), re.compile(r"\d+\.bin")
+#: The marker of a directory. Nobody has the sticky bit on a directory of one's own by accident, and ``mkdir`` sets it
+#: with the name in one step, so that no killed process leaves a directory without it.
+_MODE = stat.S_ISVTX | stat.S_IRWXU
+#: What the system says of a disk, a quota or a limit that is exhausted.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+#: The most that one system call moves. Linux moves 2 GiB at a time, and a process that ends waits for the call.
+_PIECE = 16 << 20
 #: Names of devices, which a caller who gives one does not mean as those of directories.
 _DEVICE = re.compile(r"(cpu|cuda|gpu|mps|xpu|meta|disk)(:\d+)?", re.IGNORECASE)
 
@@ -50,12 +59,14 @@ class ScratchDirectory:
     """
 
     def __init__(self, where: str | os.PathLike[str], budget: int | None = None) -> None:
+        keep_interrupts()
         parent = _parent(where)
         parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(parent)
         self.path, self._lock = _locked(parent)
         self.budget, self.used, self._process = budget, 0, os.getpid()
         self._numbers, self._guard = itertools.count(), threading.RLock()  # garbage is collected inside, too
+        self._reserved: set[Path] = set()
         self._finalizer = weakref.finalize(self, _remove, self.path, self._lock, self._process)
 
     def reserve(self, size: int) -> Path:
@@ -63,25 +74,27 @@ class ScratchDirectory:
 
         Raises OSError (ENOSPC), with nothing reserved, where the budget or the disk is exhausted.
         """
-        with self._guard:
-            if self.budget is not None and self.used + size > self.budget:
-                raise OSError(
-                    errno.ENOSPC,
-                    f"offload: {amount(size)} more than the {amount(self.used)} in use exceed the budget of "
-                    f"{amount(self.budget)}; raise budget=, or offload less (a larger min_bytes=, checkpointing)",
-                    str(self.path),
-                )
-            self.used += size
         path = self.path / f"{next(self._numbers)}.bin"
         try:
+            with self._guard:
+                if self.budget is not None and self.used + size > self.budget:
+                    raise OSError(
+                        errno.ENOSPC,
+                        f"offload: {amount(size)} more than the {amount(self.used)} in use exceed the budget of "
+                        f"{amount(self.budget)}; raise budget=, or offload less (a larger min_bytes=, checkpointing)",
+                        str(self.path),
+                    )
+                self.used += size
+                self._reserved.add(path)
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 _allocate(file, size)
             finally:
                 os.close(file)
         except BaseException as error:
+            full = isinstance(error, OSError) and error.errno in _FULL and path in self._reserved
             self.release(path, size)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if full:
                 raise OSError(
                     error.errno,
                     f"offload: the disk has no room for {amount(size)} more than the {amount(self.used)} in use; free "
@@ -92,14 +105,19 @@ class ScratchDirectory:
         return path
 
     def release(self, path: Path, size: int) -> None:
-        """Remove a file of ``reserve``; one that is gone already is no error."""
+        """Remove a file of ``reserve``; again is no error. A Ctrl-C meanwhile is raised soon after."""
+        uninterrupted(lambda: self._release(path, size))
+
+    def _release(self, path: Path, size: int) -> None:
         if os.getpid() == self._process:  # a fork has the same objects, and no right to the files
             path.unlink(missing_ok=True)
         with self._guard:
-            self.used -= size
+            if path in self._reserved:
+                self.used -= size  # and at once, so that an interrupt finds both or neither
+                self._reserved.discard(path)
 
     def close(self) -> None:
-        """Remove the directory with all that is in it."""
+        """Remove the directory and the files that were reserved in it."""
         self._finalizer()
 
 
@@ -156,41 +174,49 @@ def _parent(where: Any) -> Path:
 
 # -- whose a directory is ----------------------------------------------------------------------------------------------
 def remove_abandoned(parent: Path) -> None:
-    """Remove the directories in ``parent`` that no process has locked. What cannot be removed stays."""
+    """Remove the directories of this module in ``parent`` that no process has locked. What cannot be removed stays."""
     for path in parent.glob(f"{_PREFIX}*"):
-        lock = _lock(path)
-        if lock is not None:
-            shutil.rmtree(path, ignore_errors=True)
-            os.close(lock)
+        if not _is_ours(path):
+            continue
+        try:
+            lock = DirectoryLock(path, "offload")
+        except OSError:
+            continue
+        if lock.held:
+            _remove_files(path)
+        lock.release()
 
 
-def _locked(parent: Path) -> tuple[Path, int]:
+def _is_ours(path: Path) -> bool:
+    """Whether this module has made a directory, for this user."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    mode = stat.S_IMODE(status.st_mode) & ~stat.S_ISGID  # which a directory has from the one that it is in
+    made = stat.S_ISDIR(status.st_mode) and mode == _MODE and status.st_uid == os.getuid()
+    return made and _DIRECTORY.fullmatch(path.name) is not None
+
+
+def _remove_files(path: Path) -> None:
+    """Remove the files that this module has named, and the directory unless it holds others."""
+    with suppress(OSError):
+        for file in list(path.iterdir()):
+            if _FILE.fullmatch(file.name):
+                file.unlink(missing_ok=True)
+        path.rmdir()
+
+
+def _locked(parent: Path) -> tuple[Path, DirectoryLock]:
     """A new directory and its lock. Another process that finds it before it is locked removes it: then try again."""
     while True:
         path = parent / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-        path.mkdir(mode=stat.S_IRWXU)
-        lock = _lock(path)
-        if lock is not None:
-            if path.is_dir():
-                return path, lock
-            os.close(lock)
+        path.mkdir(mode=_MODE)
+        with suppress(BlockingIOError, FileNotFoundError):
+            return path, DirectoryLock(path, "offload")
 
 
-def _lock(path: Path) -> int | None:
-    """A directory's lock; None where another one has it, or the directory is gone."""
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        return None
-    return handle
-
-
-def _remove(path: Path, lock: int, process: int) -> None:
+def _remove(path: Path, lock: DirectoryLock, process: int) -> None:
     if os.getpid() == process:
-        shutil.rmtree(path, ignore_errors=True)
-    os.close(lock)
+        uninterrupted(lambda: _remove_files(path))
+    lock.release()

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +24,8 @@ from lowbit.memory.offload.traffic import Traffic
 from lowbit.sizes import amount, bytes_in, is_bytes
 
 __all__ = ["Disk", "Host", "Imagined", "Parked", "Place", "place"]
+
+_T = TypeVar("_T")
 
 
 class Parked(Protocol):
@@ -34,7 +39,7 @@ class Parked(Protocol):
         raise NotImplementedError
 
     def discard(self) -> None:
-        """Give up what they take."""
+        """Give up what they take; again is no error."""
 
 
 class Place(Protocol):
@@ -165,14 +170,41 @@ class _OnHost:
         self.leave()  # the copy on the side stream reads or writes that memory
         if self in self.place.leaving:
             self.place.leaving.remove(self)
-        self.place.used -= self.size
+        size, self.size = self.size, 0
+        self.place.used -= size
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
+class _Worker:
+    """A thread that does one thing after another. A process that ends, after Ctrl-C say, does not wait for it."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def submit(self, task: Callable[..., _T], *args: Any) -> Future[_T]:
+        """Have ``task`` done with ``args``."""
+        future: Future[_T] = Future()
+        self._tasks.put((future, task, args))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            self._do(*self._tasks.get())
+
+    def _do(self, future: Future[Any], task: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """A task; what it was given is let go with this call."""
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(task(*args))
+            except BaseException as error:  # the caller raises it
+                future.set_exception(error)
+
+
 @functools.cache
-def _worker(what: str) -> ThreadPoolExecutor:
+def _worker(what: str) -> _Worker:
     """The one thread of the process that writes, and the one that reads."""
-    return ThreadPoolExecutor(1, f"lowbit-offload-{what}")
+    return _Worker(f"lowbit-offload-{what}")
 
 
 os.register_at_fork(after_in_child=_worker.cache_clear)  # a fork has no threads
