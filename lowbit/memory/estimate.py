@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils import _foreach_utils
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowbit.combinations import refusal
@@ -27,7 +26,7 @@ from lowbit.memory.checkpoint import checkpoint_
 from lowbit.memory.checkpoint.overhead import overhead
 from lowbit.memory.checkpoint.selective import looked_at
 from lowbit.memory.cost import Work, rates, work
-from lowbit.memory.fake import fake_batch, fake_model, fake_tensors, values_needed
+from lowbit.memory.fake import fake_batch, fake_model, fake_tensors, numbers_are_one, values_needed
 from lowbit.memory.ledger import Ledger, Op
 from lowbit.memory.scratch import scratch_bytes
 from lowbit.memory.stream import is_streamed
@@ -251,7 +250,7 @@ def _run(
                 for _ in range(micro_batches):
                     accumulate(model, batch, loss)
             if stepper is not None:
-                with _Scalars():  # type: ignore[no-untyped-call]
+                with numbers_are_one():
                     stepper.step()
             for parameter in trained:
                 parameter.grad = None
@@ -334,15 +333,6 @@ def _without_data(loss: Callable[[Any, Any], Tensor], spared: _Spared) -> Callab
             return value
 
     return checked
-
-
-class _Scalars(TorchDispatchMode):
-    """Reading a number from a tensor gives 1: no memory of an optimizer depends on the count of its steps."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0 if args[0].is_floating_point() else 1
-        return func(*args, **(kwargs or {}))
 
 
 #: Files whose frames lie between an op and what called it.

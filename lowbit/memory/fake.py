@@ -35,6 +35,7 @@ __all__ = [
     "fake_batch",
     "fake_model",
     "fake_tensors",
+    "numbers_are_one",
     "outlined",
     "value_of",
     "values_needed",
@@ -62,6 +63,18 @@ def values_needed(caller: str, reader: str, instead: str) -> Iterator[None]:
         raise ValueError(
             f"{caller}: {reader} reads values of tensors ({error}), and an estimate has none; {instead}"
         ) from None
+
+
+def numbers_are_one() -> TorchDispatchMode:
+    """Within, reading a number from a tensor gives 1: no memory of an optimizer depends on the count of its steps."""
+    return _Scalars()  # type: ignore[no-untyped-call]
+
+
+class _Scalars(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
+        return func(*args, **(kwargs or {}))
 
 
 def answer_without_data(model: nn.Module, prepare: Callable[[nn.Module], object], batch: Any) -> Any:

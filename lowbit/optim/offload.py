@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from lowbit.memory.offload.directory import ScratchDirectory
 from lowbit.memory.offload.mapped import drop_pages, mapped_like
 from lowbit.memory.offload.places import side_stream
 from lowbit.optim.base import Optimizer
+from lowbit.optim.outlook import states_to_come
 from lowbit.optim.plain import plain_step, replace_step_, require_own_step
 
 __all__ = ["CHUNK_BYTES", "LEAST_BYTES", "OFFLOADED", "clip_grad_norm_", "offload_", "unoffload_"]
@@ -52,6 +54,9 @@ def offload_(optimizer: _Any, where: str | os.PathLike[str] = "cpu", gradients: 
     Files belong to this process, and go with it. After a crash the next call for the same directory removes
     them: a half-written step is never read, and training resumes from the last ``state_dict`` that was saved.
 
+    Room is made before anything moves: for all states of a step before it, for all gradients when the first appears. So
+    an OSError of a full disk leaves weights and states as they were, and the step can be made again.
+
     Raises TypeError for what is no optimizer, for LBFGS, whose step needs all parameters at once, and for DTensors;
     ValueError for an optimizer that is offloaded already, steps in backward, or has a ``step`` of its own, for
     parameters on the meta device, and for ``"cpu"`` where all are on the CPU; OSError where the disk has no room.
@@ -59,6 +64,7 @@ def offload_(optimizer: _Any, where: str | os.PathLike[str] = "cpu", gradients: 
     _check(optimizer, where)
     before = vars(optimizer).get("step"), vars(optimizer).get("zero_grad")
     offload = _Offload(None if where == "cpu" else ScratchDirectory(where), gradients, before)
+    offload.make_room(optimizer, list(_places(optimizer)), "optim.offload_: the optimizer is as it was")
     offload.park(optimizer, list(_params(optimizer)))
     setattr(optimizer, OFFLOADED, offload)
     replace_step_(optimizer, _step, "optim.offload_")
@@ -130,6 +136,7 @@ class _Offload:
         self.gradients: dict[Tensor, Tensor] = {}  # of parameters on CUDA devices
         self.hooks: list[Any] = []
         self.watched: dict[Tensor, Any] = {}
+        self.coming: dict[Any, dict[str, Tensor] | None] = {}  # by what parameters are alike in
 
     def home(self, param: Tensor, name: str, like: Tensor) -> Tensor:
         """The tensor in ``where`` of that name, made where there is none of its shape and dtype."""
@@ -147,6 +154,61 @@ class _Offload:
         """Whether a state gains by being in ``where``."""
         large = isinstance(value, Tensor) and value.nbytes >= LEAST_BYTES
         return large and (self.files is not None or value.device.type == "cuda")
+
+    # -- room --------------------------------------------------------------------------------------------------------
+    def make_room(
+        self, optimizer: torch.optim.Optimizer, places: list[_Place], left: str, coming: bool = False
+    ) -> set[Tensor]:
+        """Files for the states of these parameters, all of them or none.
+
+        Args:
+            optimizer: The optimizer.
+            places: Its parameters.
+            left: What an error says of the state that it leaves.
+            coming: Whether there is to be room for states that the first step will make.
+
+        Returns:
+            The parameters whose first step needs data, so that nobody knows what it makes.
+
+        Raises:
+            OSError: The disk has no room; nothing has changed.
+        """
+        unknown: set[Tensor] = set()
+        if self.files is None:
+            return unknown
+        with self._all_or_none(left):
+            for group, place in places:
+                param = group["params"][place]
+                states: dict[str, Any] | None = optimizer.state.get(param)
+                if not states and coming:
+                    key = (id(group), param.shape, param.stride(), param.dtype, param.device)
+                    if key not in self.coming:
+                        self.coming[key] = states_to_come(optimizer, group, place)
+                    states = self.coming[key]
+                    if states is None:
+                        unknown.add(param)
+                for name, like in (states or {}).items():
+                    if self.moves(like):
+                        self.home(param, name, like)
+        return unknown
+
+    def _make_room_for_gradients(self) -> None:
+        """Files for all gradients that move. Raises OSError where the disk has no room, with nothing changed."""
+        left = "No weight has changed: drop the gradients of this backward pass (zero_grad), and make room"
+        with self._all_or_none(left):
+            for param in self.watched:
+                if param.nbytes and param.device.type == "cpu":
+                    self.home(param, ".grad", param.detach())
+
+    @contextmanager
+    def _all_or_none(self, left: str) -> Iterator[None]:
+        """An error inside leaves no file that was made inside. ``left``: what it says of the state that it leaves."""
+        before = {param: dict(homes) for param, homes in self.states.items()}
+        try:
+            yield
+        except OSError as error:
+            self.states = before  # which frees the files
+            raise OSError(error.errno, f"{error.strerror}. {left}", error.filename) from error
 
     # -- a step ------------------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -209,7 +271,9 @@ class _Offload:
                 home = torch.empty_like(gradient, device="cpu", pin_memory=True)
                 self.gradients[param] = home.copy_(gradient, non_blocking=True)
             param.grad = None
-        elif self.files is not None:
+        elif self.files is not None and gradient.nbytes:
+            if ".grad" not in self.states.get(param, {}):
+                self._make_room_for_gradients()
             home = self.home(param, ".grad", gradient)
             if gradient is not home:
                 param.grad = home.copy_(gradient)
@@ -229,8 +293,39 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
     if offload is None:  # a scheduler that was made meanwhile still calls this
         _advance(optimizer, list(_places(optimizer)))
         return
+    places = [place for place in _places(optimizer) if _has_gradient(offload, *place)]
+    left = "No weight and no state has changed: make room, and call step() again"
+    unknown = offload.make_room(optimizer, places, left, coming=True)
     offload.watch(optimizer)
-    for places in _chunks(optimizer, offload):
+    if unknown:  # first, while they can go back
+        first = [(group, place) for group, place in places if group["params"][place] in unknown]
+        places = [(group, place) for group, place in places if group["params"][place] not in unknown]
+        with _going_back(optimizer, offload, unknown, left):
+            _step_chunks(optimizer, offload, first)
+    _step_chunks(optimizer, offload, places)
+    for device in {param.device for param in offload.states if param.is_cuda}:
+        side_stream(device).synchronize()  # others may read the states from now on
+
+
+@contextmanager
+def _going_back(optimizer: torch.optim.Optimizer, offload: _Offload, params: set[Tensor], left: str) -> Iterator[None]:
+    """An error inside leaves these parameters, which have no states yet, as they were."""
+    weights = {param: param.detach().clone() for param in params}
+    try:
+        yield
+    except BaseException as error:
+        for param, weight in weights.items():
+            param.detach().copy_(weight)
+            optimizer.state.pop(param, None)
+            for name in [name for name in offload.states.get(param, ()) if name != ".grad"]:
+                del offload.states[param][name]
+        if isinstance(error, OSError):
+            raise OSError(error.errno, f"{error.strerror}. {left}", error.filename) from error
+        raise
+
+
+def _step_chunks(optimizer: torch.optim.Optimizer, offload: _Offload, chosen: list[_Place]) -> None:
+    for places in _chunks(chosen):
         params = [group["params"][place] for group, place in places]
         try:
             offload.fetch(optimizer, places)
@@ -243,8 +338,6 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
                     param.grad = None
                 elif offload.moves_gradients and offload.files is not None and param.grad is not None:
                     drop_pages(param.grad)
-    for device in {param.device for param in offload.states if param.is_cuda}:
-        side_stream(device).synchronize()  # others may read the states from now on
 
 
 def _zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
@@ -254,7 +347,10 @@ def _zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> No
 
 def _loaded(optimizer: torch.optim.Optimizer) -> None:
     """Move what ``load_state_dict`` has put beside the parameters."""
-    getattr(optimizer, OFFLOADED).park(optimizer, list(_params(optimizer)))
+    offload = getattr(optimizer, OFFLOADED)
+    offload.coming.clear()  # the groups are others
+    offload.make_room(optimizer, list(_places(optimizer)), "The states are loaded, and are in memory")
+    offload.park(optimizer, list(_params(optimizer)))
 
 
 def _advance(optimizer: torch.optim.Optimizer, places: list[_Place]) -> None:
@@ -281,14 +377,17 @@ def _params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     return (group["params"][place] for group, place in _places(optimizer))
 
 
-def _chunks(optimizer: torch.optim.Optimizer, offload: _Offload) -> Iterator[list[_Place]]:
-    """The parameters that have gradients, a few at a time."""
+def _has_gradient(offload: _Offload, group: dict[str, Any], place: int) -> bool:
+    param = group["params"][place]
+    return param.grad is not None or param in offload.gradients
+
+
+def _chunks(places: list[_Place]) -> Iterator[list[_Place]]:
+    """A few parameters at a time."""
     chunk: list[_Place] = []
     size = 0
-    for group, place in _places(optimizer):
+    for group, place in places:
         param = group["params"][place]
-        if param.grad is None and param not in offload.gradients:
-            continue
         if chunk and size + param.nbytes > CHUNK_BYTES:
             yield chunk
             chunk, size = [], 0

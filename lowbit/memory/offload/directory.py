@@ -92,9 +92,9 @@ class ScratchDirectory:
             finally:
                 os.close(file)
         except BaseException as error:
-            full = isinstance(error, OSError) and error.errno in _FULL and path in self._reserved
+            budgeted = path not in self._reserved
             self.release(path, size)
-            if full:
+            if isinstance(error, OSError) and error.errno in _FULL and not budgeted:
                 raise OSError(
                     error.errno,
                     f"offload: the disk has no room for {amount(size)} more than the {amount(self.used)} in use; free "

@@ -1,0 +1,64 @@
+"""The states that an optimizer will make in a parameter's first step, found without data and without a step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.memory.fake import fake_tensors, numbers_are_one
+from lowbit.optim.base import Optimizer
+from lowbit.optim.plain import plain_step
+from lowbit.optim.watch import Watch
+
+__all__ = ["states_to_come"]
+
+
+def states_to_come(optimizer: torch.optim.Optimizer, group: dict[str, Any], place: int) -> dict[str, Tensor] | None:
+    """The tensors of a parameter's state after its first step, on the meta device.
+
+    A copy of the optimizer steps a fake parameter, so nothing of the optimizer changes.
+
+    Args:
+        optimizer: Any optimizer whose step is that of its class.
+        group: One of its groups.
+        place: The parameter's place in the group.
+
+    Returns:
+        The tensors by name, or None if the step needs data.
+    """
+    param = group["params"][place]
+    with torch.inference_mode(False), torch.no_grad(), fake_tensors(), numbers_are_one():
+        fake = nn.Parameter(torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device))
+        fake.grad = torch.empty_like(fake)
+        twin = _twin(optimizer, group, place, fake)
+        try:
+            plain_step(twin)
+        except Exception:  # of whatever code the optimizer has
+            return None
+        found = twin.state[fake]
+    return {
+        name: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        for name, value in found.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _twin(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], place: int, fake: nn.Parameter
+) -> torch.optim.Optimizer:
+    """An optimizer with the same settings, of one parameter that has not stepped."""
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    vars(twin).update(vars(optimizer))
+    for replaced in ("step", "zero_grad"):
+        vars(twin).pop(replaced, None)
+    own = {**group, "params": [fake]}
+    if "param_names" in own:
+        own["param_names"] = [group["param_names"][place]]
+    twin.param_groups, twin.state = [own], defaultdict(dict)
+    if isinstance(twin, Optimizer):
+        twin._places, twin._plans, twin._watch = {fake: 0}, {}, Watch(type(optimizer).__name__)
+        twin.stepped = None
+    return twin
