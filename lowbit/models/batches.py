@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-__all__ = ["batches_in", "call", "copied", "feed", "given", "kinds", "mask_of", "tokens_of"]
+__all__ = ["arguments", "batches_in", "call", "copied", "feed", "given", "kinds", "mask_of", "tokens_of"]
 
 Tree = TypeVar("Tree")
 
@@ -62,9 +62,7 @@ def call(model: nn.Module, batch: Any, *, rest: bool = False) -> Any:
 
     Raises TypeError for a batch of another type, and for one that the forward does not take.
     """
-    args, kwargs = given(batch)
-    if rest:
-        args, kwargs = _taken(model, args, kwargs)
+    args, kwargs = arguments(model, batch, rest=rest)
     try:
         return model(*args, **kwargs)
     except TypeError as error:
@@ -75,6 +73,12 @@ def call(model: nn.Module, batch: Any, *, rest: bool = False) -> Any:
             f"position, a dict by keyword; what it does not take, such as targets, is for a loss that you give: "
             f"loss=lambda output, batch: ..."
         ) from error
+
+
+def arguments(model: nn.Module, batch: Any, *, rest: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What ``call`` calls ``model`` with, by position and by keyword. Raises TypeError for what is no batch."""
+    args, kwargs = given(batch)
+    return _taken(model, args, kwargs) if rest else (args, kwargs)
 
 
 def given(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

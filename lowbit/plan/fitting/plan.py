@@ -17,6 +17,7 @@ from lowbit.plan.fitting.adapt import alike
 from lowbit.plan.fitting.choices import PARTS, described, quality_of, words
 from lowbit.plan.fitting.plot import plot
 from lowbit.plan.fitting.predict import Prediction
+from lowbit.plan.fitting.rows import Rows
 from lowbit.plan.fitting.run import Run
 from lowbit.plan.fitting.subject import Subject
 from lowbit.plan.settings import Settings
@@ -85,7 +86,10 @@ class Plan(BasePlan[Prediction, Settings]):
         self.subject.check(model, "plan.apply_")
         self.subject.check_loss(loss, self.settings)
         predictions = list(self._others.values())
-        return Run(model, self.settings, loss, directory, options, predictions, self.plain.peak_bytes, self._batch)
+        return Run(
+            model, self.settings, loss, directory, options, predictions, self.plain.peak_bytes, self._batch,
+            self.subject.rows,
+        )  # fmt: skip
 
     # -- for people ----------------------------------------------------------------------------------------------
     def __str__(self) -> str:
@@ -152,7 +156,8 @@ class Plan(BasePlan[Prediction, Settings]):
         chosen, plain, *others = map(cls._read, (data["chosen"], data["plain"], *data["frontier"], *data["refits"]))
         beside = {name: cls._read(one) for name, one in data["beside"].items()}
         ways = map(cls._read, data.get("ways", ()))
-        subject = Subject(**data["subject"])
+        rows = data["subject"].get("rows")
+        subject = Subject(**{**data["subject"], "rows": rows and Rows(*rows)})
         return cls(
             chosen, data["budget"], plain, others, beside=beside, ways=ways, subject=subject, machine=data["machine"]
         )

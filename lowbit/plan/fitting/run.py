@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from lowbit.plan.fitting.adapt import (
     permits,
 )
 from lowbit.plan.fitting.predict import Predictor
+from lowbit.plan.fitting.rows import Rows, RowWatch, rows_of
 from lowbit.plan.fitting.subject import PLANNED, check_mode
 from lowbit.plan.settings import Settings, accumulate, arrange_, elsewhere, make_optimizer, require_processes, sharded
 from lowbit.processes import processes
@@ -40,10 +41,10 @@ __all__ = ["Run"]
 
 class Run:
     """``model`` and ``optimizer`` of a plan, and ``step``, which takes one step on a batch. ``settings``: those of the
-    next step, which adapt.
+    next step, which adapt. A training loop of your own takes each batch by ``parts``.
 
     ``predictions``: what else the plan could have chosen, for ``refit``. ``plain``: the bytes of plain training.
-    ``batch``: the one that was planned for, ``outlined``.
+    ``batch``: the one that was planned for, ``outlined``. ``rows``: its rows.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Run:
         predictions: Sequence[Predicted] = (),
         plain: int = 0,
         batch: Any = None,
+        rows: Rows | None = None,
     ) -> None:
         require_processes(settings)
         check_mode(model, "plan.apply_")
@@ -69,6 +71,8 @@ class Run:
         self.model, self.optimizer = sharded(model, optimizer, settings)
         self._at, self._largest = "", 0
         self._is_checked = self._loss is usual_loss
+        self._watch = RowWatch(rows, settings.micro)
+        model.register_forward_pre_hook(self._watch, with_kwargs=True)
         PLANNED.add(model)
 
     def step(self, batch: Any) -> float:
@@ -89,6 +93,31 @@ class Run:
         self.optimizer.zero_grad()
         return total
 
+    def parts(self, batch: Any) -> Iterator[tuple[Any, float]]:
+        """The parts of a batch as ``step`` takes them, for a training loop of your own.
+
+        The gradients of this loop are bit-identical to those of ``step``::
+
+            for part, weight in run.parts(batch):
+                (loss(run.model(part)) * weight).backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+        Activations go where the plan keeps them while the loop runs, so forward and backward belong into its body.
+        Memory that runs out in the loop is not adapted to, as it is in ``step``.
+
+        Args:
+            batch: Tensors in any nesting, as ``step`` takes them.
+
+        Returns:
+            An iterator over each part and its weight. Weighted mean losses add up to the mean loss of the batch.
+
+        Raises:
+            ValueError: For a batch that cannot be split.
+        """
+        self._compare(batch)
+        return self._elsewhere(micro_batches(batch, self.settings.micro, targets=self._targets(batch)))
+
     def refit(self, budget: str | int, batch: Any = None) -> Predicted:
         """Go on within another budget, smaller or larger; returns what is predicted of a step from now on.
 
@@ -108,6 +137,7 @@ class Run:
         self._change(found.settings)
         if batch is not None:
             self._batch, self._largest = outlined(batch), 0
+            self._watch.planned = rows_of(self._plain_model, batch, rest=self._loss is not usual_loss)
         return found
 
     def _whole(self, batch: Any) -> Callable[[Predicted], Predicted]:
@@ -162,20 +192,26 @@ class Run:
     def _attempt(self, batch: Any) -> float:
         total = 0.0
         parts = micro_batches(batch, self.settings.micro, targets=self._targets(batch))
-        with elsewhere(self.settings, self._where):
-            for number, (part, weight) in enumerate(parts, 1):
-                of = f"of part {number} of {self.settings.micro}"
-                self._at = f"forward {of}"
+        for number, (part, weight) in enumerate(self._elsewhere(parts), 1):
+            of = f"of part {number} of {self.settings.micro}"
+            self._at = f"forward {of}"
 
-                def loss(output: Any, part: Any, weight: float = weight, of: str = of) -> Tensor:
-                    if self.settings.micro > 1 and not self._is_checked:
-                        self._check_mean(output, part)
-                    value = scalar(self._loss(output, part), "run.step") * weight
-                    self._at = f"backward {of}"
-                    return value
+            def loss(output: Any, part: Any, weight: float = weight, of: str = of) -> Tensor:
+                if self.settings.micro > 1 and not self._is_checked:
+                    self._check_mean(output, part)
+                value = scalar(self._loss(output, part), "run.step") * weight
+                self._at = f"backward {of}"
+                return value
 
-                total += accumulate(self.model, part, loss, self._loss is not usual_loss).item()
+            total += accumulate(self.model, part, loss, self._loss is not usual_loss).item()
         return total
+
+    def _elsewhere(self, parts: Iterator[tuple[Any, float]]) -> Iterator[tuple[Any, float]]:
+        """The parts; until the last one is done, activations go where the plan keeps them."""
+        with elsewhere(self.settings, self._where):
+            for part, weight in parts:
+                with self._watch.allowing(part):
+                    yield part, weight
 
     @torch.no_grad()
     def _check_mean(self, output: Any, part: Any) -> None:
@@ -256,7 +292,7 @@ class Run:
 
     def _change(self, settings: Settings) -> None:
         change_(self._plain_model, self.optimizer, self.settings, settings, self._where)
-        self.settings = settings
+        self.settings, self._watch.parts = settings, settings.micro
 
 
 def _elements(batch: Any) -> int:

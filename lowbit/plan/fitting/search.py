@@ -224,7 +224,7 @@ def _plan(search: _Search, chosen: Prediction | None, plain: Prediction) -> Plan
     beside = {name: predictor.predicted(plainer) for name, plainer in plainer_by_dimension(chosen.settings).items()}
     return Plan(
         chosen, search.limit, plain, list(search.predictions.values()), predictor.loss, beside, search.ways(),
-        subject=subject_of(predictor.model, predictor.loss), batch=outlined(predictor.batch),
+        subject=subject_of(predictor.model, predictor.loss, predictor.batch), batch=outlined(predictor.batch),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What a plan is of: a model, by its parameters, and a loss, by its name."""
+"""What a plan is of: a model, by its parameters, a loss, by its name, and the rows of a batch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from weakref import WeakSet
 from torch import nn
 
 from lowbit.notice import warn
+from lowbit.plan.fitting.rows import Rows, rows_of
 from lowbit.plan.settings import Settings
 
 __all__ = ["PLANNED", "Subject", "check_mode", "subject_of"]
@@ -20,12 +21,13 @@ PLANNED: WeakSet[nn.Module] = WeakSet()
 
 class Subject(NamedTuple):
     """``model``: the name of its class. ``parameters``: by name what each is like, in words. ``loss``: the name of the
-    one that was given; None for the model's own.
+    one that was given; None for the model's own. ``rows``: of the batch, and the keyword of the argument that has them.
     """
 
     model: str
     parameters: dict[str, str]
     loss: str | None
+    rows: Rows | None = None
 
     def check(self, model: nn.Module, who: str) -> None:
         """Raises ValueError for another model, one that trains by a plan already, and one without numbers."""
@@ -67,13 +69,14 @@ def _with(name: str, like: str | None) -> str:
     return f"without {name!r}" if like is None else f"with {name!r} of {like}"
 
 
-def subject_of(model: nn.Module, loss: Callable[..., Any] | None) -> Subject:
+def subject_of(model: nn.Module, loss: Callable[..., Any] | None, batch: Any = None) -> Subject:
     parameters = {
         name: f"{list(one.shape)} in {str(one.dtype).removeprefix('torch.')}{'' if one.requires_grad else ', frozen'}"
         for name, one in model.named_parameters()
     }
     named = None if loss is None else f"{getattr(loss, '__module__', '')}.{getattr(loss, '__qualname__', repr(loss))}"
-    return Subject(type(model).__name__, parameters, named)
+    rows = None if batch is None else rows_of(model, batch, rest=loss is not None)
+    return Subject(type(model).__name__, parameters, named, rows)
 
 
 def check_mode(model: nn.Module, who: str) -> None:

@@ -1,0 +1,97 @@
+"""How many rows a forward takes, and a warning of one that takes more than was planned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from lowbit.memory.accumulate import samples
+from lowbit.models.batches import arguments
+from lowbit.notice import warn
+
+__all__ = ["RowWatch", "Rows", "rows_of"]
+
+
+class Rows(NamedTuple):
+    """The rows of a batch, and by which keyword the forward is given them; None: in its first tensor."""
+
+    number: int
+    keyword: str | None = None
+
+
+def rows_of(model: nn.Module, batch: Any, rest: bool) -> Rows | None:
+    """The rows that a forward of ``model`` takes of ``batch``; None if it takes no tensor with them.
+
+    Args:
+        model: The model, which is not called.
+        batch: As ``call`` takes it.
+        rest: Whether the batch may have more than the forward takes.
+    """
+    positional, named = arguments(model, batch, rest=rest)
+    try:
+        count = samples(batch)
+    except ValueError:
+        return None
+    if _rows(positional) == count:
+        return Rows(count)
+    keyword = next((name for name, value in named.items() if _rows(value) == count), None)
+    return None if keyword is None else Rows(count, keyword)
+
+
+def _rows(value: Any) -> int | None:
+    """The first dimension of the first tensor that has one."""
+    return next((len(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.dim()), None)
+
+
+class RowWatch:
+    """A forward pre-hook that warns once, the first time that a forward in training takes more rows than planned.
+
+    It refers to no model, so that it keeps none alive.
+    """
+
+    def __init__(self, planned: Rows | None, parts: int) -> None:
+        self.planned, self.parts = planned, parts
+        self._allowed, self._has_warned = 0, False
+
+    @contextmanager
+    def allowing(self, batch: Any) -> Iterator[None]:
+        """Within, a forward may take as many rows as ``batch``, of which a caller has been warned already."""
+        before, self._allowed = self._allowed, _rows(dict(batch) if hasattr(batch, "keys") else batch) or 0
+        try:
+            yield
+        finally:
+            self._allowed = before
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or self.planned is None or self._has_warned:
+            return
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        values = (kwargs.get(self.planned.keyword or ""), args, kwargs)
+        if any(
+            isinstance(leaf, FakeTensor) or leaf.is_meta for leaf in tree_leaves(values) if isinstance(leaf, Tensor)
+        ):
+            return  # an estimate
+        taken = next(filter(None, map(_rows, values)), 0)
+        most = -(-self.planned.number // self.parts)
+        if taken <= max(most, self._allowed):
+            return
+        self._has_warned = True
+        if self.parts == 1:
+            warn(
+                f"plan.apply_: a forward of {type(module).__name__} takes {taken} rows, and the plan is of a batch of "
+                f"{most}, so that a step may hold more than was predicted; plan with the largest batch"
+            )
+            return
+        warn(
+            f"plan.apply_: a forward of {type(module).__name__} takes {taken} rows, and the plan is of "
+            f"{self.parts} parts of {most} rows at most, so that a step may hold more than was predicted; write "
+            f"'for part, weight in run.parts(batch): (loss(model(part)) * weight).backward()', or call "
+            f"run.step(batch)"
+        )
