@@ -154,7 +154,7 @@ def _state(
         state.update(_entries(moment, encoded(part, kept, name, numbers.to(device))))
     shared = optimizer.from_torch(param, given)
     for whole_name, shape in optimizer.replicated(param).items():
-        held = shared.get(whole_name)
+        held: Any = shared.get(whole_name)
         if not isinstance(held, Tensor) or held.numel() != torch.Size(shape).numel():
             raise ValueError(f"the state of {name} needs {whole_name} {list(shape)}, but has {_shapes(given)}")
         if held is not given.get(whole_name):
@@ -174,7 +174,7 @@ def _found(storage: Storage, moment: str, given: dict[str, Any]) -> Storage:
     """What another optimizer kept a moment in: torch's are in the dtype of their parameter."""
     source = given.get(moment, given.get(_FOREIGN.get(moment, (moment,))[0]))
     kinds = {dtype: kind for kind, dtype in FLOAT_STATES.items()}
-    return storage._replace(kind=kinds.get(getattr(source, "dtype", None), storage.kind))
+    return storage._replace(kind=kinds.get(source.dtype, storage.kind)) if isinstance(source, Tensor) else storage
 
 
 def _entries(moment: str, made: Stored) -> dict[str, Tensor]:
