@@ -6,7 +6,6 @@ Everything is made before anything is put in its place: a layer that cannot be c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -17,7 +16,7 @@ from lowbit.convert.report import LayerReport, Report
 from lowbit.convert.select import Chosen, Judge, Protection, Selection, Skip, nothing_found, select
 from lowbit.models.surround import AROUND, plain_class, surround, surrounding
 from lowbit.models.ties import model_bytes, tensor_bytes
-from lowbit.nn.base import kind
+from lowbit.nn.base import WrappedForward, kind
 from lowbit.nn.linear import QuantLinear
 from lowbit.recipes import Plan, Recipe
 
@@ -160,8 +159,8 @@ def take_over(new: nn.Module, layer: nn.Module) -> None:
     for hooks in _HOOKS:
         setattr(new, hooks, getattr(layer, hooks))
     forward = vars(layer).get("forward")
-    if isinstance(forward, partial):  # one that runs its class's, since all others are refused
-        vars(new)["forward"] = partial(forward.func, new, *forward.args[1:])
+    if isinstance(forward, WrappedForward):  # one that runs its class's, since all others are refused
+        vars(new)["forward"] = forward.of(new)
     around = surrounding(layer)
     if around is not None:
         surround(new, around)

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from lowbit.convert.adapters import find, unusual
 from lowbit.convert.engine import swap, take_over
 from lowbit.convert.report import LayerReport, Report
+from lowbit.convert.trace import trace
 from lowbit.models.names import named, patterns_in, shown, unmatched
 from lowbit.models.ties import Holder, holders, model_bytes, paths, tensor_bytes
 from lowbit.nn.base import full_name, kind
@@ -134,7 +135,7 @@ def _following(model: nn.Module, norms: Mapping[str, nn.Module], left: dict[str,
     modules = dict(model.named_modules())
     before = _in_sequentials(model)
     try:
-        calls = [node for node in fx.Tracer().trace(model).nodes if node.op == "call_module"]
+        calls = [node for node in trace(model, fx.Tracer()).nodes if node.op == "call_module"]
         remedy = ""
     except Exception as error:  # whatever a model's code raises when it is traced
         calls = []

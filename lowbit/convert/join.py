@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from lowbit.convert.engine import report_on
 from lowbit.convert.report import Report
+from lowbit.convert.trace import trace
 from lowbit.models.surround import plain_class
 from lowbit.nn.conv import QuantConv
 from lowbit.nn.linear import QuantLinear, is_signed
@@ -38,7 +39,7 @@ def join_(model: nn.Module) -> Report:
     """
     unjoin_(model)
     try:
-        graph = _Tracer().trace(model)
+        graph = trace(model, _Tracer())
     except Exception as error:  # what a model does when it is traced has no end
         raise ValueError(
             f"join_ follows the calls of a model by torch.fx, which cannot trace {type(model).__name__} ({error}); "

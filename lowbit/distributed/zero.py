@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
-from types import MethodType
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lowbit.distributed.parameters import begin_with, named, states_of, tree_of
-from lowbit.optim.plain import plain_step, replace_step_, require_own_step
+from lowbit.optim.plain import WeakMethod, plain_step, replace_step_, require_own_step
 from lowbit.processes import gather_flat
 
 __all__ = ["BUCKET_BYTES", "SHARES", "Shares", "share_states_"]
@@ -45,7 +44,7 @@ def share_states_(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Devi
     replace_step_(optimizer, shares.step, "distributed.shard_")
     for name in _OF_STATES:
         if hasattr(optimizer, name):
-            setattr(optimizer, name, MethodType(partial(_with_shares, name), optimizer))
+            setattr(optimizer, name, WeakMethod(partial(_with_shares, name), optimizer))
 
 
 class Shares:

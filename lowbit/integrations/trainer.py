@@ -10,7 +10,6 @@ import copy
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,7 +151,7 @@ class _ByPlan(TrainerCallback):  # type: ignore[misc]
         self._subject.check(model, "trainer.plan_arguments")
         prepare_model_(model, self._settings)
         if self._settings.offload_activations:
-            wrap_forward(model, _offloading, _offloading_own, self._settings, self._where(model))
+            wrap_forward(model, _offloading, self._settings, self._where(model))
         self._model = weakref.ref(model)
 
     def on_train_begin(
@@ -179,18 +178,10 @@ class _ByPlan(TrainerCallback):  # type: ignore[misc]
         return str(self._directory or ("cpu" if on_gpu else tempfile.gettempdir()))
 
 
-def _offloading(model: nn.Module, settings: Settings, where: str, /, *args: Any, **kwargs: Any) -> Any:
-    """The forward of the model's class with its activations elsewhere."""
-    return _offloading_own(partial(type(model).forward, model), model, settings, where, *args, **kwargs)
-
-
-#: Conversions may change the class of such a model (lowbit/nn/base.py).
-_offloading.lowbit_runs_class_forward = True  # type: ignore[attr-defined]
-
-
-def _offloading_own(
+def _offloading(
     forward: Callable[..., Any], model: nn.Module, settings: Settings, where: str, /, *args: Any, **kwargs: Any
 ) -> Any:
+    """The model's forward with its activations elsewhere."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     with elsewhere(settings, where):

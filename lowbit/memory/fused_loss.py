@@ -57,8 +57,8 @@ def fuse_loss_(model: nn.Module) -> Report:
     for causal in found:
         head = causal.get_output_embeddings()
         fused = _Fused(causal.loss_function)
-        wrap_forward(causal, _model, _model_own, fused)
-        wrap_forward(head, _head, _head_own, fused)
+        wrap_forward(causal, _model, fused)
+        wrap_forward(head, _head, fused)
         causal.loss_function = partial(_loss, fused, head)
         heads.update({name: module for name, module in model.named_modules() if module is head})
     return report_on("memory.fuse_loss_", model, heads, "fused with the loss")
@@ -70,8 +70,8 @@ def unfuse_loss_(model: nn.Module) -> Report:
     Raises ValueError, with the model untouched, where a forward has been replaced since.
     """
     check_model(model)
-    wrapped = unwrap_forwards(model, _head, _head_own, "memory.unfuse_loss_")
-    for path in unwrap_forwards(model, _model, _model_own, "memory.unfuse_loss_"):
+    wrapped = unwrap_forwards(model, _head, "memory.unfuse_loss_")
+    for path in unwrap_forwards(model, _model, "memory.unfuse_loss_"):
         del model.get_submodule(path)._loss_function
     return report_on("memory.unfuse_loss_", model, {p: model.get_submodule(p) for p in wrapped}, "as it was")
 
@@ -99,7 +99,7 @@ def answers_without_logits(model: nn.Module, batch: Any) -> bool:
 
 
 def _is_fused(model: nn.Module) -> bool:
-    return any(wrapped_forward(module, _model, _model_own) for module in model.modules())
+    return any(wrapped_forward(module, _model) for module in model.modules())
 
 
 def _found(model: nn.Module) -> tuple[list[Any], list[str]]:
@@ -157,15 +157,7 @@ class _Fused(threading.local):
 _CAPPED = threading.RLock()
 
 
-def _model(model: nn.Module, fused: _Fused, /, *args: Any, **kwargs: Any) -> Any:
-    return _model_own(partial(type(model).forward, model), model, fused, *args, **kwargs)
-
-
-#: Conversions may change the class of such a module (lowbit/nn/base.py).
-_model.lowbit_runs_class_forward = True  # type: ignore[attr-defined]
-
-
-def _model_own(forward: Callable[..., Any], model: nn.Module, fused: _Fused, /, *args: Any, **kwargs: Any) -> Any:
+def _model(forward: Callable[..., Any], model: nn.Module, fused: _Fused, /, *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments if args else kwargs
     config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
     with _CAPPED if hasattr(config, _SOFTCAP) else nullcontext():
@@ -189,14 +181,7 @@ def _model_own(forward: Callable[..., Any], model: nn.Module, fused: _Fused, /, 
     return output
 
 
-def _head(head: nn.Module, fused: _Fused, /, *args: Any) -> Any:
-    return _head_own(partial(type(head).forward, head), head, fused, *args)
-
-
-_head.lowbit_runs_class_forward = True  # type: ignore[attr-defined]
-
-
-def _head_own(forward: Callable[..., Any], head: nn.Module, fused: _Fused, /, hidden: Tensor) -> Tensor:
+def _head(forward: Callable[..., Any], head: nn.Module, fused: _Fused, /, hidden: Tensor) -> Tensor:
     if not fused.active:
         return forward(hidden)  # type: ignore[no-any-return]
     fused.hidden = hidden

@@ -78,7 +78,7 @@ def stream_blocks_(
     stream = _Stream([_kind(found)(found, files) for found in tensors])
     for index, block in enumerate(chosen):
         stream.blocks[index].attach()
-        wrap_forward(block, _streamed, _streamed_own, stream, index)
+        wrap_forward(block, _streamed, stream, index)
     stream.evict_all()
     return report_on("memory.stream_blocks_", model, {names[id(block)]: block for block in chosen}, "streamed")
 
@@ -89,10 +89,10 @@ def unstream_(model: nn.Module) -> Report:
     Raises ValueError, with the model untouched, where a forward has been replaced since.
     """
     check_model(model)
-    found = unwrap_forwards(model, _streamed, _streamed_own, "memory.unstream_")
+    found = unwrap_forwards(model, _streamed, "memory.unstream_")
     blocks = {path: model.get_submodule(path) for path in found}
     for forward in found.values():
-        stream, index = forward.args[-2:]
+        stream, index = forward.settings
         stream.blocks[index].restore()
     stack_experts_(model)
     return report_on("memory.unstream_", model, blocks, "in memory")
@@ -100,7 +100,7 @@ def unstream_(model: nn.Module) -> Report:
 
 def is_streamed(model: nn.Module) -> bool:
     """Whether blocks of ``model`` are streamed."""
-    return any(wrapped_forward(module, _streamed, _streamed_own) for module in model.modules())
+    return any(wrapped_forward(module, _streamed) for module in model.modules())
 
 
 def _require_data(model: nn.Module) -> None:
@@ -321,17 +321,8 @@ class _Stream:
         return unmodified(block.tensors[number], version).detach().view(dtype).as_strided(*layout)
 
 
-def _streamed(block: nn.Module, stream: _Stream, index: int, /, *args: Any, **kwargs: Any) -> Any:
-    """The forward of the block's class, looked up now."""
-    return _streamed_own(partial(type(block).forward, block), block, stream, index, *args, **kwargs)
-
-
-#: Conversions may change the class of such a block (lowbit/nn/base.py).
-_streamed.lowbit_runs_class_forward = True  # type: ignore[attr-defined]
-
-
 @uncompiled
-def _streamed_own(
+def _streamed(
     forward: Callable[..., Any], block: nn.Module, stream: _Stream, index: int, /, *args: Any, **kwargs: Any
 ) -> Any:
     recomputing = torch._C._current_graph_task_id() != -1

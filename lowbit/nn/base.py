@@ -1,21 +1,24 @@
 """What lowbit's layers say of themselves: the one place where a module's kind is looked up.
 
 A layer class says what it is by the class attribute ``lowbit_kind``, one of ``KINDS``, or by a property where it is
-what the layers inside are. Modules above this one ask ``kind(module)`` and need not import the class. A function that
-runs the forward of a layer's class in place of the layer's own ``forward`` has the attribute
-``lowbit_runs_class_forward`` (``wrap_forward`` takes such functions).
+what the layers inside are. Modules above this one ask ``kind(module)`` and need not import the class. A function around
+a layer's forward (``wrap_forward``) is a ``WrappedForward``, which says whether the forward of the layer's class runs.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
+from types import MethodType
 from typing import Any
 
 from torch import nn
 
 __all__ = [
     "KINDS",
+    "WrappedForward",
     "forget_bound_forward",
     "full_name",
     "kind",
@@ -54,53 +57,101 @@ def replaced_forward(layer: nn.Module) -> Any:
     forward = vars(layer).get("forward")
     if _is_bound_forward(layer, forward):
         return None
-    if isinstance(forward, partial) and forward.args[:1] == (layer,):
-        return None if getattr(forward.func, "lowbit_runs_class_forward", False) else forward
+    if isinstance(forward, WrappedForward) and forward.runs_class_forward:
+        return None
     return forward
 
 
-def wrap_forward(module: nn.Module, of_class: Callable[..., Any], of_own: Callable[..., Any], *settings: Any) -> None:
-    """Give ``module`` a forward around its own: ``of_class(module, *settings, *args)``, which looks the forward of the
-    class up at each call, or ``of_own(forward, module, *settings, *args)`` where the module has one of its own.
+class WrappedForward:
+    """A function around a module's forward, which ``wrap_forward`` has put there.
+
+    A call is ``around(forward, module, *settings, *args, **kwargs)``. Its ``forward`` is ``own``, which was set on the
+    module itself, or else that of the module's class, looked up at each call. The module is held weakly: a reference
+    from its own dict would be a cycle, and ``del model`` would free no weight until the garbage collector runs.
+    """
+
+    def __init__(self, module: nn.Module, around: Callable[..., Any], own: Any, settings: tuple[Any, ...]) -> None:
+        self._module = weakref.ref(module)
+        self.around, self.own, self.settings = around, own, settings
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        forward = partial(type(module).forward, module) if self.own is None else self.own
+        return self.around(forward, module, *self.settings, *args, **kwargs)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module. Raises ReferenceError where nothing else holds it any more."""
+        module = self._module()
+        if module is None:
+            raise ReferenceError(
+                "expected the module of this forward to be alive, but it is gone: a forward that lowbit has wrapped "
+                "does not keep its module; keep the model, and call it"
+            )
+        return module
+
+    @property
+    def __wrapped__(self) -> Any:
+        """The forward inside, whose signature this one has."""
+        return MethodType(type(self.module).forward, self.module) if self.own is None else self.own
+
+    @property
+    def runs_class_forward(self) -> bool:
+        """Whether the innermost forward is that of the module's class."""
+        return self.own is None or (isinstance(self.own, WrappedForward) and self.own.runs_class_forward)
+
+    def of(self, module: nn.Module) -> WrappedForward:
+        """The same around the forward of another module's class."""
+        own = self.own.of(module) if isinstance(self.own, WrappedForward) else self.own
+        return WrappedForward(module, self.around, own, self.settings)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WrappedForward:
+        module = memo.get(id(self.module), self.module)  # a copy of the module has begun, or it stays the same
+        return WrappedForward(module, self.around, deepcopy(self.own, memo), deepcopy(self.settings, memo))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_module": self.module}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _module=weakref.ref(state["_module"]))
+
+
+def wrap_forward(module: nn.Module, around: Callable[..., Any], *settings: Any) -> None:
+    """Give ``module`` a forward around its own: ``around(forward, module, *settings, *args, **kwargs)``.
 
     It is no hook: those do not run after an interrupt, nor where a hook before them raised.
     """
-    own, plain = vars(module).get("forward"), module.forward
-    made = partial(of_class, module, *settings) if own is None else partial(of_own, own, module, *settings)
-    made.__wrapped__ = plain  # type: ignore[attr-defined]  # whose signature it has
-    module.forward = made  # type: ignore[method-assign]
+    module.forward = WrappedForward(module, around, vars(module).get("forward"), settings)  # type: ignore[method-assign]
 
 
-def wrapped_forward(module: nn.Module, *functions: Callable[..., Any]) -> Any:
-    """The forward that ``wrap_forward`` has made of one of ``functions``, also below what has been put around it; None:
-    the module has none.
+def wrapped_forward(module: nn.Module, around: Callable[..., Any]) -> WrappedForward | None:
+    """The forward that ``wrap_forward`` has made of ``around``, also below what has been put around it; None: the
+    module has none.
     """
     forward = vars(module).get("forward")
-    while isinstance(forward, partial):
-        if forward.func in functions:
+    while isinstance(forward, WrappedForward | partial):
+        if isinstance(forward, WrappedForward) and forward.around is around:
             return forward
-        forward = next(iter(forward.args), None)
+        forward = forward.own if isinstance(forward, WrappedForward) else next(iter(forward.args), None)
     return None
 
 
-def unwrap_forwards(
-    model: nn.Module, of_class: Callable[..., Any], of_own: Callable[..., Any], who: str
-) -> dict[str, Any]:
+def unwrap_forwards(model: nn.Module, around: Callable[..., Any], who: str) -> dict[str, WrappedForward]:
     """Undo ``wrap_forward`` in all modules of ``model``; by their paths the forwards that they had.
 
     Raises ValueError, with the model untouched, where such a forward has been replaced since.
     """
     modules = dict(model.named_modules())
-    found = {path: wrapped_forward(module, of_class, of_own) for path, module in modules.items()}
-    found = {path: forward for path, forward in found.items() if forward is not None}
-    later = [path or "the model" for path, forward in found.items() if vars(modules[path])["forward"] is not forward]
+    wrapped = {path: wrapped_forward(module, around) for path, module in modules.items()}
+    forwards = {path: forward for path, forward in wrapped.items() if forward is not None}
+    later = [path or "the model" for path, forward in forwards.items() if vars(modules[path])["forward"] is not forward]
     if later:
         raise ValueError(f"{who}: the forward of {', '.join(later)} has been replaced since; undo that first")
-    for path, forward in found.items():
+    for path, forward in forwards.items():
         del modules[path].__dict__["forward"]
-        if forward.func is of_own:
-            modules[path].forward = forward.args[0]  # type: ignore[method-assign]
-    return found
+        if forward.own is not None:
+            modules[path].forward = forward.own  # type: ignore[method-assign]
+    return forwards
 
 
 def forget_bound_forward(layer: nn.Module) -> None:

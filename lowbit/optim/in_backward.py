@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +15,9 @@ from lowbit.optim.offload import OFFLOADED
 from lowbit.processes import processes
 
 __all__ = ["in_backward_"]
+
+#: Where the model holds its optimizer: in its ``__dict__``.
+_OF_MODEL = "_lowbit_in_backward"
 
 
 def in_backward_(model: nn.Module, optimizer: Optimizer | Callable[..., Optimizer], **options: Any) -> Optimizer:
@@ -43,7 +47,8 @@ def in_backward_(model: nn.Module, optimizer: Optimizer | Callable[..., Optimize
     for index, group in enumerate(made.param_groups):
         for place, param in enumerate(group["params"]):
             if param.requires_grad:
-                param.register_post_accumulate_grad_hook(partial(_step, made, index, place))
+                param.register_post_accumulate_grad_hook(partial(_step, weakref.ref(made), index, place))
+    vars(model)[_OF_MODEL] = _Held(made)
     made.in_backward = True
     return made
 
@@ -66,7 +71,25 @@ def _require_all(model: nn.Module, optimizer: Optimizer) -> None:
             raise ValueError(f"{refusal('in_backward processes', 'in_backward_')} ({name} is whole)")
 
 
-def _step(optimizer: Optimizer, index: int, place: int, param: Tensor) -> None:
+class _Held:
+    """The optimizer of a model, so that it lives as long as the model does. A copy of the model has none: it has no
+    hooks either. Hooks hold it weakly: the collector does not see the cycle that a parameter's hook closes.
+    """
+
+    def __init__(self, optimizer: Optimizer | None = None) -> None:
+        self.optimizer = optimizer
+
+    def __reduce__(self) -> Any:
+        return _Held, ()
+
+
+def _step(held: weakref.ref[Optimizer], index: int, place: int, param: Tensor) -> None:
+    optimizer = held()
+    if optimizer is None:
+        raise RuntimeError(
+            "in_backward_: expected the optimizer that in_backward_ returned, but it and the model are gone; keep one "
+            "of them while its parameters are trained"
+        )
     if optimizer.stepped is not None:
         if param in optimizer.stepped:
             raise RuntimeError(refusal("in_backward accumulation", "in_backward_"))

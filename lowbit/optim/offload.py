@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +22,7 @@ from lowbit.memory.offload.mapped import drop_pages, mapped_like
 from lowbit.memory.offload.places import side_stream
 from lowbit.optim.base import Optimizer
 from lowbit.optim.outlook import states_to_come
-from lowbit.optim.plain import plain_step, replace_step_, require_own_step
+from lowbit.optim.plain import WeakMethod, plain_step, replace_step_, require_own_step
 
 __all__ = ["CHUNK_BYTES", "LEAST_BYTES", "OFFLOADED", "clip_grad_norm_", "offload_", "unoffload_"]
 
@@ -68,7 +67,7 @@ def offload_(optimizer: _Any, where: str | os.PathLike[str] = "cpu", gradients: 
     offload.park(optimizer, list(_params(optimizer)))
     setattr(optimizer, OFFLOADED, offload)
     replace_step_(optimizer, _step, "optim.offload_")
-    optimizer.zero_grad = MethodType(_zero_grad, optimizer)  # type: ignore[method-assign]
+    optimizer.zero_grad = WeakMethod(_zero_grad, optimizer)  # type: ignore[method-assign]
     offload.hooks.append(optimizer.register_load_state_dict_post_hook(_loaded))
     offload.watch(optimizer)
     return optimizer

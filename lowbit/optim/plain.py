@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
 
-__all__ = ["plain_step", "replace_step_", "require_own_step", "without_hooks"]
+__all__ = ["WeakMethod", "plain_step", "replace_step_", "require_own_step", "without_hooks"]
+
+
+class WeakMethod:
+    """A method set on an object itself, bound weakly: a bound one would be a cycle, and keep the object and all weights
+    that it holds until the garbage collector runs. It has the attributes of a bound method, which schedulers read.
+    """
+
+    def __init__(self, function: Callable[..., Any], owner: object) -> None:
+        self.__func__ = function
+        self._owner = weakref.ref(owner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        owner = self.__self__
+        if owner is None:
+            raise ReferenceError("expected the optimizer of this method to be alive, but it is gone; keep it")
+        return self.__func__(owner, *args, **kwargs)
+
+    @property
+    def __self__(self) -> Any:
+        return self._owner()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__func__, name)
 
 
 def require_own_step(optimizer: torch.optim.Optimizer, who: str) -> None:
@@ -74,4 +97,4 @@ def replace_step_(optimizer: torch.optim.Optimizer, run: Callable[[torch.optim.O
 
     hooked = torch.optim.Optimizer.profile_hook_step(step)
     hooked._wrapped_by_lr_sched = False  # type: ignore[attr-defined]  # schedulers made before ask whether it is there
-    optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]
+    optimizer.step = WeakMethod(hooked, optimizer)  # type: ignore[method-assign]

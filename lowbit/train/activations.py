@@ -69,7 +69,7 @@ def compress_activations_(model: nn.Module, scheme: str | Scheme = ACTIVATIONS) 
             f"train.compress_activations_: {kind} has a global scale, which takes a pass over each activation of its "
             f"own; use {ACTIVATIONS}, or another scheme that has none"
         )
-    if any(wrapped_forward(module, _compressing, _compressing_own) for module in model.modules()):
+    if any(wrapped_forward(module, _compressing) for module in model.modules()):
         raise ValueError(
             "train.compress_activations_: activations of this model are compressed already; call "
             "lowbit.train.uncompress_activations_(model) first"
@@ -82,7 +82,7 @@ def compress_activations_(model: nn.Module, scheme: str | Scheme = ACTIVATIONS) 
         )
     for module in model.modules():
         if _computes(module) or not isinstance(module, nn.Linear | nn.Embedding | nn.ModuleList | nn.ModuleDict):
-            wrap_forward(module, _compressing, _compressing_own, kind if _computes(module) else None)
+            wrap_forward(module, _compressing, kind if _computes(module) else None)
     return report_on("train.compress_activations_", model, modules, f"inputs kept as {kind}")
 
 
@@ -92,7 +92,7 @@ def uncompress_activations_(model: nn.Module) -> Report:
     Raises ValueError, with the model untouched, where a forward has been replaced since.
     """
     check_model(model)
-    found = unwrap_forwards(model, _compressing, _compressing_own, "train.uncompress_activations_")
+    found = unwrap_forwards(model, _compressing, "train.uncompress_activations_")
     modules = {path: model.get_submodule(path) for path in found}
     computing = {path: module for path, module in modules.items() if _computes(module)}
     return report_on("train.uncompress_activations_", model, computing, "inputs kept as they are")
@@ -117,16 +117,7 @@ class _Active(threading.local):
 _active = _Active()
 
 
-def _compressing(module: nn.Module, scheme: Scheme | None, /, *args: Any, **kwargs: Any) -> Any:
-    """The forward of the module's class, looked up now."""
-    return _compressing_own(partial(type(module).forward, module), module, scheme, *args, **kwargs)
-
-
-#: Conversions may change the class of such a module (lowbit/nn/base.py).
-_compressing.lowbit_runs_class_forward = True  # type: ignore[attr-defined]
-
-
-def _compressing_own(
+def _compressing(
     forward: Callable[..., Any], module: nn.Module, scheme: Scheme | None, /, *args: Any, **kwargs: Any
 ) -> Any:
     """``scheme`` None: the module is not one of those whose functions keep codes, whatever it is called in."""

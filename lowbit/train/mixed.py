@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from lowbit.convert.report import LayerReport, Report
 from lowbit.convert.select import check_model
 from lowbit.machine import float_precision, multiplies
 from lowbit.models.ties import model_bytes, tensor_bytes
-from lowbit.nn.base import wrap_forward
+from lowbit.nn.base import WrappedForward, wrap_forward
 from lowbit.notice import warn
 from lowbit.optim import Optimizer, masters
 from lowbit.optim.shards import is_dtensor, local
@@ -135,7 +134,7 @@ def mixed_(
         )
     _require_plain(model, [*short, *copies.values()] if wide else list(copies.values()))
     remainders = {name: masters.store_short(param, dtype) for name, param in copies.items()}
-    wrap_forward(model, _mixed, _mixed_own, _Setting(precision, remainders, wide))
+    wrap_forward(model, _mixed, _Setting(precision, remainders, wide))
     if wide:
         _widen_gradients(model)
     notes = ("floats in 16 bits come back in fp32", *_slowness(model, precision))
@@ -165,9 +164,9 @@ def unmixed_(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     for name, param in copies.items():
         param.grad, param.data = None, weights[name]
         masters.forget(param)
-    made = vars(model).pop("forward")
-    if made.func is _mixed_own:
-        model.forward = made.args[0]
+    own = vars(model).pop("forward").own
+    if own is not None:
+        model.forward = own
     for param in model.parameters() if setting.fp32_gradients else ():
         if param.requires_grad and param.dtype in PRECISIONS.values():
             param.grad, param.grad_dtype = None, param.dtype
@@ -177,22 +176,11 @@ def unmixed_(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
 # -- the forward ------------------------------------------------------------------------------------------------------
 def _setting(model: nn.Module) -> _Setting | None:
     forward = vars(model).get("forward")
-    found: _Setting | None = None
-    if isinstance(forward, partial) and forward.func in (_mixed, _mixed_own):
-        found = forward.args[-1]
-    return found
+    mixed = isinstance(forward, WrappedForward) and forward.around is _mixed
+    return forward.settings[0] if mixed else None  # type: ignore[union-attr]
 
 
-def _mixed(model: nn.Module, setting: _Setting, /, *args: Any, **kwargs: Any) -> Any:
-    """The forward of the model's class, looked up now."""
-    return _mixed_own(partial(type(model).forward, model), model, setting, *args, **kwargs)
-
-
-#: Conversions may change the class of such a model, which is one layer (lowbit/nn/base.py).
-_mixed.lowbit_runs_class_forward = True  # type: ignore[attr-defined]
-
-
-def _mixed_own(forward: Callable[..., Any], model: nn.Module, setting: _Setting, /, *args: Any, **kwargs: Any) -> Any:
+def _mixed(forward: Callable[..., Any], model: nn.Module, setting: _Setting, /, *args: Any, **kwargs: Any) -> Any:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # A copy of the model, and one that has moved, have forgotten what its parameters were given.
         if setting.fp32_gradients:

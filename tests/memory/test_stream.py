@@ -91,7 +91,7 @@ def test_weights_leave_memory_between_uses(tmp_path, monkeypatch):
     monkeypatch.setattr(stream, "_kind", lambda tensors: stream._Copied)
     model = network()
     stream_blocks_(model, tmp_path)
-    blocks = vars(model[1][0])["forward"].args[1].blocks
+    blocks = vars(model[1][0])["forward"].settings[0].blocks
     counts = []
 
     def count(*_):
