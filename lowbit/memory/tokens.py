@@ -20,6 +20,12 @@ __all__ = ["TokenFiles", "tokens"]
 _RAW = ("uint16", "uint32")
 #: Tokens at the beginning of a raw file by which uint32 is known from uint16.
 _PROBE = 4096
+#: How files of other kinds begin.
+_HEADS = {b"\x93NUMPY": "a .npy file without its suffix", b"PK\x03\x04": "an archive of torch.save or numpy.savez"}
+#: Bytes of floats, and the upper 16 bits of magnitudes from 2^-27 to 2^27.
+_FLOATS = ((4, 0x3200, 0x4D00), (8, 0x3E40, 0x41A0))
+#: Numbers from which a file is said to hold floats.
+_FEWEST = 16
 
 
 def tokens(
@@ -119,6 +125,7 @@ def _raw_file(path: Path, size: int, wanted: str | None) -> _File:
     name = wanted or _RAW[0]
     if name not in _RAW:
         raise ValueError(f"memory.tokens: raw files hold {' or '.join(_RAW)}, got dtype={name!r}; save others as .npy")
+    _refuse_other(path, name, wanted)
     dtype = np.dtype(name).newbyteorder("<")
     if size % dtype.itemsize:
         raise ValueError(
@@ -134,6 +141,32 @@ def _raw_file(path: Path, size: int, wanted: str | None) -> _File:
                 f'dtype="uint32", or dtype="uint16" where that is so'
             )
     return file
+
+
+def _refuse_other(path: Path, name: str, wanted: str | None) -> None:
+    """Raises ValueError for a file that begins as another kind of file does, or whose numbers are floats.
+
+    Floats of ordinary size have their exponents in a narrow range: in the upper half of each number of 32 bits, the
+    upper quarter of each of 64. Token numbers do not keep to it. A named ``"uint16"`` is believed.
+    """
+    with path.open("rb") as stream:
+        head = stream.read(4 * _PROBE)
+    kind = next((kind for magic, kind in _HEADS.items() if head.startswith(magic)), None)
+    floats = kind is None and wanted != "uint16" and any(_are_floats(head, *fits) for fits in _FLOATS)
+    kind = "floating-point numbers" if floats else kind
+    if kind is not None:
+        raise ValueError(
+            f"memory.tokens: expected raw tokens of {name} in {path}, got {kind}; write the tokens as integers, "
+            'ids.astype("uint16").tofile(path), or save them as .npy'
+            + ('; pass dtype="uint16" if they are tokens of it' if floats and wanted is None else "")
+        )
+
+
+def _are_floats(head: bytes, size: int, low: int, high: int) -> bool:
+    """Whether the upper 16 bits of nearly all numbers of ``size`` bytes, zeros apart, are from ``low`` to ``high``."""
+    halves = np.frombuffer(head[: len(head) // size * size], "<u2").reshape(-1, size // 2)
+    upper = halves[halves.any(1), -1] & 0x7FFF
+    return len(upper) >= _FEWEST and bool(((upper >= low) & (upper <= high)).mean() > 0.99)
 
 
 def _npy_file(path: Path, size: int, wanted: str | None) -> _File:

@@ -160,3 +160,45 @@ def test_what_cannot_be_opened_is_refused_with_words(tmp_path):
         tokens(tmp_path / "a.bin", 0)
     with pytest.raises(ValueError, match="stride is at least 1, got 0"):
         tokens(tmp_path / "a.bin", 4, stride=0)
+
+
+@pytest.mark.parametrize("dtype", [None, "uint32"])
+@pytest.mark.parametrize("numbers", ["normal", "uniform", "whole", "zeros"])
+@pytest.mark.parametrize("kind", ["float32", "float64"])
+def test_a_file_of_floats_is_refused(kind, numbers, dtype, tmp_path):
+    generator = np.random.default_rng(0)
+    made = {
+        "normal": generator.standard_normal(500) * 0.02,
+        "uniform": generator.random(500) * 100,
+        "whole": generator.integers(0, 50000, 500),
+        "zeros": np.where(np.arange(500) % 3 == 0, 1.5, 0),
+    }[numbers]
+    path = tmp_path / "tokens.bin"
+    made.astype(kind).tofile(path)
+    with pytest.raises(
+        ValueError, match=r"expected raw tokens of .* got floating-point numbers; write the tokens as integers"
+    ):
+        tokens(path, 8, dtype)
+
+
+def test_files_of_other_kinds_are_refused(tmp_path):
+    path = tmp_path / "tokens.bin"
+    for kind, save in (
+        (".npy file", lambda stream: np.save(stream, np.arange(100, dtype=np.uint16))),
+        ("archive", lambda stream: torch.save(torch.arange(100), stream)),
+    ):
+        with path.open("wb") as stream:
+            save(stream)
+        with pytest.raises(ValueError, match=f"got an? {kind}"):
+            tokens(path, 8, "uint16")
+
+
+@pytest.mark.parametrize("high", [256, 4096, 20000, 32768, 50257, 65536])
+def test_tokens_are_not_taken_for_floats(high, tmp_path):
+    path = tmp_path / "tokens.bin"
+    ids = (np.random.default_rng(0).zipf(1.2, 5000) % high).astype(np.uint16)
+    ids.tofile(path)
+    assert torch.equal(tokens(path, 99)[0][0], torch.from_numpy(ids[:99].astype(np.int64)))
+    ids = np.random.default_rng(0).integers(0, high, 5000).astype(np.uint32)
+    ids.tofile(path)
+    assert torch.equal(tokens(path, 99, "uint32")[0][0], torch.from_numpy(ids[:99].astype(np.int64)))
