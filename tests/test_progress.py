@@ -1,9 +1,11 @@
-"""What takes minutes shows a bar on a terminal, and nowhere else."""
+"""What takes minutes shows a bar on a terminal, and lines of the log elsewhere."""
 
 from __future__ import annotations
 
 import io
+import logging
 import sys
+import time
 
 import pytest
 import torch
@@ -63,3 +65,13 @@ def test_a_bar_on_request(monkeypatch):
     with reporting(True, "waiting") as told:
         told("block", 1, 2)
     assert "waiting: block" in errors.getvalue()
+
+
+def test_without_a_terminal_a_line_is_logged_every_few_seconds(monkeypatch, caplog):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    clock = iter([0.0, 0.0, 1.0, 4.0, 6.0, 6.0, 7.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    with caplog.at_level(logging.INFO, "lowbit"), reporting(None, "planning") as progress:
+        for number in range(4):
+            progress("fp32", number, 9)
+    assert [one.getMessage() for one in caplog.records] == ["planning: fp32 (0 of 9)", "planning: fp32 (3 of 9)"]

@@ -299,8 +299,11 @@ def test_what_cannot_fit_says_the_least_that_would():
         ({"budget": "-5%"}, "fit: budget is bytes, a size such as '6GiB', or a share such as '60%'; '-5%' is no size"),
         ({"keep": ("int5",)}, "no choice is called 'int5'"),
         ({"no": ("prepacked", "as stored")}, "leave nothing for the layout"),
-        ({"loss": lambda output, batch: output.sum()}, "loss, quality, gpus, link and group_size are for task='train'"),
-        ({"quality": "any"}, "loss, quality, gpus, link and group_size are for task='train'"),
+        (
+            {"loss": lambda output, batch: output.sum()},
+            "loss, quality, gpus, link, group_size and losses are for task='train'",
+        ),
+        ({"quality": "any"}, "loss, quality, gpus, link, group_size and losses are for task='train'"),
         ({"task": "serve"}, "task is 'train' or 'generate', got 'serve'"),
         ({"task": "train"}, "needs a batch and a budget, got no batch;"),
         ({"task": "train", "budget": None}, "got no batch and budget;"),

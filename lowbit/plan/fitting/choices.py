@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from itertools import product
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from lowbit.memory.fake import fake_model, fake_tensors
 from lowbit.memory.fused_loss import answers_without_logits
 from lowbit.memory.model_attention import attends_without_scores
 from lowbit.models import find_blocks
+from lowbit.named import did_you_mean
 from lowbit.plan.allowed import left, names_in
 from lowbit.plan.settings import Settings, make_optimizer, prepare_model_
 
@@ -38,7 +40,7 @@ class Choice(NamedTuple):
     """``changes``: of the settings. ``about``: what it does, for people. ``loss``: by how many percent the held-out
     loss of the demo's GPT changed with this choice alone, as recorded in bench/results (convergence.md, optimizers.md);
     0 where no number differs, or nothing but the order of sums. ``applies``: whether it does anything for a model,
-    batch and loss.
+    batch and loss. ``least``: what it counts for at least, the record of a choice with more bits.
     """
 
     name: str
@@ -46,6 +48,16 @@ class Choice(NamedTuple):
     about: str
     loss: float = 0.0
     applies: Callable[[nn.Module, Any, Any], bool] = lambda model, batch, loss: True
+    least: float = 0.0
+
+    @property
+    def counted(self) -> float:
+        """The percent of loss that a plan counts: a recorded gain is noise of one run, and no reason for a choice."""
+        return max(self.loss, self.least, 0.0)
+
+    def by(self, losses: Mapping[str, float]) -> Choice:
+        """This choice with the loss change, a fraction, that a caller has measured for it."""
+        return self._replace(loss=100 * losses[self.name], least=0.0) if self.name in losses else self
 
 
 def _prepares(**changes: Any) -> Callable[[nn.Module, Any, Any], bool]:
@@ -85,6 +97,9 @@ def _recipe(name: str, loss: float, compress: bool = False) -> Choice:
 #: How processes share the model, a dimension of plans of several.
 WAY = "way"
 
+#: The plain precision of a model whose weights are in bf16.
+AS_LOADED = "as loaded"
+
 #: Per-block checkpoints, which follow from the budget.
 PLANNED = "planned"
 
@@ -97,7 +112,9 @@ PARTS = "parts of a batch"
 #: By dimension, the plain choice first.
 CHOICES: dict[str, tuple[Choice, ...]] = {
     "precision": (
-        Choice("fp32", {}, "weights, products and activations in fp32"),
+        Choice("fp32", {}, "weights, products and activations in fp32",
+               applies=lambda model, batch, loss: not has_half(model)),
+        Choice(AS_LOADED, {}, "weights stay in the precision that the model was loaded in"),
         Choice("bf16", {"mixed": "bf16"}, "products and their weights in bf16, the rest in fp32",
                applies=_prepares(mixed="bf16")),
         _recipe("fp8", 0.12),
@@ -121,7 +138,8 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
     "optimizer": (
         Choice("adamw", {}, "both states of AdamW in fp32"),
         Choice("adamw8bit", {"bits": 8}, "both states of AdamW as 8-bit codes", 0.30, applies=_prepares(bits=8)),
-        Choice("adamw4bit", {"bits": 4}, "both states of AdamW as 4-bit codes", -0.44, applies=_prepares(bits=4)),
+        Choice("adamw4bit", {"bits": 4}, "both states of AdamW as 4-bit codes", -0.44, applies=_prepares(bits=4),
+               least=0.30),
     ),
     "masters": (
         Choice("residual", {}, "of weights in bf16, the optimizer keeps the 8 bits that they lack of fp32"),
@@ -190,7 +208,7 @@ def allowed(
     def offered(choice: Choice) -> bool:
         return (
             choice.name not in _ASKED
-            and choice.loss <= most.percent
+            and choice.by(most.losses).counted <= most.percent
             and (choice.name not in rows[WAY] or choice.name in ways)
         )
 
@@ -199,26 +217,38 @@ def allowed(
 
 
 class Most(NamedTuple):
-    """The ``percent`` of loss that choices may cost together, but for those that are ``kept`` by name."""
+    """The ``percent`` of loss that choices may cost together, but for those that are ``kept`` by name. ``losses``: by
+    choice what a caller has measured in place of the record.
+    """
 
     percent: float
     kept: frozenset[str]
+    losses: Mapping[str, float] = MappingProxyType({})
 
     def lost(self, settings: Settings) -> float:
         """What those of the choices cost that cost something."""
-        return sum(max(one.loss, 0.0) for one in described(settings).values() if one.name not in self.kept)
+        return sum(one.counted for one in described(settings, self.losses).values() if one.name not in self.kept)
 
 
-def most_of(keep: Iterable[str], quality: float | str) -> Most:
-    """Raises ValueError for what is no quality."""
-    kept = frozenset(names_in(keep))
+def most_of(keep: Iterable[str], quality: float | str, losses: Mapping[str, float] | None = None) -> Most:
+    """Raises ValueError for what is no quality, and for losses of unknown choices or that are no numbers."""
+    kept, losses = frozenset(names_in(keep)), dict(losses or {})
+    known = [choice.name for row in CHOICES.values() for choice in row]
+    for name, change in losses.items():
+        if name not in known:
+            raise ValueError(f"fit: losses has no choice {name!r}{did_you_mean(name, known)}; there are {known}")
+        if isinstance(change, bool) or not isinstance(change, int | float) or not math.isfinite(change):
+            raise ValueError(
+                f"fit: losses has by choice the relative change of the loss, such as 0.02 for 2% more, got {change!r} "
+                f"for {name!r}"
+            )
     if quality == "any":
-        return Most(math.inf, kept)
+        return Most(math.inf, kept, losses)
     if isinstance(quality, bool) or not isinstance(quality, int | float) or not quality >= 0:
         raise ValueError(
             f"fit: quality is 'any' or the percent of loss that choices may cost, such as {QUALITY}, got {quality!r}"
         )
-    return Most(quality + _ROUNDING, kept)
+    return Most(quality + _ROUNDING, kept, losses)
 
 
 def combinations(choices: Iterable[tuple[Choice, ...]]) -> list[Settings]:
@@ -229,7 +259,7 @@ def combinations(choices: Iterable[tuple[Choice, ...]]) -> list[Settings]:
         for choice in picked:
             changes |= choice.changes
         found.append(replace(Settings(), **changes))
-    return found
+    return list(dict.fromkeys(found))  # 'fp32' and 'as loaded' change nothing
 
 
 def possible(settings: Settings) -> bool:
@@ -244,8 +274,8 @@ def possible(settings: Settings) -> bool:
     return settings.working_copies or settings.master == Settings.master
 
 
-def described(settings: Settings) -> dict[str, Choice]:
-    """By dimension the choice that the settings have."""
+def described(settings: Settings, losses: Mapping[str, float] = MappingProxyType({})) -> dict[str, Choice]:
+    """By dimension the choice that the settings have, with the ``losses`` that a caller has measured."""
     found = {}
     for dimension, row in CHOICES.items():
         if dimension == WAY and settings.gpus == 1:
@@ -254,10 +284,11 @@ def described(settings: Settings) -> dict[str, Choice]:
         mine = {name: getattr(settings, name) for name in defaults}
         choice = next((choice for choice in row if {**defaults, **choice.changes} == mine), row[-1])
         if dimension == "precision" and settings.half and settings.mixed is None:
+            choice = next(one for one in row if one.name == AS_LOADED)
             choice = choice._replace(about="weights in bf16, as the model comes, and products as it makes them")
         if choice.name == PLANNED:
             choice = choice._replace(about=f"computed again: {_by_block(settings)}")
-        found[dimension] = choice
+        found[dimension] = choice.by(losses)
     return found
 
 
@@ -276,16 +307,16 @@ def _defaults(dimension: str) -> dict[str, Any]:
     return {field.name: field.default for field in fields(Settings) if field.name in touched}
 
 
-def quality_of(settings: Settings) -> float:
-    """What was recorded of the choices, added up, in percent."""
-    return sum(choice.loss for choice in described(settings).values())
+def quality_of(settings: Settings, losses: Mapping[str, float] = MappingProxyType({})) -> float:
+    """What the choices count for together, in percent."""
+    return sum(choice.counted for choice in described(settings, losses).values())
 
 
 def words(settings: Settings) -> str:
     """The names of all that is not plain."""
     names = []
     for dimension, choice in described(settings).items():
-        if choice.name != CHOICES[dimension][0].name or dimension == WAY:
+        if choice.name not in (CHOICES[dimension][0].name, AS_LOADED) or dimension == WAY:
             names.append(f"{settings.micro} parts" if dimension == PARTS else choice.name)
     return ", ".join(names) or "plain training"
 

@@ -50,11 +50,14 @@ class Plan(BasePlan[Prediction, Settings]):
         subject: Subject,
         batch: Any = None,
         machine: Mapping[str, Any] | None = None,
+        losses: Mapping[str, float] | None = None,
     ) -> None:
         self._others = {one.settings: one for one in (*predictions, chosen)}
         super().__init__(chosen, budget, plain, self._others.values(), lambda one: one.seconds)
         self._loss, self.beside, self.subject, self._batch = loss, dict(beside or {}), subject, batch
         self._machine = dict(machine or _machine())
+        #: By choice the relative change of the loss that the caller gave in place of the record.
+        self.losses = dict(losses or {})
         self.ways = [chosen if one.settings.way == chosen.settings.way else one for one in ways]
 
     @property
@@ -98,11 +101,14 @@ class Plan(BasePlan[Prediction, Settings]):
             f"budget {amount(self.budget)}: a step holds {amount(self.peak_bytes)}{each}"
             + (f" in {self.chosen.moment}" if self.chosen.moment else "")
             + f", plain training {amount(self.plain.peak_bytes)}",
-            f"recorded of the demo's GPT, the choices change the loss by {quality_of(self.settings):+.2f}% together",
+            f"the choices count for {quality_of(self.settings, self.losses):+.2f}% of loss together, a gain as none; "
+            f"recorded: language model cross-entropy of the demo's GPT"
+            + (f", given: {', '.join(self.losses)}" if self.losses else ""),
         ]
-        rows = [("choice", "is", "saves", "takes", "recorded loss", "which means")]
-        for dimension, choice in described(self.settings).items():
-            loss = f"{choice.loss:+.2f}%" if choice.loss else ""
+        rows = [("choice", "is", "saves", "takes", "loss change", "which means")]
+        for dimension, choice in described(self.settings, self.losses).items():
+            loss = f"{choice.loss:+.2f}%" if choice.loss or choice.name in self.losses else ""
+            loss += " (given)" if choice.name in self.losses else ""
             name = str(self.settings.micro) if dimension == PARTS else choice.name
             rows.append((dimension, name, *self._beside(dimension), loss, choice.about))
         ways = ["", self._of_ways()] if self.ways else []
@@ -148,7 +154,7 @@ class Plan(BasePlan[Prediction, Settings]):
             "beside": {name: plain_values(one) for name, one in self.beside.items()},
             "refits": [plain_values(one) for one in self._refits()],
             "subject": self.subject._asdict(),
-            "machine": self._machine,
+            "machine": self._machine, "losses": self.losses,
         }  # fmt: skip
 
     @classmethod
@@ -159,7 +165,15 @@ class Plan(BasePlan[Prediction, Settings]):
         rows = data["subject"].get("rows")
         subject = Subject(**{**data["subject"], "rows": rows and Rows(*rows)})
         return cls(
-            chosen, data["budget"], plain, others, beside=beside, ways=ways, subject=subject, machine=data["machine"]
+            chosen,
+            data["budget"],
+            plain,
+            others,
+            beside=beside,
+            ways=ways,
+            subject=subject,
+            machine=data["machine"],
+            losses=data.get("losses"),
         )
 
     # -- several processes -----------------------------------------------------------------------------------------

@@ -183,6 +183,10 @@ class Predictor:
         moved = self._states_moved(settings) + self._weights_moved(settings)
         return compute + moved + self._exchanged(settings, table.seconds)
 
+    def step_seconds(self, settings: Settings) -> float:
+        """What the optimizer's step takes."""
+        return self._step(settings).seconds
+
     def whole(self, settings: Settings) -> Prediction:
         """By an estimate of the step itself; the time of what lies elsewhere by sums."""
         apart = settings.offload_states or settings.gpus > 1  # the step is known by itself

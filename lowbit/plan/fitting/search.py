@@ -43,6 +43,8 @@ __all__ = ["fit", "fits"]
 
 #: Each choice that is not plain has to save this part of the time.
 _WORTH = 0.005
+#: States of 4 bits have to save this part of the time beside the fastest plan with 8.
+_FEWER_BITS = 0.1
 #: The way that holds least, and how often the number of processes is doubled to say how many would do.
 _LEAST, _DOUBLINGS = "zero3", 10
 
@@ -61,6 +63,7 @@ def fit(
     gpus: int = 1,
     link: str | float | None = None,
     group_size: int | None = None,
+    losses: Mapping[str, float] | None = None,
     progress: Progress | bool | None = None,
 ) -> Plan: ...
 
@@ -95,6 +98,7 @@ def fit(
     gpus: int = 1,
     link: str | float | None = None,
     group_size: int | None = None,
+    losses: Mapping[str, float] | None = None,
     progress: Progress | bool | None = None,
 ) -> Plan | GenerationPlan:
     """The fastest way to train ``model`` on ``batch`` of which a step holds at most ``budget``.
@@ -105,7 +109,9 @@ def fit(
     precision (``fp32``, ``bf16``, a recipe such as ``fp8``), optimizer (``adamw``, ``adamw8bit``), checkpoint policy
     and so on, see ``lowbit.plan.fitting.CHOICES``; ``no``: names that it must not have, such as ``disk``.
     ``quality``: by how many percent the choices together may raise the loss: the sum of what was recorded of the demo's
-    GPT for each that raises it and is not in ``keep``; ``"any"`` lifts that. ``progress(what, done, total)`` is called
+    GPT for each that raises it and is not in ``keep``; ``"any"`` lifts that. ``losses``: by name of a choice the
+    relative change of the loss that you have measured, such as ``{"bf16": 0.02}`` for 2% more, in place of the record.
+    A gain counts as zero. ``progress(what, done, total)`` is called
     on the way; None: a bar where standard error is a terminal; False: nothing.
 
     ``plan.apply_(model)`` does it; here ``model`` stays as it is, and on meta it may be too. Sizes are those of
@@ -129,9 +135,9 @@ def fit(
     """
     check_model(model)
     if task == "generate":
-        if loss is not None or quality != QUALITY or (gpus, link, group_size) != (1, None, None):
+        if loss is not None or quality != QUALITY or (gpus, link, group_size, losses) != (1, None, None, None):
             raise ValueError(
-                "fit: loss, quality, gpus, link and group_size are for task='train'; leave them out with "
+                "fit: loss, quality, gpus, link, group_size and losses are for task='train'; leave them out with "
                 "task='generate'"
             )
         with reporting(progress, "planning") as shown:
@@ -154,7 +160,10 @@ def fit(
 
     def made() -> Plan:
         with reporting(progress, "planning") as shown:
-            planned = fits(model, batch, [budget], loss, keep=keep, no=no, quality=quality, group=group, progress=shown)
+            planned = fits(
+                model, batch, [budget], loss, keep=keep, no=no, quality=quality, losses=losses, group=group,
+                progress=shown,
+            )  # fmt: skip
             return next(planned)
 
     return made() if gpus == 1 else Plan.everywhere(made, loss)
@@ -169,6 +178,7 @@ def fits(
     keep: Iterable[str] = (),
     no: Iterable[str] = (),
     quality: float | str = QUALITY,
+    losses: Mapping[str, float] | None = None,
     group: Together = ALONE,
     progress: Progress = lambda what, done, total: None,
 ) -> Iterator[Plan]:
@@ -176,7 +186,7 @@ def fits(
     asked = [budget_in(budget, "fit") for budget in budgets]
     check_mode(model, "fit")
     given(batch)
-    most = most_of(keep, quality)
+    most = most_of(keep, quality, losses)
     choices = allowed(keep, no, most, group.gpus, group.group_size)
     choices = dict(_applicable(choices, model, batch, loss))
     parts = any(choice.name == "parts" for choice in choices[PARTS])
@@ -189,7 +199,7 @@ def fits(
             chosen = search.fastest()
             if chosen is not None:
                 break
-        yield _plan(search, chosen, plain)
+        yield _plan(search, chosen, plain, most.losses)
 
 
 def _applicable(
@@ -200,6 +210,11 @@ def _applicable(
         found = tuple(choice for choice in row if choice.applies(model, batch, loss))
         if not found:
             names = ", ".join(repr(choice.name) for choice in row)
+            if row[0].name == "fp32":
+                raise ValueError(
+                    f"fit: {names} is of a model in fp32, and this {type(model).__name__} has weights in bf16; keep "
+                    f"'as loaded', or call model.float() before you plan"
+                )
             raise ValueError(
                 f"fit: {names} does nothing for this {type(model).__name__}, its batch and its loss; leave it out of "
                 f"keep"
@@ -217,7 +232,7 @@ def _tried(choices: Mapping[str, tuple[Choice, ...]], gpus: int) -> Iterator[Map
         yield {**choices, LAST: tuple(others)}
 
 
-def _plan(search: _Search, chosen: Prediction | None, plain: Prediction) -> Plan:
+def _plan(search: _Search, chosen: Prediction | None, plain: Prediction, losses: Mapping[str, float]) -> Plan:
     predictor = search.predictor
     if chosen is None:
         raise ValueError(search.refusal())
@@ -225,6 +240,7 @@ def _plan(search: _Search, chosen: Prediction | None, plain: Prediction) -> Plan
     return Plan(
         chosen, search.limit, plain, list(search.predictions.values()), predictor.loss, beside, search.ways(),
         subject=subject_of(predictor.model, predictor.loss, predictor.batch), batch=outlined(predictor.batch),
+        losses=losses,
     )  # fmt: skip
 
 
@@ -260,7 +276,7 @@ class _Search:
         found = combinations([rows.pop(dimension) for dimension in ("precision", "attention", "loss")])
         arithmetics = [replace(one, half=has_half(predictor.model)) for one in found]
         self._others = [group.of(one) for one in combinations(rows.values())]
-        self._asked = asked
+        self._asked, self._has_8_bits = asked, any(one.bits == 8 for one in self._others)
         self._most, self._losses = most.percent, {one: most.lost(one) for one in (*arithmetics, *self._others)}
         self._arithmetics = [one for one in arithmetics if self._all(one)]
         if not self._arithmetics:
@@ -283,7 +299,7 @@ class _Search:
                 break
             self._progress(words(self._arithmetics[index]), len(order) + number, 2 * len(order))
             other = self._fastest_of(self._arithmetics[index])
-            if other is not None and (found is None or _rank(other) < _rank(found)):
+            if other is not None and (found is None or self._rank(other) < self._rank(found)):
                 found = other
         self._progress("done", 1, 1)
         if found is None and self.least.peak_bytes <= self.limit:  # sums took it for larger
@@ -309,34 +325,52 @@ class _Search:
             self.predictor.predicted(replace(one, checkpoint=policy)) for one in settings for policy in self._policies
         ]
         self.predictions.update((one.settings, one) for one in uniform)
-        candidates = sorted((one for one in uniform if one.peak_bytes <= self.limit), key=_rank)
+        candidates = sorted((one for one in uniform if one.peak_bytes <= self.limit), key=self._rank)
         if self._by_block:
-            candidates = sorted([*candidates, *self._planned(settings, candidates)], key=_rank)
+            candidates = sorted([*candidates, *self._planned(settings, candidates)], key=self._rank)
         found: Prediction | None = None
         # Where none of the fastest fits as a whole, those that hold least may.
         smallest = sorted(candidates[TRIES:], key=lambda one: one.peak_bytes)[:TRIES]
         for number, candidate in enumerate([*candidates[:TRIES], *smallest]):
-            if found is not None and (number >= TRIES or _rank(found) <= _rank(candidate)):
+            if found is not None and (number >= TRIES or self._rank(found) <= self._rank(candidate)):
                 break
             whole = self._within(candidate)
-            if whole is not None and (found is None or _rank(whole) < _rank(found)):
+            if whole is not None and (found is None or self._rank(whole) < self._rank(found)):
                 found = whole
         return found
 
     def _planned(self, settings: list[Settings], others: list[Prediction]) -> list[Prediction]:
         """Options by block, where they may be faster than all ``others``."""
-        least = min((one.seconds for one in others), default=None)
+        least = min((self._cost(one.settings, one.seconds) for one in others), default=None)
         found = []
-        for one in sorted(settings, key=self.predictor.least_seconds):
+        for one in sorted(settings, key=self._least_cost):
             if one.offload_activations:
                 continue
-            if least is not None and self.predictor.least_seconds(one) >= least:
+            if least is not None and self._least_cost(one) >= least:
                 break
             planned = self.predictor.by_block(one, self.limit)
             if planned is not None:
                 found.append(planned)
-                least = planned.seconds if least is None else min(least, planned.seconds)
+                cost = self._cost(planned.settings, planned.seconds)
+                least = cost if least is None else min(least, cost)
         return found
+
+    def _rank(self, one: Prediction) -> tuple[float, int]:
+        """Time, with what each choice has to be worth."""
+        choices = len(plainer_by_dimension(one.settings))
+        return self._cost(one.settings, one.seconds) * (1 + _WORTH * choices), one.peak_bytes
+
+    def _least_cost(self, settings: Settings) -> float:
+        return self._cost(settings, self.predictor.least_seconds(settings))
+
+    def _cost(self, settings: Settings, seconds: float) -> float:
+        """The time by which plans are compared. States of 4 bits are taken for the room that they leave, not for the
+        time of their step: where 8 bits fit as well, 8 bits are taken.
+        """
+        if settings.bits != 4 or not self._has_8_bits:
+            return seconds
+        step, of_8_bits = (self.predictor.step_seconds(one) for one in (settings, replace(settings, bits=8)))
+        return (seconds + max(of_8_bits - step, 0.0)) * (1 + _FEWER_BITS)
 
     def _within(self, candidate: Prediction) -> Prediction | None:
         """The estimate of the whole step; where that is above the budget, with less asked of the blocks."""
@@ -364,7 +398,7 @@ class _Search:
 
     def _best_of(self, predictions: Sequence[Prediction]) -> Prediction:
         fit = [one for one in predictions if one.peak_bytes <= self.limit]
-        return min(fit, key=_rank) if fit else min(predictions, key=lambda one: one.peak_bytes)
+        return min(fit, key=self._rank) if fit else min(predictions, key=lambda one: one.peak_bytes)
 
     def refusal(self) -> str:
         """Why nothing fits, and what would."""
@@ -385,9 +419,3 @@ class _Search:
             if self.predictor.predicted(sharded).peak_bytes <= self.limit:
                 return f"train on {count} processes: gpus={count}, which fits with {words(sharded)}"
         return f"a smaller batch: {count} processes with {_LEAST!r} do not do either"
-
-
-def _rank(one: Prediction) -> tuple[float, int]:
-    """Time, with what each choice has to be worth."""
-    choices = len(plainer_by_dimension(one.settings))
-    return one.seconds * (1 + _WORTH * choices), one.peak_bytes

@@ -1,0 +1,81 @@
+"""What choices count for: a gain as zero, few bits as no less than more, and what a caller has measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lowbit as lb
+from lowbit.plan import Plan
+from lowbit.plan.fitting.choices import CHOICES, described, most_of, quality_of
+from lowbit.plan.settings import Settings
+
+ROWS = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+
+
+def model():
+    return nn.Sequential(nn.Linear(16, 512), nn.GELU(), nn.Linear(512, 16))
+
+
+def squares(output, batch):
+    return output.float().square().mean()
+
+
+def planned(budget, **options):
+    return lb.fit(model(), ROWS, budget, squares, no=("disk", "parts"), progress=False, **options)
+
+
+def test_a_gain_counts_as_zero_and_fewer_bits_as_no_less_than_more():
+    for row in CHOICES.values():
+        for choice in row:
+            assert choice.counted >= max(choice.loss, 0)
+    by_bits = [described(Settings(bits=bits))["optimizer"].counted for bits in (32, 8, 4)]
+    assert by_bits == sorted(by_bits)
+    assert quality_of(Settings(bits=4, mixed="bf16")) == pytest.approx(by_bits[2]) and by_bits[2] > 0
+
+
+def test_4_bits_are_taken_only_if_8_do_not_fit():
+    names = ("bf16", "residual", "everything kept", "memory", "adamw8bit", "adamw4bit")
+    eight, four = (planned("400%", keep=(*names[:4], f"adamw{bits}bit")) for bits in (8, 4))
+    assert four.peak_bytes < eight.peak_bytes
+    assert planned(eight.peak_bytes, keep=names).settings.bits == 8
+    assert planned(eight.peak_bytes - 1, keep=names).settings.bits == 4
+
+
+def test_losses_of_a_caller_replace_the_records(tmp_path):
+    assert most_of((), 0.3, {"bf16": 0.02}).lost(Settings(mixed="bf16")) == 2.0
+    plan = planned("100%", losses={"bf16": 0.02})
+    assert plan.settings.mixed is None
+    asked = planned("100%", keep=("bf16",), losses={"bf16": 0.02, "adamw8bit": -0.5})
+    assert asked.settings.mixed == "bf16" and "+2.00% (given)" in str(asked) and "given: bf16" in str(asked)
+    loaded = Plan.load(asked.save(tmp_path / "plan.json"))
+    assert loaded.losses == asked.losses == {"bf16": 0.02, "adamw8bit": -0.5} and str(loaded) == str(asked)
+
+
+def test_the_table_says_whose_loss_was_recorded():
+    assert "recorded: language model cross-entropy of the demo's GPT" in str(planned("100%", keep=("fp32",)))
+
+
+@pytest.mark.parametrize(
+    ("losses", "message"),
+    [
+        ({"bf17": 0.1}, "losses has no choice 'bf17', did you mean|losses has no choice 'bf17'"),
+        ({"bf16": "much"}, "relative change of the loss, such as 0.02 for 2% more, got 'much' for 'bf16'"),
+        ({"bf16": float("nan")}, "got nan for 'bf16'"),
+    ],
+)
+def test_losses_that_say_nothing_are_refused(losses, message):
+    with pytest.raises(ValueError, match=message):
+        planned("100%", losses=losses)
+
+
+def test_a_model_in_bf16_trains_as_loaded():
+    half, rows = model().bfloat16(), ROWS.bfloat16()
+    plan = lb.fit(half, rows, "300%", squares, keep=("as loaded", "adamw"), no=("disk", "parts"), progress=False)
+    assert (
+        plan.settings.half and "as loaded" in str(plan) and "fp32" not in str(plan).split("which means")[1].split()[1]
+    )
+    with pytest.raises(ValueError, match=r"'fp32' is of a model in fp32.*keep 'as loaded', or call model.float\(\)"):
+        lb.fit(half, rows, "300%", squares, keep=("fp32",))
+    assert planned("100%", keep=("fp32", "adamw")).settings == planned("100%", keep=("as loaded", "adamw")).settings
