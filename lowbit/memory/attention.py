@@ -21,7 +21,15 @@ from torch.backends import cuda
 from lowbit.memory.products import TILE, product, sum_dtype
 from lowbit.tables import aligned
 
-__all__ = ["AttentionBackends", "AttentionCall", "attend", "attention", "attention_backends"]
+__all__ = [
+    "AttentionBackends",
+    "AttentionCall",
+    "attend",
+    "attention",
+    "attention_backends",
+    "cast_by_autocast",
+    "refuse_second_order",
+]
 
 #: Queries and keys of a tile, where there are as many: products of fewer cost more than their arithmetic.
 _SIDE = 512
@@ -100,9 +108,7 @@ def attention(
 def attend(call: AttentionCall, chunk: int | None = None) -> Tensor:
     """What ``attention`` does, for all that a call may have."""
     _check(call, chunk)
-    device = call.q.device.type
-    if torch.is_autocast_enabled(device):
-        call = _cast(call, torch.get_autocast_dtype(device))
+    call, device = cast_by_autocast(call), call.q.device.type
     if chunk is None and _backends(call).chosen != _TILES:
         mask = call.mask if call.key_mask is None else call.key_mask[:, None, None, :]
         return F.scaled_dot_product_attention(
@@ -239,11 +245,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "memory.attention in tiles has no gradients of gradients, and backward was called with "
-                "create_graph=True; use softmax(q @ k.transpose(-2, -1)) @ v for them"
-            )
+        refuse_second_order()
         *inputs, out, log_sum = ctx.saved_tensors
         tiles = _Tiles(AttentionCall(*inputs, *ctx.rest[:-2]), *ctx.rest[-2:])
         # Compiled code does not know of gradients that tensors have since something was written into them.
@@ -258,6 +260,15 @@ class _Attention(torch.autograd.Function):
             _backward_of_rows(tiles, box, rows, grads, *given)
         cast = (None if g is None else g.to(t.dtype) for g, t in zip(grads, inputs, strict=True))
         return (*cast, None, *(None for _ in ctx.rest))
+
+
+def refuse_second_order() -> None:
+    """Raises RuntimeError in a backward pass of which a graph is made."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "memory.attention in tiles has no gradients of gradients, and backward was called with "
+            "create_graph=True; use softmax(q @ k.transpose(-2, -1)) @ v for them"
+        )
 
 
 #: Which batches and which kv heads.
@@ -448,7 +459,11 @@ def _check(call: AttentionCall, chunk: int | None) -> None:
         raise ValueError(f"{name}: dropout is from 0 to below 1, got {call.dropout}")
 
 
-def _cast(call: AttentionCall, dtype: torch.dtype) -> AttentionCall:
+def cast_by_autocast(call: AttentionCall) -> AttentionCall:
+    """The call in the dtype of autocast, where that is on."""
+    if not torch.is_autocast_enabled(call.q.device.type):
+        return call
+    dtype = torch.get_autocast_dtype(call.q.device.type)
     mask, key_mask = (one if one is None or one.dtype == torch.bool else one.to(dtype) for one in call[3:5])
     q, k, v = (t.to(dtype) for t in call[:3])
     return call._replace(q=q, k=k, v=v, mask=mask, key_mask=key_mask)

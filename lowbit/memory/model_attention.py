@@ -43,9 +43,12 @@ def attention_(model: nn.Module) -> Report:
     ``need_weights=False`` within the rounding of sums. A token that sees no other gets zeros. Dropout draws other
     random numbers than torch's.
 
-    Attention weights are scores. ``output_attentions=True`` of Hugging Face raises ValueError. ``need_weights=True`` of
-    ``nn.MultiheadAttention`` is computed as torch does, scores and all. torch's fused inference kernel of encoder
-    layers, which makes scores, is switched off; so padded positions of a result in evaluation are not zeros.
+    ``output_attentions=True`` of Hugging Face raises ValueError. ``need_weights=True`` of ``nn.MultiheadAttention``
+    returns the weights. Backward keeps none of them, so they are freed as soon as the caller drops them. A row that
+    sees no key is NaN then, as in torch.
+
+    torch's fused inference kernel of encoder layers allocates scores and is switched off. In evaluation, padded
+    positions of an encoder's result are therefore no zeros.
 
     Args:
         model: A model that is or contains one of these.
@@ -128,7 +131,7 @@ def _note_scores(held: list[bool], layer: Any, args: tuple[Any, ...], kwargs: di
     given = call.arguments
     both = given["attn_mask"] is not None and given["key_padding_mask"] is not None
     dropped = layer.training and layer.dropout > 0 and given["query"].device.type == "cpu"
-    held.append(not given["need_weights"] and (both or dropped))
+    held.append(given["need_weights"] or both or dropped)
 
 
 def _choosing(model: nn.Module) -> dict[str, Any]:

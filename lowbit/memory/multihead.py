@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowbit.convert.engine import sync_fused_kernels
-from lowbit.memory.attention import AttentionCall, attend
+from lowbit.memory.attention import AttentionCall, attend, cast_by_autocast
+from lowbit.memory.attention_weights import attend_with_weights
 from lowbit.models.surround import change_class, derived, plain_class
 from lowbit.nn.attention import MultiheadForward, QuantMultiheadAttention
 from lowbit.nn.base import replaced_forward
@@ -56,14 +57,24 @@ class _Attend:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, padding: Tensor | None, dropout: float, causal: bool
     ) -> Tensor:
-        mask, padding = (_of_dtype(one, q.dtype) for one in (None if causal else mask, padding))
-        if padding is not None and padding.requires_grad:  # which a key_mask has no gradient of
-            mask, padding = _joined(q, k, mask, padding, False), None
-        call = AttentionCall(q, k, v, mask, padding, causal, None, q.shape[-1] ** -0.5, None, dropout, hides=True)
-        call = _for_kernels(call)
-        in_graph = dropout == 0 or not torch.compiler.is_compiling()
-        out: Tensor = attend(call) if in_graph else _uncompiled(call)
+        call = _for_kernels(_call(q, k, v, None if causal else mask, padding, dropout, causal))
+        out: Tensor = (_UNCOMPILED[attend] if _breaks_graphs(dropout) else attend)(call)
         return out
+
+    def with_weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        padding: Tensor | None,
+        dropout: float,
+        average: bool,
+    ) -> tuple[Tensor, Tensor]:
+        call = cast_by_autocast(_call(q, k, v, mask, padding, dropout, False))
+        compute = _UNCOMPILED[attend_with_weights] if _breaks_graphs(dropout) else attend_with_weights
+        found: tuple[Tensor, Tensor] = compute(call, average)
+        return found
 
     def put_on(self, layer: nn.Module) -> None:
         if isinstance(layer, QuantMultiheadAttention):
@@ -91,9 +102,26 @@ class _Attend:
 ATTEND = _Attend()
 
 
-@torch.compiler.disable(reason="dropout of attention draws its numbers tile by tile, which is not compiled")  # type: ignore[untyped-decorator]
-def _uncompiled(call: AttentionCall) -> Tensor:
-    return attend(call)
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, padding: Tensor | None, dropout: float, causal: bool
+) -> AttentionCall:
+    mask, padding = (_of_dtype(one, q.dtype) for one in (mask, padding))
+    if padding is not None and padding.requires_grad:  # which a key_mask has no gradient of
+        mask, padding = _joined(q, k, mask, padding, False), None
+    return AttentionCall(q, k, v, mask, padding, causal, None, q.shape[-1] ** -0.5, None, dropout, hides=True)
+
+
+#: The functions that compiled code calls, where there is dropout.
+_UNCOMPILED: dict[Any, Any] = {
+    function: torch.compiler.disable(
+        function, reason="dropout of attention draws its numbers tile by tile, which is not compiled"
+    )
+    for function in (attend, attend_with_weights)
+}
+
+
+def _breaks_graphs(dropout: float) -> bool:
+    return dropout > 0 and torch.compiler.is_compiling()
 
 
 # -- the layer ---------------------------------------------------------------------------------------------------------
@@ -119,7 +147,7 @@ class _WithoutScores(MultiheadForward):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        if need_weights or query.is_nested:
+        if query.is_nested:
             plain: Any = nn.MultiheadAttention.forward
             return plain(  # type: ignore[no-any-return]
                 self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal

@@ -21,9 +21,10 @@ __all__ = ["MultiheadForward", "QuantMultiheadAttention"]
 class MultiheadForward:
     """The forward of ``nn.MultiheadAttention``, with the attributes that it has, for any projections.
 
-    ``attend``: computes attention where weights are not asked for, in place of torch's SDPA. It is called with heads
-    ``[B, H, T, D]`` and ``[B, H, S, D]``, the mask ``[T, S]`` or ``[B, H, T, S]``, the key padding mask ``[B, S]``, the
-    chance of dropout, and whether the mask is said to be causal. True hides in bool masks, others are added.
+    ``attend``: computes attention, in place of torch's SDPA. It is called with heads ``[B, H, T, D]`` and
+    ``[B, H, S, D]``, the mask ``[T, S]`` or ``[B, H, T, S]``, the key padding mask ``[B, S]``, the chance of dropout,
+    and whether the mask is said to be causal. True hides in bool masks, others are added. Where weights are asked for,
+    ``attend.with_weights`` returns them too. Its last argument is whether they are averaged over heads.
     """
 
     attend: Any = None
@@ -81,13 +82,18 @@ class MultiheadForward:
         k_BSE, v_BSE, mask, padding = self._extend(k_BSE, v_BSE, mask, padding)
         q_BHTD, k_BHSD, v_BHSD = (self._heads(x) for x in (q_BTE, k_BSE, v_BSE))
         dropout = self.dropout if self.training else 0.0
-        weights_BHTS = None
-        if need_weights:
+        weights: Tensor | None = None
+        if need_weights and self.attend is not None:
+            y_BHTD, weights = self.attend.with_weights(
+                q_BHTD, k_BHSD, v_BHSD, mask, padding, dropout, average_attn_weights
+            )
+        elif need_weights:
             total = _merged(mask, padding, q_BTE.dtype)
             scores_BHTS = q_BHTD * self.head_dim**-0.5 @ k_BHSD.transpose(-1, -2)
             weights_BHTS = (scores_BHTS if total is None else scores_BHTS + total).softmax(-1)
             weights_BHTS = F.dropout(weights_BHTS, dropout) if dropout else weights_BHTS
             y_BHTD = weights_BHTS @ v_BHSD
+            weights = weights_BHTS.mean(1) if average_attn_weights else weights_BHTS
         elif self.attend is not None:
             # torch takes the hint where there is no padding, and it hides the positions that _extend has added.
             causal = is_causal and (padding is None or k_BSE.shape[1] == key.shape[1])
@@ -97,11 +103,9 @@ class MultiheadForward:
             y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, attn_mask=total, dropout_p=dropout)
 
         y = self.project_back(y_BHTD.transpose(1, 2).flatten(2))
-        if weights_BHTS is not None and average_attn_weights:
-            weights_BHTS = weights_BHTS.mean(1)
         if not batched:
-            return y[0], None if weights_BHTS is None else weights_BHTS[0]
-        return y if self.batch_first else y.transpose(0, 1), weights_BHTS
+            return y[0], None if weights is None else weights[0]
+        return y if self.batch_first else y.transpose(0, 1), weights
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         dim = query.dim()

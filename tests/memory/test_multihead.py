@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
 import weakref
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lowbit as lb
+from lowbit.memory.model_attention import attends_without_scores
 from lowbit.plan.checklist import TECHNIQUES, NotHere, Step
 
 WIDTH, HEADS, LENGTH = 8, 4, 40
@@ -117,13 +119,14 @@ def test_cross_attention_and_wide_heads_take_one_kernel(call):
 
 
 @pytest.mark.parametrize("mask", ["attn_mask", "key_padding_mask"])
-def test_float_masks_have_gradients(mask):
+@pytest.mark.parametrize("weights", [False, True])
+def test_float_masks_have_gradients(mask, weights):
     layer = layer_of({"batch_first": True})
     bias = drawn(*({"attn_mask": (LENGTH, LENGTH), "key_padding_mask": (2, LENGTH)}[mask])).requires_grad_()
     x = inputs_of(layer)
     gradient = [torch.autograd.grad(layer(*x, **{mask: bias})[0].square().sum(), bias)[0]]
     lb.memory.attention_(layer)
-    close([torch.autograd.grad(layer(*x, **{mask: bias}, need_weights=False)[0].square().sum(), bias)[0]], gradient)
+    close([torch.autograd.grad(layer(*x, **{mask: bias}, need_weights=weights)[0].square().sum(), bias)[0]], gradient)
 
 
 def test_a_sequence_without_a_batch_and_hints_without_a_mask():
@@ -134,6 +137,43 @@ def test_a_sequence_without_a_batch_and_hints_without_a_mask():
     close(trained(layer, x, attn_mask=HIDDEN, key_padding_mask=PADDED[1], need_weights=False), expected)
     with pytest.raises(ValueError, match="give the mask too"):
         layer(*x, is_causal=True, need_weights=False)
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("call", CALLS)
+def test_gradients_through_weights_are_torchs(call, average, monkeypatch):
+    monkeypatch.setattr(sys.modules["lowbit.memory.attention"], "TILE", 7 * LENGTH * 2 * HEADS)  # parts of 7 queries
+    layer = layer_of({"batch_first": True, "add_zero_attn": True})
+
+    def both(layer):
+        x = inputs_of(layer)[0].clone().requires_grad_()
+        y, weights = layer(x, x, x, **CALLS[call], average_attn_weights=average)
+        loss = y.square().sum() + (weights * torch.linspace(0, 1, weights.shape[-1], dtype=torch.float64)).sin().sum()
+        return [y, weights, *torch.autograd.grad(loss, [x, *layer.parameters()])]
+
+    expected = both(layer)
+    lb.memory.attention_(layer)
+    close(both(layer), expected)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_backward_keeps_no_weights_that_were_asked_for(dropout):
+    layer = nn.MultiheadAttention(16, 4, dropout, batch_first=True).train()
+    lb.memory.attention_(layer)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        x = torch.randn(1, 300, 16, requires_grad=True)
+        y, weights = layer(x, x, x)
+    assert weights.shape == (1, 300, 300) and max(kept) < 300 * 300
+    y.sum().backward()
+    if dropout:  # the weights that are shown are those that the output was made with
+        value = torch.nn.functional.linear(x, layer.in_proj_weight[32:], layer.in_proj_bias[32:])
+        _, each = layer(x, x, x, average_attn_weights=False)
+        assert 0.25 < float((each == 0).double().mean()) < 0.35
+        torch.manual_seed(1)
+        y, each = layer(x, x, x, average_attn_weights=False)
+        heads = value.unflatten(-1, (4, 4)).transpose(1, 2)
+        torch.testing.assert_close(y, layer.out_proj((each @ heads).transpose(1, 2).flatten(2)))
 
 
 @pytest.mark.parametrize("average", [True, False])
@@ -170,7 +210,7 @@ def test_half_precision_and_autocast(dtype):
     # Each of four products in a row rounds its operands and its result to p bits: 12 errors of half a unit.
     bound = 6 * torch.finfo(dtype).eps * float(expected.detach().abs().max())
     assert low.dtype == cast.dtype == dtype
-    assert max(float((y.double() - expected).abs().max()) for y in (low.detach(), cast.detach())) < bound
+    assert max(float((y.double() - expected).detach().abs().max()) for y in (low, cast)) < bound
 
 
 class Largest(TorchDispatchMode):
@@ -505,6 +545,8 @@ def test_doctor_and_fit_choose_it_where_it_spares_scores():
     keep = ("fp32", "adamw", "everything kept", "memory", "activations in memory", "weights in memory", "whole batch")
     plan = lb.fit(model, batch, plain.peak_bytes - saved + (1 << 16), loss, keep=keep)
     assert plan.settings.attention
+    asking = nn.MultiheadAttention(8, 2, batch_first=True).train()
+    assert attends_without_scores(asking, (torch.randn(1, 9, 8),) * 3)
     for other, given in ((GPT().train(), batch), (GPT(dropout=0.1).eval(), batch)):
         with pytest.raises(NotHere, match="no attention here holds scores"):
             technique.measure(Step(other, given, loss), plain)
