@@ -29,7 +29,7 @@ cmake = PATH="$(dir $(RUN)):$$PATH" cmake
 native_test = -DPython_EXECUTABLE="$(interpreter)" -DLOWBIT_PYTHON=OFF -DLOWBIT_CUDA=OFF -DLOWBIT_NATIVE_TESTS=ON
 
 .DEFAULT_GOAL := help
-.PHONY: help build test test-oldest test-newest format exhaustive demo bench lint lint-format lint-python lint-types lint-native tables native-test emulated sanitize neon cuda-compile triton-compile clean
+.PHONY: help build test test-oldest test-newest format exhaustive faults demo bench lint lint-format lint-python lint-types lint-native tables native-test emulated sanitize neon cuda-compile triton-compile clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -53,6 +53,11 @@ exhaustive: ## Every fp32 pattern through every format, every pair of schemes (h
 	$(call setup,test)
 	$(native)
 	$(RUN) tests/exhaustive.py $(ARGS)
+
+faults: ## Processes that are killed or interrupted while they offload and save (minutes)
+	$(call setup,test)
+	$(native)
+	$(RUN) tests/faults.py $(ARGS)
 
 demo: ## Train a small GPT in bf16 and FP8, quantize it with every recipe, write out/demo/report.md (minutes)
 	$(call setup,demo)

@@ -15,7 +15,7 @@ import reprlib
 import secrets
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -207,12 +207,19 @@ class DirectoryLock:
 
 @contextmanager
 def exclusive(directory: Path, who: str) -> Iterator[None]:
-    """Within, ``directory``, which is made, is locked. Raises: BlockingIOError, as ``DirectoryLock``; OSError."""
+    """Within, ``directory`` is locked. It is made, and goes again where it stays empty.
+
+    Raises: BlockingIOError, as ``DirectoryLock``; OSError.
+    """
+    made = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
     lock = DirectoryLock(directory, who)
     try:
         yield
     finally:
+        if made:
+            with suppress(OSError):  # it holds something now
+                directory.rmdir()
         lock.release()
 
 

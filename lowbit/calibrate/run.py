@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
@@ -19,6 +20,7 @@ from lowbit.calibrate.methods import Method
 from lowbit.calibrate.resume import Finished, run_of
 from lowbit.convert.engine import uncompiled
 from lowbit.convert.select import DEFAULT_SKIP, Skip, check_model
+from lowbit.files import exclusive
 from lowbit.models.batches import batches_in
 from lowbit.models.names import patterns_in
 from lowbit.progress import Progress, reporting
@@ -78,19 +80,20 @@ def calibrate(
         raise ValueError("calibrate: there are no batches (an iterator gives them once); give some, or None")
     skip = patterns_in(skip, "skip")
     model = uncompiled(model)
-    finished = None
-    if directory is not None:
-        finished = Finished(directory, run_of(digest(model.state_dict()), chosen, choice, skip, data, loss))
-        whole = finished.whole()
-        if whole is not None:
-            return whole
-    run = Blockwise(model, data, chosen, choice, skip, finished, loss)
-    with reporting(progress, "calibrating") as progress:
-        run.all(progress)
-    run.found.seconds = time.perf_counter() - started
-    if finished is not None:
-        finished.finish(run.found)
-    return run.found
+    with nullcontext() if directory is None else exclusive(Path(directory), "calibrate"):
+        finished = None
+        if directory is not None:
+            finished = Finished(directory, run_of(digest(model.state_dict()), chosen, choice, skip, data, loss))
+            whole = finished.whole()
+            if whole is not None:
+                return whole
+        run = Blockwise(model, data, chosen, choice, skip, finished, loss)
+        with reporting(progress, "calibrating") as progress:
+            run.all(progress)
+        run.found.seconds = time.perf_counter() - started
+        if finished is not None:
+            finished.finish(run.found)
+        return run.found
 
 
 def _is_recipe(value: Any) -> TypeGuard[str | Recipe | Plan | Mapping[Any, str | Recipe | None]]:

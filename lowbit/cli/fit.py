@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from lowbit.backends.cpu import processor
 from lowbit.cli.console import errors, out, print_json, resumable
 from lowbit.cli.memory import find
-from lowbit.files import write_atomically
+from lowbit.files import exclusive, write_atomically
 from lowbit.machine import provenance
 from lowbit.plan import Plan
 from lowbit.plan import fit as plan_training
@@ -208,9 +209,10 @@ def _climb(memory: str, gpus: int, directory: Path | None, search: int, quick: b
     steps, tries = (2, 0) if quick else (3, search)
     limit = budget_in(memory, "--memory", shares=False).of(0)
     asked = Climb(limit, device, steps, tries, directory)
-    with bar("climbing") as progress, resumable():
-        climbed = climb(asked, rungs_of(gpus), progress)
-    path = None if directory is None else report.write(directory, climbed, shlex.join(["lowbit", *sys.argv[1:]]))
+    with nullcontext() if directory is None else exclusive(directory, "lowbit fit --ladder --out"):
+        with bar("climbing") as progress, resumable():
+            climbed = climb(asked, rungs_of(gpus), progress)
+        path = None if directory is None else report.write(directory, climbed, shlex.join(["lowbit", *sys.argv[1:]]))
     if json:
         print_json(climbed.to_dict())
         return

@@ -155,6 +155,7 @@ def quantize(
         with errors.status(Text(f"quantizing with {recipes}"[:100])) as status:
             report = quantize_(model, recipes, found, skip=skipped)
             status.update(Text(f"saving to {target}"))
+            target.mkdir(parents=True)  # raises where another run has made it meanwhile
             save_model(model, target)
     _copy_others(directory, target)
     if json:

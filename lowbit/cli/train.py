@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +25,7 @@ from lowbit.demo.explain import HEAD, SAYS, Held, held, one_by_one, written
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.demo.loop import PROFILED, Interrupted, Trainer
 from lowbit.demo.torchrun import WAYS
+from lowbit.files import exclusive
 from lowbit.machine import float_precision
 from lowbit.plan import Plan
 from lowbit.plan.fitting.choices import words
@@ -198,7 +199,22 @@ def _demo(settings: experiment.Settings, directory: Path, resume: bool, overwrit
     corpus = settings.corpus()
     if not resume:
         experiment.check(settings, corpus, directory)
-        # before plans, which take a while
+    with ExitStack() as locks:
+        torchrun.first(lambda: _lock(directory, locks), "whether another run has the directory")
+        _in_directory(settings, corpus, directory, resume, overwrite, json)
+
+
+def _lock(directory: Path, locks: ExitStack) -> None:
+    """Keep other runs out of ``directory``. Raises: BlockingIOError where one is in there; OSError."""
+    _make(directory)
+    locks.enter_context(exclusive(directory, "lowbit train --out"))
+
+
+def _in_directory(
+    settings: experiment.Settings, corpus: Corpus, directory: Path, resume: bool, overwrite: bool, json: bool
+) -> None:
+    """``_demo``, in a directory that no other run writes to."""
+    if not resume:  # before plans, which take a while
         torchrun.first(lambda: _require_free(settings, directory, overwrite), "whether the directory is free")
     plans = _plans(settings, corpus, directory if resume else None)
     if not resume:

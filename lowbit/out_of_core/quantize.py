@@ -22,7 +22,7 @@ from lowbit.convert.maker import Allocated, Calibrated, Ruled, Source, decibel
 from lowbit.convert.quantize import quantize_from
 from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP, Skip
-from lowbit.files import resumable, write_json
+from lowbit.files import exclusive, resumable, write_json
 from lowbit.models.batches import batches_in
 from lowbit.models.names import patterns_in
 from lowbit.models.ties import storage
@@ -92,39 +92,40 @@ def quantize_files(
         **run_of(checkpoint.digest(), chosen, choice, skip, data, loss),
         "dtypes": " ".join(dtypes), "shard_bytes": str(shard_bytes),
     }  # fmt: skip
-    if data:
-        written = Written(out, about)
-        if (out / CONFIG).exists():  # every file is there, and the calibration half removed
-            found = Calibration()
+    with exclusive(out, "quantize_files"):
+        if data:
+            written = Written(out, about)
+            if (out / CONFIG).exists():  # every file is there, and the calibration half removed
+                found = Calibration()
+            else:
+                finished = Finished(out / _CALIBRATION, about)
+                opened = finished.opened()
+                if opened is None:
+                    run = Blockwise(model, data, chosen, choice, skip, finished, loss, stored)
+                    with reporting(progress, "calibrating") as calibrated:
+                        opened = run.all(calibrated)
+                found = opened
+            work = _Work(model, stored, chosen, Calibrated(found), skip, found.edits)
         else:
-            finished = Finished(out / _CALIBRATION, about)
-            opened = finished.opened()
-            if opened is None:
-                run = Blockwise(model, data, chosen, choice, skip, finished, loss, stored)
-                with reporting(progress, "calibrating") as calibrated:
-                    opened = run.all(calibrated)
-            found = opened
-        work = _Work(model, stored, chosen, Calibrated(found), skip, found.edits)
-    else:
-        work = _Work(model, stored, chosen, _without_data(chosen, choice, loss), skip)
-        written = Written(out, about)
-    files = pack(work.groups(), shard_bytes)
-    with reporting(progress, "quantizing") as quantized:
-        for index, groups in enumerate(files):
-            quantized("file", index, len(files))
-            if index >= len(written.files):
-                layout = {name: work.tensors[name] for names, _ in groups for name in names}
-                file = f"model-{index + 1:05}-of-{len(files):05}.safetensors"
-                written.write(file, layout, work.make(groups, written.told))
-    with resumable(out):
-        more = huggingface.write_configs(model, out) if huggingface.is_pretrained(model) else []
-        if more is not None:
-            write_index(out, [*written.files, *more])
-        rows = [{key: file[key] for key in ("file", "sha256", "bytes")} for file in written.files]
-        write_json(out / CONFIG, {**described(model, work.tied), "weights": rows})
-    shutil.rmtree(out / _CALIBRATION, ignore_errors=True)
-    written.forget()
-    return work.reported(written.told)
+            work = _Work(model, stored, chosen, _without_data(chosen, choice, loss), skip)
+            written = Written(out, about)
+        files = pack(work.groups(), shard_bytes)
+        with reporting(progress, "quantizing") as quantized:
+            for index, groups in enumerate(files):
+                quantized("file", index, len(files))
+                if index >= len(written.files):
+                    layout = {name: work.tensors[name] for names, _ in groups for name in names}
+                    file = f"model-{index + 1:05}-of-{len(files):05}.safetensors"
+                    written.write(file, layout, work.make(groups, written.told))
+        with resumable(out):
+            more = huggingface.write_configs(model, out) if huggingface.is_pretrained(model) else []
+            if more is not None:
+                write_index(out, [*written.files, *more])
+            rows = [{key: file[key] for key in ("file", "sha256", "bytes")} for file in written.files]
+            write_json(out / CONFIG, {**described(model, work.tied), "weights": rows})
+        shutil.rmtree(out / _CALIBRATION, ignore_errors=True)
+        written.forget()
+        return work.reported(written.told)
 
 
 def _without_data(chosen: Plan, choice: Choice, loss: Loss | None) -> Source:
