@@ -70,7 +70,7 @@ def _of_equal_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def rates(device: torch.device) -> Rates:
     """The rates of ``device``, measured once."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    a = torch.randn(_SIDE, _SIDE, device=device).to(dtype)
+    a = torch.randn(_SIDE, _SIDE, device=device, generator=torch.Generator(device)).to(dtype)
     source = torch.empty(_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return Rates(

@@ -19,6 +19,7 @@ from lowbit.convert.select import check_model
 from lowbit.memory.estimate import usual_loss
 from lowbit.models.batches import feed
 from lowbit.models.ties import tensor_bytes
+from lowbit.models.writes import held_buffers
 
 __all__ = ["Verdict", "inplace_", "safe_inplace"]
 
@@ -186,19 +187,12 @@ def _in_place(modules: list[nn.Module]) -> Iterator[None]:
 
 def _bits(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor]) -> list[Tensor]:
     """The loss, the gradients and the buffers that one call gives; all of these are put back."""
-    buffers = list(model.buffers())
-    before = [b.clone() for b in buffers]
-    devices = {t.device for t in (*model.parameters(), *buffers) if t.is_cuda}
+    devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.is_cuda}
     parameters = [p for p in model.parameters() if p.requires_grad]
-    try:
-        with torch.random.fork_rng(list(devices)), torch.enable_grad():
-            value = loss(feed(model, batch), batch)
-            grads = torch.autograd.grad(value, parameters, allow_unused=True) if value.requires_grad else ()
-        return [value.detach(), *(g for g in grads if g is not None), *(b.clone() for b in buffers)]
-    finally:
-        with torch.no_grad():
-            for buffer, was in zip(buffers, before, strict=True):
-                buffer.copy_(was)
+    with held_buffers(model), torch.random.fork_rng(list(devices)), torch.enable_grad():
+        value = loss(feed(model, batch), batch)
+        grads = torch.autograd.grad(value, parameters, allow_unused=True) if value.requires_grad else ()
+        return [value.detach(), *(g for g in grads if g is not None), *(b.clone() for b in model.buffers())]
 
 
 def _equal(found: list[Tensor], expected: list[Tensor]) -> bool:

@@ -66,7 +66,9 @@ class _Like:
         size = max(self.numbers(), 1)
         device = torch.device("cpu") if self.kind == "cpu" else device
         if self.dtype.is_floating_point and self.dtype.itemsize > 1:
-            flat = torch.rand(size, device=device).mul_(0.5).add_(0.25).to(self.dtype)
+            flat = (
+                torch.rand(size, device=device, generator=torch.Generator(device)).mul_(0.5).add_(0.25).to(self.dtype)
+            )
         else:
             flat = torch.zeros(size, dtype=torch.uint8, device=device)
             flat = flat.view(self.dtype) if self.dtype.itemsize == 1 else flat.to(self.dtype)

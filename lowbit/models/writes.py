@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Unchanged", "Written", "despite_writes"]
+__all__ = ["HeldBuffers", "Unchanged", "Written", "despite_writes", "held_buffers"]
 
 Result = TypeVar("Result")
 
@@ -26,6 +27,37 @@ class Unchanged:
             tensor.equal(before) if isinstance(before, Tensor) else tensor._version == before
             for tensor, before in self.before
         )
+
+
+class HeldBuffers:
+    """The buffers of a model as they are now: which tensors, and a copy of their numbers.
+
+    A forward may write to a buffer or put another tensor in its place (``self.t = 2 * self.t``).
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors = [(module._buffers, dict(module._buffers)) for module in model.modules() if module._buffers]
+        self._numbers = {buffer: buffer.clone() for buffer in model.buffers()}
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Make the buffers what they were, any number of times."""
+        for place, buffers in self._tensors:
+            place.clear()
+            place.update(buffers)
+        for buffer, numbers in self._numbers.items():
+            buffer.copy_(numbers)
+
+
+@contextmanager
+def held_buffers(model: nn.Module) -> Iterator[None]:
+    """Within, a model may be run without a trace: afterwards its buffers are what they were."""
+    held = HeldBuffers(model)
+    try:
+        yield
+    finally:
+        held.put_back()
 
 
 class Written(Exception):

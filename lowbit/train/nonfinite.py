@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from lowbit.autograd import in_backward
+from lowbit.models.writes import held_buffers
 from lowbit.optim.watch import all_finite
 from lowbit.recipes import Cast
 from lowbit.tensor.quantized import Quantized
@@ -209,12 +210,11 @@ def _kept(model: nn.Module) -> Iterator[None]:
     and training states are as they were."""
     params = [(param, param.grad) for param in model.parameters()]
     hooked = [(p, hooks) for p in cast(Any, model.parameters()) if (hooks := p._post_accumulate_grad_hooks)]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     layers = [module for module in model.modules() if isinstance(module, TrainLinear)]
     states = {id(layer.state): layer.state for layer in layers if layer.state is not None}.values()
     moved = [(one, int(one.micro_batch), one.pending) for one in states]
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), held_buffers(model):
             for param, _ in params:
                 param.grad = None
             for param, _ in hooked:
@@ -228,8 +228,6 @@ def _kept(model: nn.Module) -> Iterator[None]:
                 param.grad = grad
             for param, hooks in hooked:
                 param._post_accumulate_grad_hooks = hooks
-            for buffer, value in buffers:
-                buffer.copy_(value)
         for one, number, pending in moved:
             one.pending = pending
             one.set_micro_batch(number)

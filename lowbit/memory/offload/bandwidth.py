@@ -56,7 +56,7 @@ def _of_directory(where: Path) -> Bandwidth:
     files = ScratchDirectory(where)
     try:
         path = files.reserve(_BYTES)
-        memory = directory.bytes_of(torch.randint(256, (_BYTES,), dtype=torch.uint8))
+        memory = directory.bytes_of(torch.randint(256, (_BYTES,), dtype=torch.uint8, generator=torch.Generator()))
         write = _rate(lambda: directory.write(path, memory, durable=True))
         return Bandwidth(write, _rate(lambda: directory.read(path, memory)))
     finally:

@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lowbit.memory import checkpoint_, micro_batches, uncheckpoint_
 from lowbit.memory.accumulate import samples
 from lowbit.memory.checkpoint.policies import choose
+from lowbit.models.writes import HeldBuffers
 from lowbit.optim import offload_, unoffload_
 from lowbit.plan.settings import Settings, policy_of
 from lowbit.sizes import amount
@@ -245,8 +246,7 @@ class Before:
     @torch.no_grad()
     def __init__(self, model: nn.Module) -> None:
         self._gradients = {p: None if p.grad is None else p.grad.clone() for p in model.parameters()}
-        self._buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
-        self._contents = copies_of_buffers(model)
+        self._buffers = HeldBuffers(model)
         self._states = [
             (one, one.micro_batch.clone(), one.pending.clone()) for one in model.modules() if isinstance(one, State)
         ]
@@ -257,11 +257,7 @@ class Before:
         """Make all of it what it was."""
         for param, gradient in self._gradients.items():
             param.grad = None if gradient is None else gradient.clone()
-        for module, buffers in self._buffers:
-            module._buffers.clear()
-            module._buffers.update(buffers)
-        for tensor, content in self._contents.items():
-            tensor.copy_(content)
+        self._buffers.put_back()
         for training, micro_batch, pending in self._states:
             training.pending = pending
             training.set_micro_batch(int(micro_batch))
