@@ -35,7 +35,7 @@ from lowbit.convert.maker import decibel, require_numbers
 from lowbit.convert.select import Skip
 from lowbit.datafree import RULES
 from lowbit.models.batches import feed, kinds
-from lowbit.models.blocks import Chain, find_blocks
+from lowbit.models.blocks import Chain, largest_stack
 from lowbit.models.writes import despite_writes
 from lowbit.nn.linear import QuantLinear
 from lowbit.notice import warn
@@ -354,8 +354,8 @@ def _worded(method: str, error: Exception) -> Exception:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of ``model``, where it is a stack of some and none is there twice."""
-    blocks = find_blocks(model)
+    """The largest stack of blocks of ``model``, where none is there twice."""
+    blocks = largest_stack(model)
     return blocks if len({id(block) for block in blocks}) == len(blocks) else []
 
 

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import numpy as np
 from torch import nn
 
-from lowbit.memory.checkpoint.parts import find_part, find_stacks
+from lowbit.memory.checkpoint.parts import find_part
 from lowbit.memory.checkpoint.policies import Chosen
 from lowbit.memory.checkpoint.selective import kept_products
 from lowbit.memory.estimate import Estimate
+from lowbit.models.blocks import find_blocks
 
 __all__ = ["KEEP", "OPTIONS", "BlockOptions", "BlockTable", "block_table", "blocks_of", "options_of", "parts_of"]
 
@@ -57,7 +58,7 @@ class BlockOptions(NamedTuple):
 def blocks_of(model: nn.Module) -> list[str]:
     """The paths of the blocks that ``checkpoint_`` finds."""
     names = {id(module): name for name, module in model.named_modules()}
-    return list(dict.fromkeys(names[id(block)] for stack in find_stacks(model) for block in stack))
+    return list(dict.fromkeys(names[id(block)] for block in find_blocks(model)))
 
 
 def options_of(model: nn.Module, blocks: Sequence[str]) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,25 +15,64 @@ from lowbit.models.batches import copied, feed
 from lowbit.models.surround import plain_class
 from lowbit.models.writes import Unchanged
 
-__all__ = ["Chain", "find_blocks", "restored_forwards", "same"]
+__all__ = ["Chain", "find_blocks", "largest_stack", "restored_forwards", "same", "stacks"]
+
+
+def stacks(model: nn.Module) -> list[list[nn.Module]]:
+    """The blocks that a model repeats, stack by stack: the only answer to this question.
+
+    A stack is an outermost ``ModuleList`` or ``Sequential`` in which modules of one class, with modules inside, come
+    more than once. An encoder has one and a decoder another. A ``ModuleList`` of such modules alone is a stack as a
+    whole, whatever their classes: hybrids have layers of several. Of other lists, such as a ``Sequential`` that begins
+    with an embedding, the repeated modules are the stack.
+
+    Lists of single layers count where they hold more parameters than all stacks do: then the largest is the answer.
+
+    Args:
+        model: the model, or a part of one.
+
+    Returns:
+        The stacks in the model's order, each with its blocks in order. A block that a list holds several times comes
+        as often. Empty if the model repeats nothing.
+    """
+    found: list[list[nn.Module]] = []
+    layers: list[list[nn.Module]] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if id(module) in inside or not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        blocks = _repeated(module)
+        if blocks:
+            found.append(blocks)
+            inside |= {id(inner) for block in blocks for inner in block.modules()}
+        elif len(module) > 1 and len({plain_class(layer) for layer in module}) == 1:
+            layers.append(list(module))
+    largest = max(layers, key=_size, default=[])
+    single = not any(isinstance(layer, nn.Embedding | nn.EmbeddingBag) for layer in largest) or not found
+    return [largest] if largest and single and _size(largest) > sum(map(_size, found)) else found
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of ``model``: its largest ``ModuleList`` or ``Sequential`` of two or more modules of one
-    class; none where it has no such list. A block that the list holds several times comes as often.
-    """
+    """The blocks of all ``stacks`` of ``model``, in order."""
+    return [block for stack in stacks(model) for block in stack]
 
-    def weight(blocks: nn.Module) -> int:
-        return sum(p.numel() for p in blocks.parameters())
 
-    stacks = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential)
-        and len(module) > 1
-        and len({plain_class(b) for b in module}) == 1
-    ]
-    return list(max(stacks, key=weight)) if stacks else []
+def largest_stack(model: nn.Module) -> list[nn.Module]:
+    """The one of ``stacks(model)`` that holds most parameters, for what goes through one chain of blocks."""
+    return max(stacks(model), key=_size, default=[])
+
+
+def _repeated(place: nn.ModuleList | nn.Sequential) -> list[nn.Module]:
+    """The blocks of a list: modules with modules inside, of classes that come more than once, or all of a hybrid."""
+    whole = [module for module in place if any(True for _ in module.children())]
+    classes = Counter(map(plain_class, whole))
+    repeated = [module for module in whole if classes[plain_class(module)] > 1]
+    hybrid = isinstance(place, nn.ModuleList) and len(whole) == len(place)
+    return whole if repeated and hybrid else repeated
+
+
+def _size(blocks: Iterable[nn.Module]) -> int:
+    return sum(p.numel() for p in nn.ModuleList(blocks).parameters())
 
 
 @contextmanager

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lowbit.memory import checkpoint_
-from lowbit.models.blocks import Chain, find_blocks, restored_forwards
+from lowbit.memory import checkpoint_, stream_blocks_
+from lowbit.memory.block_table import blocks_of
+from lowbit.models.blocks import Chain, find_blocks, largest_stack, restored_forwards, stacks
 
 
 class Block(nn.Module):
@@ -40,6 +43,87 @@ def test_blocks_are_the_largest_list_of_modules_of_one_class():
     assert find_blocks(nn.ModuleList([Block()])) == [], "one block is no repetition"
     block = Block()
     assert find_blocks(nn.ModuleList([block, block])) == [block, block]
+
+
+class Other(Block):
+    """Blocks of a second class."""
+
+
+def hybrid(*kinds: type[Block]) -> list[nn.Module]:
+    return [kind() for kind in kinds]
+
+
+def test_a_stack_may_have_blocks_of_two_classes():
+    blocks = nn.ModuleList(hybrid(Block, Block, Other, Block, Block, Other))
+    assert stacks(nn.ModuleDict({"embed": nn.Embedding(999, 8), "layers": blocks})) == [list(blocks)]
+    one = nn.ModuleList(hybrid(Block, Block, Other))
+    assert stacks(one) == [list(one)], "a class that comes once is of a stack as well"
+    assert stacks(nn.ModuleList(hybrid(Block, Other))) == [], "nothing is repeated"
+
+
+def test_a_sequential_of_blocks_begins_and_ends_with_what_is_no_block():
+    blocks = hybrid(Block, Other, Block, Other)
+    model = nn.Sequential(nn.Embedding(999, 8), *blocks, nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 8)))
+    assert stacks(model) == [blocks]
+
+
+def test_each_stack_counts_and_a_chain_is_the_largest():
+    model = nn.Transformer(8, 2, 2, 3, 16, batch_first=True)
+    assert stacks(model) == [list(model.encoder.layers), list(model.decoder.layers)]
+    assert find_blocks(model) == [*model.encoder.layers, *model.decoder.layers]
+    assert largest_stack(model) == list(model.decoder.layers)
+
+
+def test_blocks_within_blocks_are_parts_of_them():
+    outer = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ModuleList(hybrid(Block, Block))) for _ in range(2))
+    assert stacks(nn.ModuleDict({"stages": outer})) == [list(outer)]
+
+
+T5 = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 3, "num_decoder_layers": 4, "num_heads": 4}
+BART = {
+    "d_model": 32, "encoder_layers": 3, "decoder_layers": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+}  # fmt: skip
+MAMBA = {"n_mamba_heads": 8, "mamba_d_state": 8, "mamba_headdim": 8, "mamba_ngroups": 1, "use_mamba_kernels": False}
+SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+#: Blocks of each stack, by class and its config.
+MODELS: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "T5ForConditionalGeneration": ([3, 4], T5),
+    "BartForConditionalGeneration": ([3, 4], BART),
+    "WhisperForConditionalGeneration": ([3, 4], {**BART, "pad_token_id": 0}),
+    "Zamba2ForCausalLM": (
+        [6],
+        {**SIZE, **MAMBA, "num_hidden_layers": 6, "layers_block_type": ["mamba", "mamba", "hybrid"] * 2,
+         "attention_hidden_size": 64, "attention_head_dim": 16, "num_mem_blocks": 1},
+    ),
+    "JambaForCausalLM": (
+        [4],
+        {**SIZE, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2,
+         "mamba_dt_rank": 4, "use_mamba_kernels": False},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_technique_takes_the_same_blocks(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    cls = getattr(transformers, name)
+    sizes, settings = MODELS[name]
+    model = cls(cls.config_class(vocab_size=64, **settings))
+    assert list(map(len, stacks(model))) == sizes
+    blocks = blocks_of(model)
+    assert len(blocks) == sum(sizes)
+    report = checkpoint_(model, "block")
+    assert [layer.name for layer in report.layers] == blocks
+    assert not any(note.startswith("warning") for note in report.notes)
+    assert [layer.name for layer in stream_blocks_(model, tmp_path).layers] == blocks
+
+
+def test_a_policy_that_saves_next_to_nothing_says_so():
+    model = nn.Sequential(nn.ModuleList(Block(4) for _ in range(2)), nn.Sequential(nn.Linear(99, 99), nn.ReLU()))
+    report = checkpoint_(model, [model[0][0]])
+    assert any(note.startswith("warning: what is checkpointed holds 0.2% of the weights") for note in report.notes)
+    assert checkpoint_(model[0], "block").notes == ()
 
 
 def test_checkpointing_needs_blocks():

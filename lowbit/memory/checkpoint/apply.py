@@ -66,6 +66,7 @@ def checkpoint_(
             surround(module, Recomputed(names[id(module)], segment, index, numbered))
     layers = {names[id(module)]: module for one in chosen for module in one.modules}
     report = report_on("memory.checkpoint_", model, layers, "checkpointed")
+    notes += _saves_little(model, layers.values())
     return report if not notes else Report(**{**vars(report), "notes": notes})
 
 
@@ -93,6 +94,23 @@ def recomputing(modules: Iterable[nn.Module]) -> Iterator[None]:
                 unsurround(module)
             else:
                 surround(module, around)
+
+
+#: A policy that checkpoints less than this share of a model's weights saves next to nothing.
+_LITTLE = 0.05
+
+
+def _saves_little(model: nn.Module, chosen: Iterable[nn.Module]) -> tuple[str, ...]:
+    """What the report says if most of the model is outside of what is checkpointed. Embeddings are not counted."""
+    tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) for p in m.parameters()}
+    total = sum(p.numel() for p in model.parameters() if id(p) not in tables)
+    inside = sum(p.numel() for p in nn.ModuleList(chosen).parameters() if id(p) not in tables)
+    if not chosen or not total or inside >= _LITTLE * total:
+        return ()
+    return (
+        f"warning: what is checkpointed holds {inside / total:.1%} of the weights outside of embeddings, so nearly all "
+        f"activations are kept; lb.memory.estimate says how many, and a list of modules chooses others",
+    )
 
 
 def _switch_off(model: nn.Module) -> tuple[str, ...]:

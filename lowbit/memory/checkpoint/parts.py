@@ -13,10 +13,9 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.pooling import _AvgPoolNd, _MaxPoolNd
 
-from lowbit.models.blocks import find_blocks
 from lowbit.models.surround import plain_class
 
-__all__ = ["PARTS", "find_part", "find_stacks", "find_stages", "split_part"]
+__all__ = ["PARTS", "find_part", "find_stages", "split_part"]
 
 #: By the part of a block: what the name of such a module, or of its class, has in it.
 PARTS = {
@@ -31,26 +30,6 @@ _MLP_CHILDREN = (
 _BESIDES = re.compile(r"norm|dropout|ln_", re.IGNORECASE)
 
 Segments = list[Sequence[nn.Module]]
-
-
-def find_stacks(model: nn.Module) -> list[list[nn.Module]]:
-    """Every outermost list of repeated blocks (an encoder has one, a decoder another), without the blocks that it
-    repeats; the largest list alone where that is one of single layers.
-    """
-    largest = list(dict.fromkeys(find_blocks(model)))
-    if not largest or not any(True for _ in largest[0].children()):
-        return [largest] if largest else []
-    found: list[list[nn.Module]] = []
-    inside: set[int] = set()
-    for module in model.modules():
-        if id(module) in inside or not isinstance(module, nn.ModuleList | nn.Sequential):
-            continue
-        blocks = list(dict.fromkeys(module))
-        alike = len(module) > 1 and len({plain_class(b) for b in blocks}) == 1
-        if alike and any(True for _ in blocks[0].children()):
-            found.append(blocks)
-            inside |= {id(inner) for inner in module.modules()}
-    return found
 
 
 def find_part(block: nn.Module, part: str) -> Segments:

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lowbit.memory.checkpoint.calls import Contexts
-from lowbit.memory.checkpoint.parts import PARTS, find_part, find_stacks, find_stages, split_part
+from lowbit.memory.checkpoint.parts import PARTS, find_part, find_stages, split_part
 from lowbit.memory.checkpoint.selective import kept_products
+from lowbit.models.blocks import stacks
 from lowbit.models.names import matches, named, patterns_in, plain_name, shown, unmatched
 from lowbit.models.surround import plain_class
 from lowbit.named import did_you_mean
@@ -117,13 +118,13 @@ def _check_settings(name: str, row: Policy, settings: Mapping[str, Any]) -> None
 
 
 def _stacks(model: nn.Module) -> list[list[nn.Module]]:
-    stacks = find_stacks(model)
-    if not stacks:
+    found = [list(dict.fromkeys(stack)) for stack in stacks(model)]
+    if not found:
         raise ValueError(
             f"memory.checkpoint_: {plain_class(model).__name__} has no ModuleList or Sequential of two or more modules "
             f"of one class; pass a list of modules or of their names to say what to checkpoint"
         )
-    return stacks
+    return found
 
 
 def _some_blocks(model: nn.Module, take: Callable[[list[nn.Module]], Iterable[nn.Module]]) -> list[list[nn.Module]]:
@@ -172,7 +173,8 @@ def _part(part: str, instead: str, model: nn.Module) -> list[Sequence[nn.Module]
             f"{_where_it_is(part, blocks[0])}; use {', '.join(map(repr, ('block', *others)))}, or a list of patterns "
             f"such as ['*.mixer'] for modules of another name"
         )
-    return [segment for segments in found.values() for segment in segments]
+    shared = {tuple(map(id, segment)): segment for segments in found.values() for segment in segments}
+    return list(shared.values())  # each once: hybrids share one attention among blocks
 
 
 def _where_it_is(part: str, block: nn.Module) -> str:

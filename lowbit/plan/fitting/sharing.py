@@ -23,13 +23,12 @@ from torch import Tensor, nn
 from lowbit.distributed.ways import WAYS, Way
 from lowbit.distributed.zero import BUCKET_BYTES
 from lowbit.memory import Estimate
-from lowbit.memory.block_table import parts_of
+from lowbit.memory.block_table import blocks_of, parts_of
 from lowbit.memory.ledger import OUTSIDE
 from lowbit.memory.usage import Holding
-from lowbit.models.blocks import find_blocks
 from lowbit.plan.settings import Settings
 
-__all__ = ["Sharing", "Whole", "share_", "unit_of", "units_of"]
+__all__ = ["Sharing", "Whole", "share_", "unit_of"]
 
 #: By the type of a device, what its backend holds of its own while it gathers or scatters, as a multiple of the whole
 #: that is sent: gloo copies it (ProcessGroupGloo.cpp: ``newLikeFlat`` of outputs, a clone of inputs), NCCL does not.
@@ -82,7 +81,7 @@ class Sharing:
         """That of the settings, for this model."""
         device = next((p.device.type for p in model.parameters()), "cpu")
         shards = settings.group_size if settings.way == "hsdp" and settings.group_size else settings.gpus
-        return cls(WAYS[settings.way], shards, units_of(model), _STAGED.get(device, 0.0))
+        return cls(WAYS[settings.way], shards, tuple(blocks_of(model)), _STAGED.get(device, 0.0))
 
     def part(self, size: float) -> int:
         """The share of so many bytes."""
@@ -253,9 +252,3 @@ def unit_of(layer: str, units: Container[str]) -> str:
     while path not in units and "." in path:
         path = path.rpartition(".")[0]
     return path if path in units else ""
-
-
-def units_of(model: nn.Module) -> tuple[str, ...]:
-    """The paths of the blocks of a model that are gathered one at a time."""
-    names = {id(module): name for name, module in model.named_modules()}
-    return tuple(dict.fromkeys(names[id(block)] for block in find_blocks(model)))

@@ -17,10 +17,11 @@ from itertools import pairwise
 from torch import nn
 
 from lowbit.memory import Estimate
+from lowbit.memory.block_table import blocks_of
 from lowbit.memory.ledger import OUTSIDE
 from lowbit.memory.stream import LEAST
 from lowbit.memory.usage import Holding
-from lowbit.plan.fitting.sharing import unit_of, units_of
+from lowbit.plan.fitting.sharing import unit_of
 
 __all__ = ["Streaming"]
 
@@ -36,7 +37,7 @@ class Streaming:
 
     @classmethod
     def of(cls, model: nn.Module) -> Streaming:
-        return cls(units_of(model), any(parameter.is_cuda for parameter in model.parameters()))
+        return cls(tuple(blocks_of(model)), any(parameter.is_cuda for parameter in model.parameters()))
 
     def applied(self, usage: Estimate) -> Estimate:
         """``usage``, which is of forward and backward without an optimizer, with its blocks elsewhere."""
