@@ -12,7 +12,7 @@ __all__ = ["Budget", "amount", "budget_in", "bytes_in", "is_bytes"]
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 #: A number of bytes below this is no budget but a number whose unit was forgotten: no model trains or generates in it.
-_LEAST_BUDGET = 1024
+_LEAST_BUDGET = 1000
 
 
 def bytes_in(text: str) -> int:
