@@ -9,6 +9,9 @@ namespace lowbit {
 struct Random {
     Rounding rounding;
     Rng rng;
+
+    // The random bits; nothing where none are drawn.
+    std::optional<Rng> bits() const { return rounding == kStochastic ? std::optional(rng) : std::nullopt; }
 };
 
 // Nothing for a rounding that there is not. `cols`: the pitch where none is given.

@@ -12,7 +12,7 @@ namespace lowbit::cpu {
 namespace {
 
 #define LOWBIT_REGISTER "x"  // the constraint of vectors in inline assembly
-constexpr int kLanes = 8;
+constexpr int kLanes = 8, kRegisters = 16;
 typedef float F __attribute__((vector_size(32)));
 typedef uint32_t U __attribute__((vector_size(32)));
 typedef int32_t I __attribute__((vector_size(32)));

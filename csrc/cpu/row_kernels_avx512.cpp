@@ -12,7 +12,7 @@ namespace lowbit::cpu {
 namespace {
 
 #define LOWBIT_REGISTER "v"  // the constraint of vectors in inline assembly
-constexpr int kLanes = 16;
+constexpr int kLanes = 16, kRegisters = 32;
 typedef float F __attribute__((vector_size(64)));
 typedef uint32_t U __attribute__((vector_size(64)));
 typedef int32_t I __attribute__((vector_size(64)));

@@ -1,5 +1,5 @@
 // Row kernels in vectors of kLanes 32-bit lanes; included by row_kernels_<isa>.cpp inside its own namespace, after
-//   LOWBIT_REGISTER, kLanes, and the types F, U, I (float, uint32_t, int32_t), H, B (uint16_t, uint8_t), all of kLanes
+//   LOWBIT_REGISTER, kLanes, kRegisters (of vectors, that there are), and the types F, U, I (float, uint32_t, int32_t), H, B (uint16_t, uint8_t), all of kLanes
 //   lanes, W (uint64_t, kLanes / 2 lanes); F widen_half(H), H narrow_half(F); int32_t largest(I); I evens(I, I) and
 //   odds(I, I) of the lanes of two vectors; F root(F); F fused(a, b, c), which is a * b + c rounded once; W multiply(W,
 //   W) of the low 32 bits of each lane; F lookup(Table, U index) in 16 entries, of whose index the low four bits count;
@@ -111,9 +111,9 @@ inline auto dispatch(Dtype dtype, Function function) {
 // -- noise (section 7)
 // -------------------------------------------------------------------------------------------------
 
-// Four vectors of counters at once hide the multiplications' latency. A counter's words lie in the low halves of 64-bit
+// Several vectors of counters at once hide the multiplications' latency, as many as registers hold. A counter's words lie in the low halves of 64-bit
 // lanes; what the products leave in the high halves is ignored by multiply() and cut off at the end.
-constexpr int kChains = 4, kCounters = kLanes / 2;
+constexpr int kChains = kRegisters < 32 ? 3 : 4, kCounters = kLanes / 2;
 
 inline void philox_vectors(uint64_t block, const Rng& rng, uint16_t* out) {
     W c0[kChains], c1[kChains], c2[kChains], c3[kChains], lane;

@@ -12,7 +12,7 @@ namespace lowbit::cpu {
 namespace {
 
 #define LOWBIT_REGISTER "w"  // the constraint of vectors in inline assembly
-constexpr int kLanes = 4;
+constexpr int kLanes = 4, kRegisters = 32;
 typedef float F __attribute__((vector_size(16)));
 typedef uint32_t U __attribute__((vector_size(16)));
 typedef int32_t I __attribute__((vector_size(16)));

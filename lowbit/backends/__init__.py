@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from lowbit.backends import dispatch, native, registry
+from lowbit.backends import dispatch, native, registry, steps
 
 #: Modules of this package, each a backend.
 BACKENDS = ("reference", "cpu", "cuda", "triton", "delegated")
@@ -19,6 +19,7 @@ def _load() -> None:
         else:
             registry.set_absent(name, reason)
     dispatch.register_all()
+    steps.register()
 
 
 _load()

@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lowbit.calls import fill
 from lowbit.functional.arguments import random_bits
-from lowbit.ops.optim import REPLACED, STATE_SCHEME, adamw_factors, state_refusal
+from lowbit.ops.optim import STATE_SCHEME, adamw_factors, state_refusal
 from lowbit.ops.optim import OptimizerStep as StepArguments
 from lowbit.ops.spec import require
+from lowbit.ops.steps import step_
 from lowbit.rounding import Rounding
 from lowbit.tensor.quantized import Quantized
 
@@ -66,15 +66,6 @@ def adamw_(
         )
     )  # fmt: skip
     torch.autograd.graph.increment_version(param)
-
-
-def step_(call: StepArguments) -> None:
-    """The op ``optimizer_step`` in place of its own arguments."""
-    outs = {
-        f"new_{name}": call[0].new_empty(0, dtype=torch.uint8) if tensor is None else tensor
-        for name, tensor in ((name, getattr(call, name)) for name in REPLACED)
-    }
-    fill("optimizer_step", *call, **outs)
 
 
 def require_numbers(step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from lowbit.autograd import uncompiled
+from lowbit.backends import steps
 from lowbit.ops.optim import MASTERS, RULES
 from lowbit.optim import load, masters, watch
 from lowbit.optim.shards import Part, gradient, local
 from lowbit.optim.states import FEW, Storage, find, is_aligned, zeros
-from lowbit.optim.step import Plan, Work, advance, advance_together
+from lowbit.optim.step import Plan, Work, advance, advance_joined, advance_listed
 from lowbit.rounding import Rounding
 
 __all__ = ["Optimizer"]
@@ -41,6 +42,15 @@ def _in(value: Any, least: float, most: float) -> bool:
     return number and least <= float(value) < most
 
 
+def _numbers(counts: list[Tensor]) -> list[int]:
+    """What the counts of steps are; most often all are one number, which is read once."""
+    first = int(counts[0])
+    alike = len(counts) > 4 and len({count.device for count in counts}) == 1
+    if alike and bool((torch.stack(counts) == first).all()):
+        return [first] * len(counts)
+    return [first, *map(int, counts[1:])]
+
+
 class Optimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose states have few bits: 8, unless ``bits`` says otherwise.
 
@@ -57,7 +67,7 @@ class Optimizer(torch.optim.Optimizer):
     Raises TypeError and ValueError for parameters and hyperparameters that do not fit.
     """
 
-    #: Rules that see a parameter as a whole, so that small ones cannot step together.
+    #: Rules that see a parameter as a whole: ``apply`` takes each, and none steps together with others.
     ONE_BY_ONE: frozenset[str] = frozenset()
     #: Hyperparameters that are two numbers, and those that may be None.
     PAIRS: tuple[str, ...] = ("betas",)
@@ -229,25 +239,36 @@ class Optimizer(torch.optim.Optimizer):
                 "random seed are numbers of the host, which replays would repeat; capture forward and backward, and "
                 "step outside of the graph"
             )
-        torch._foreach_add_([work.state["step"] for work in works], 1)
+        counted = [work.state["step"] for work in works]
+        torch._foreach_add_(counted, 1)
         settings: dict[Any, tuple[Tensor, tuple[float, ...]]] = {}
-        together: dict[Any, list[Work]] = {}
-        for work in works:
-            work.step = int(work.state["step"])
-            key = (id(work.group), work.plan.rule, work.step, work.param.device)
-            if key not in settings:
-                rng = torch.tensor([work.group["seed"], work.step], device=work.param.device)
-                settings[key] = rng, self.factors(work.group, work.plan.rule, work.step)
-            work.rng, factors = settings[key]
-            if self._is_small(work):
-                together.setdefault((key, work.param.dtype, work.grad.dtype), []).append(work)
-                continue
-            with self._watch.moving(work):
-                self.apply(work, factors)
-            self._watch.finite(work)
-        for (key, *_), small in together.items():
-            moments = advance_together(small, settings[key][1])
-            self._watch.finite_together(small, moments)
+        listed: dict[Any, list[Work]] = {}
+        joined: dict[Any, list[Work]] = {}
+        for work, step in zip(works, _numbers(counted), strict=True):
+            plan, param = work.plan, work.param
+            work.step = step
+            key = (id(work.group), plan.rule, step, param.device)
+            known = settings.get(key)
+            if known is None:
+                rng = torch.tensor([work.group["seed"], step], device=param.device)
+                known = settings[key] = rng, self.factors(work.group, plan.rule, step)
+            work.rng, factors = known
+            if self._is_listed(work):
+                alike = key, param.dtype, plan.kinds, "master" in work.state
+                listed.setdefault(alike, []).append(work)
+            elif self._is_small(work):
+                joined.setdefault((key, work.param.dtype, work.grad.dtype), []).append(work)
+            else:
+                with self._watch.moving([work]):
+                    self.apply(work, factors)
+                self._watch.finite(work)
+        for (key, *_), many in listed.items():
+            with self._watch.moving(many):
+                finite = advance_listed(many, settings[key][1], self._watch.looks_up_to(many[0]))
+            self._watch.finite_listed(many, finite)
+        for (key, *_), small in joined.items():
+            moments = advance_joined(small, settings[key][1])
+            self._watch.finite_joined(small, moments)
         for work in works:
             if work.step == 1:
                 masters.forget(work.source)
@@ -356,8 +377,20 @@ class Optimizer(torch.optim.Optimizer):
             state["master"] = plan.part.tensor(masters.first(group["master"], param, plan.part), param.shape)
         return state
 
+    def _is_listed(self, work: Work) -> bool:
+        """Whether one C++ call steps this parameter and others like it."""
+        param = work.param
+        return (
+            param.device.type == "cpu"
+            and work.plan.aligned
+            and work.plan.rule not in self.ONE_BY_ONE
+            and param.is_contiguous()
+            and param.numel() > 0
+            and steps.is_native()
+        )
+
     def _is_small(self, work: Work) -> bool:
-        """Whether a step of several parameters at once does the same to this one."""
+        """Whether a step of several parameters that are joined does the same to this one."""
         return (
             work.plan.few
             and work.plan.rule not in self.ONE_BY_ONE

@@ -1,4 +1,4 @@
-"""The step of one parameter, or of many small ones at once, by the op ``optimizer_step``.
+"""The step of one parameter by the op ``optimizer_step``, or of many at once: by ``optimizer_steps_``, or joined.
 
 Source: docs/numerics.md section 11.
 """
@@ -6,7 +6,8 @@ Source: docs/numerics.md section 11.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.calls import call
-from lowbit.functional.optim import step_
 from lowbit.functional.quantize import quantize
 from lowbit.ops.optim import OptimizerStep
+from lowbit.ops.steps import OptimizerSteps, replaced, step_
 from lowbit.optim.shards import Part, local
 from lowbit.optim.states import Storage, Stored
 
-__all__ = ["Plan", "Work", "advance", "advance_together", "direction", "mean_of"]
+__all__ = ["Plan", "Work", "advance", "advance_joined", "advance_listed", "direction", "mean_of"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Plan:
 
     ``rounding``: of its states. ``stream``: of the random bits of its moments; the next one is of its weights.
     ``few``: of elements in all, so that its states are in fp32. ``aligned``: no block lies in several parts.
+    ``place``: see ``OptimizerSteps``. ``kinds``: what its states are kept in.
     """
 
     name: str
@@ -39,9 +41,16 @@ class Plan:
     stream: int
     few: bool
     aligned: bool
+    place: tuple[int, ...] = field(init=False)
+    kinds: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        place = self.part.cols, self.stream, self.part.offset, self.part.pitch
+        object.__setattr__(self, "place", place)
+        object.__setattr__(self, "kinds", tuple(kept.kind for kept in self.moments.values()))
 
 
-@dataclass
+@dataclass(slots=True)
 class Work:
     """A parameter ``source`` in a step: this process' parts of it and of its gradient, and its states.
 
@@ -109,7 +118,7 @@ def mean_of(keep: float, nesterov: bool = False) -> tuple[float, ...]:
     return 0.0, keep, 1 - keep, *shares, -1.0
 
 
-def advance_together(works: Sequence[Work], factors: Sequence[float]) -> list[Tensor]:
+def advance_joined(works: Sequence[Work], factors: Sequence[float]) -> list[Tensor]:
     """The same of several parameters of one dtype, whose moments are in fp32 and which have no masters: in one op.
 
     Answers their moments, joined.
@@ -125,6 +134,33 @@ def advance_together(works: Sequence[Work], factors: Sequence[float]) -> list[Te
         [piece for joined in (param, *moments) for piece in joined.split(sizes)],
     )
     return moments
+
+
+def advance_listed(works: Sequence[Work], factors: Sequence[float], look: int) -> Tensor:
+    """The same of parameters of one group, dtype and kind of states and masters, no block of which lies in several
+    parts: in one op, which says of which all states are finite (``OptimizerSteps``).
+    """
+    first = works[0]
+    plan, lists = first.plan, [[work.param for work in works], [work.grad for work in works]]
+    lists.append([work.local("master") for work in works] if "master" in first.state else [])
+    for name in plan.moments:
+        for part in (name, f"{name}_scale"):
+            lists.append([work.local(part) for work in works] if part in first.state else [])
+    lists += [[]] * (7 - len(lists))
+    rounding, weights = _roundings(first, plan.kinds)
+    places = list(chain.from_iterable([work.plan.place for work in works]))
+    rng = first.rng if "stochastic" in (rounding, weights) else None
+    kinds = (*plan.kinds, "fp32", "fp32")[:2]
+    given = OptimizerSteps._make((*lists, places, plan.rule, factors, *kinds, rounding, weights, rng, look))
+    finite: Tensor = call("optimizer_steps_", *given)
+    torch.autograd.graph.increment_version(replaced(given))
+    return finite
+
+
+def _roundings(work: Work, kinds: Sequence[str]) -> tuple[str, str]:
+    """How states in ``kinds``, and the parameter, are rounded."""
+    rounding = work.plan.rounding if any(kind != "fp32" for kind in kinds) else "nearest"
+    return rounding, "stochastic" if work.rounds_weights else "nearest"
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -166,8 +202,7 @@ def _arguments(
     moments: Sequence[tuple[str, Tensor, Tensor | None]],
 ) -> OptimizerStep:  # fmt: skip
     first, second = (*moments, *((("fp32", None, None),) * 2))[:2]
-    rounding = work.plan.rounding if any(m[0] != "fp32" for m in moments) else "nearest"
-    weights = "stochastic" if work.rounds_weights else "nearest"
+    rounding, weights = _roundings(work, [m[0] for m in moments])
     random = (work.rng, work.plan.stream, work.part.offset, work.part.pitch)
     return OptimizerStep(
         param, grad, master, first[1], first[2], second[1], second[2], work.plan.rule, factors, first[0], second[0],

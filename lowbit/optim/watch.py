@@ -22,6 +22,8 @@ __all__ = ["Watch", "all_finite", "saturation"]
 
 #: Elements of a parameter that are compared before and after a step, and the share that should have moved.
 _SAMPLE, _MOVED = 4096, 0.1
+#: Moments in floats of at most so many elements are looked at in every step on a CPU, and scales 64 times fewer.
+_CHEAP = 4096
 
 
 class Watch:
@@ -42,29 +44,32 @@ class Watch:
         return short and _sparse(work) and work.param.numel() > 0
 
     @contextmanager
-    def moving(self, work: Work) -> Iterator[None]:
-        """Around a parameter's step: warns where rounding undoes most of it."""
-        if not self.looks_at(work):
-            yield
-            return
-        before, grad = _sample(work.param).clone(), _sample(work.grad)
+    def moving(self, works: Sequence[Work]) -> Iterator[None]:
+        """Around the step of parameters: warns where rounding undoes most of it."""
+        looked = [work for work in works if self.looks_at(work)]
+        before = [(_sample(work.param).clone(), _sample(work.grad)) for work in looked]
         yield
-        asked = grad != 0
-        moved = int(((_sample(work.param) != before) & asked).sum())
-        if work.group["lr"] and moved < _MOVED * int(asked.sum()):
-            self._warn(
-                "still", work.plan.name,
-                f"{self._who}: step {work.step} moved {moved} of {int(asked.sum())} elements looked at of "
-                f"{work.plan.name} in {work.param.dtype}: updates are less than half of its last place; use "
-                "master='residual', 'stochastic' or 'fp32'",
-            )  # fmt: skip
+        for work, (were, grad) in zip(looked, before, strict=True):
+            asked = grad != 0
+            moved = int(((_sample(work.param) != were) & asked).sum())
+            if work.group["lr"] and moved < _MOVED * int(asked.sum()):
+                self._warn(
+                    "still", work.plan.name,
+                    f"{self._who}: step {work.step} moved {moved} of {int(asked.sum())} elements looked at of "
+                    f"{work.plan.name} in {work.param.dtype}: updates are less than half of its last place; use "
+                    "master='residual', 'stochastic' or 'fp32'",
+                )  # fmt: skip
+
+    def looks_up_to(self, work: Work) -> int:
+        """Moments in floats of at most so many elements are looked at after this step."""
+        return (1 << 62) if _sparse(work) else _CHEAP
 
     def finite(self, work: Work) -> None:
         """After a parameter's step: warns where its gradient made its states Inf or NaN."""
         for name in work.plan.moments:
             scale = f"{name}_scale"
             looked = work.local(scale if scale in work.state else name)
-            cheap = looked.device.type == "cpu" and 64 * looked.numel() <= max(work.part.numel, 1 << 18)
+            cheap = looked.device.type == "cpu" and 64 * looked.numel() <= max(work.part.numel, 64 * _CHEAP)
             if (cheap or _sparse(work)) and not all_finite(looked):
                 self._warn(
                     "finite", work.plan.name,
@@ -74,7 +79,14 @@ class Watch:
                 )  # fmt: skip
                 return
 
-    def finite_together(self, works: Sequence[Work], moments: Sequence[Tensor]) -> None:
+    def finite_listed(self, works: Sequence[Work], finite: Tensor) -> None:
+        """The same by what ``OptimizerSteps`` answers."""
+        if not finite.all():
+            for work, one in zip(works, finite.tolist(), strict=True):
+                if not one:
+                    self.finite(work)
+
+    def finite_joined(self, works: Sequence[Work], moments: Sequence[Tensor]) -> None:
         """The same of parameters that have stepped together, each of which is asked only where one is at fault."""
         looked = works[0].param.device.type == "cpu" or _sparse(works[0])
         if looked and not all(all_finite(moment) for moment in moments):

@@ -3,6 +3,8 @@
 // written once.
 #include "cpu/optim/step.h"
 
+#include <atomic>
+#include <deque>
 #include <numeric>
 #include <stdexcept>
 #include <vector>
@@ -62,11 +64,13 @@ class Storage {
     virtual void make_scales(const RowKernels&, const Piece&, MomentWork&) const {}
     virtual void write(const RowKernels& kernels, const Piece& piece, const uint16_t* noise, const void* ahead,
                        MomentWork& w) const = 0;
+    // Whether what write() has left is finite: of codes their scales.
+    virtual bool finite(const RowKernels& kernels, const Piece& piece, const MomentWork& w) const = 0;
 };
 
 class Floats : public Storage {
   public:
-    Floats(const FloatMoment& moment, Shape shape) : moment_(moment), cols_(shape.cols) {}
+    Floats(const FloatMoment& moment, Shape shape, bool looks) : moment_(moment), cols_(shape.cols), looks_(looks) {}
 
     MomentRow row(const RowKernels& kernels, const Piece& piece, const Piece&, MomentWork& w) const override {
         const void* from = advance(moment_.numbers, at(piece.run), moment_.dtype);
@@ -83,26 +87,43 @@ class Floats : public Storage {
         kernels.narrow(w.numbers, moment_.dtype, piece.run.count, noise,
                        advance(moment_.new_numbers, at(piece.run), moment_.dtype));
     }
+    bool finite(const RowKernels& kernels, const Piece& piece, const MomentWork&) const override {
+        if (!looks_) return true;
+        const void* numbers = advance(moment_.new_numbers, at(piece.run), moment_.dtype);
+        uint32_t high = 0;
+        kernels.block_stats(numbers, moment_.dtype, piece.run.count, piece.run.count, false, &high, nullptr);
+        return high < kInf;
+    }
 
   private:
     const FloatMoment& moment_;
     const int64_t cols_;
+    const bool looks_;
 
     int64_t at(const Run& run) const { return run.row * cols_ + run.begin; }
+};
+
+// What the codes of one moment of all tensors share.
+struct Coding {
+    Coding(const SchemeParams& scheme, bool stochastic)
+        : decoder(scheme.format), encoder(make_encoder(scheme.format, true, stochastic)), rule(scale_rule(scheme)) {}
+    const Decoder decoder;
+    const Encoder encoder;
+    const ScaleRule rule;
 };
 
 // Codes with scales, which are made anew from the numbers of each block.
 class Codes : public Storage {
   public:
-    Codes(const CodedMoment& moment, Shape shape, int64_t piece, bool stochastic)
+    Codes(const CodedMoment& moment, const Coding& coding, Shape shape, int64_t piece)
         : moment_(moment),
           width_(moment.scheme.block_cols),
           across_((shape.cols + width_ - 1) / width_),
           blocks_((piece + width_ - 1) / width_),
           row_bytes_(packed_cols(shape.cols, moment.scheme.format.bits)),
-          decoder_(moment.scheme.format),
-          encoder_(make_encoder(moment.scheme.format, true, stochastic)),
-          rule_(scale_rule(moment.scheme)) {
+          decoder_(coding.decoder),
+          encoder_(coding.encoder),
+          rule_(coding.rule) {
         const bool fits = moment.scheme.block_rows == 1 && width_ <= kMaxMomentBlock;
         if (!fits || rule_.both_ends || moment.scheme.global_scale) {
             throw std::invalid_argument("moments have blocks of one row, at most 2048 columns, and plain scales");
@@ -151,13 +172,18 @@ class Codes : public Storage {
         }
         if (bits < 8) pack_run(kernels, codes, run.count, bits, to);
     }
+    bool finite(const RowKernels&, const Piece& piece, const MomentWork& s) const override {
+        if (s.plain) return true;
+        const auto is_finite = [](float scale) { return (bits_of(scale) & kMagnitude) < kInf; };
+        return std::all_of(s.value, s.value + blocks(piece), is_finite);
+    }
 
   private:
     const CodedMoment& moment_;
     const int64_t width_, across_, blocks_, row_bytes_;  // of a block; blocks of a row and a piece; bytes of a row
-    const Decoder decoder_;
-    const Encoder encoder_;
-    const ScaleRule rule_;
+    const Decoder& decoder_;
+    const Encoder& encoder_;
+    const ScaleRule& rule_;
 
     int64_t at(const Run& run) const { return run.row * row_bytes_ + run.begin * moment_.scheme.format.bits / 8; }
     int64_t first_block(const Piece& piece) const { return piece.run.row * across_ + piece.index * blocks_; }
@@ -177,11 +203,11 @@ class Codes : public Storage {
 // A moment's storage, in place.
 class Kept {
   public:
-    void keep(const Moment& moment, Shape shape, int64_t width, bool stochastic) {
+    void keep(const Moment& moment, const std::optional<Coding>& coding, Shape shape, int64_t width, bool looks) {
         if (const auto* coded = std::get_if<CodedMoment>(&moment)) {
-            at_ = &kept_.emplace<Codes>(*coded, shape, width, stochastic);
+            at_ = &kept_.emplace<Codes>(*coded, *coding, shape, width);
         } else {
-            at_ = &kept_.emplace<Floats>(std::get<FloatMoment>(moment), shape);
+            at_ = &kept_.emplace<Floats>(std::get<FloatMoment>(moment), shape, looks);
         }
     }
     const Storage* operator->() const { return at_; }
@@ -254,48 +280,107 @@ int64_t pitch_of(const std::optional<Rng>& rng, Shape shape) {
     return pitch_of(rng.value_or(Rng{}), shape, rng ? kStochastic : kNearest);
 }
 
-}  // namespace
+// A tensor's shape in the step: one row where its rows follow each other.
+Shape shape_in(const StepTensor& t, int64_t together) {
+    if (t.shape.cols % together != 0) return t.shape;
+    return joined(t.shape, {t.weight.param.stride, t.grad.stride, t.weight.new_param.stride, pitch_of(t.rng, t.shape),
+                            pitch_of(t.weight.rng, t.shape)});
+}
 
-void optimizer_step(const StepRule& rule, Shape matrix, const Weight& weight, const Values& grad, const Moment* moments,
-                    int num_moments, const std::optional<Rng>& rng) {
-    Shape shape = matrix;
-    int64_t together = 1;
-    for (int k = 0; k < num_moments; ++k) together = std::lcm(together, unit(moments[k]));
-    if (matrix.cols % together == 0)
-        shape = joined(matrix, {weight.param.stride, grad.stride, weight.new_param.stride, pitch_of(rng, matrix),
-                                pitch_of(weight.rng, matrix)});
-    const Pieces pieces(shape, together >= shape.cols ? shape.cols : std::max(together, kRun / together * together));
-    const int64_t width = pieces.width();
+int64_t width_of(Shape shape, int64_t together) {
+    const int64_t width = together >= shape.cols ? shape.cols : std::max(together, kRun / together * together);
     if (width > kRun) throw std::invalid_argument("blocks of the moments have no common multiple of at most 2048");
-    Kept kept[kMaxMoments];
-    for (int k = 0; k < num_moments; ++k) kept[k].keep(moments[k], shape, width, rng.has_value());
-    const Weights weights(weight, shape);
-    parallel_for(pieces.count(), (kGrain + width - 1) / width, [&](int64_t begin, int64_t end) {
-        static thread_local std::vector<Work> work(1);
-        Work& w = work[0];
-        const RowKernels& kernels = row_kernels();
-        Piece piece = pieces.first(begin);
+    return width;
+}
+
+// A tensor at work.
+class Job {
+  public:
+    Job(const StepTensor& tensor, const std::optional<Coding>* codings, int num_moments, int64_t together, bool looks)
+        : tensor_(tensor),
+          num_moments_(num_moments),
+          shape_(shape_in(tensor, together)),
+          pieces_(shape_, width_of(shape_, together)),
+          weights_(tensor.weight, shape_) {
+        for (int k = 0; k < num_moments; ++k)
+            kept_[k].keep(tensor.moments[k], codings[k], shape_, pieces_.width(), looks);
+    }
+    int64_t pieces() const { return pieces_.count(); }
+    bool finite() const { return finite_.load(std::memory_order_relaxed); }
+
+    void step(const RowKernels& kernels, const StepRule& rule, int64_t begin, int64_t end, Work& w) {
+        Piece piece = pieces_.first(begin);
         for (int64_t i = begin; i < end; ++i) {
-            const Piece next = i + 1 < end ? pieces.after(piece) : piece;
-            const Run &run = piece.run, &later = next.run;
-            StepRow row{};
-            row.n = run.count;
-            weights.open(kernels, run, later, w, row);
-            row.grad = at_run(grad, run), row.grad_dtype = grad.dtype;
-            if (grad.dtype != Dtype::kFloat32 && grad.dtype != row.dtype) {
-                kernels.widen(row.grad, grad.dtype, run.count, w.grad);
-                row.grad = w.grad, row.grad_dtype = Dtype::kFloat32;
-            }
-            for (int k = 0; k < num_moments; ++k) row.moments[k] = kept[k]->row(kernels, piece, next, w.moments[k]);
-            kernels.step(rule, row);
-            weights.close(kernels, run, row);
-            const uint16_t* noise = rng ? Scratch::mine().noise_at(kernels, *rng, run) : nullptr;
-            for (int k = 0; k < num_moments; ++k) kept[k]->make_scales(kernels, piece, w.moments[k]);
-            for (int k = 0; k < num_moments; ++k)
-                kept[k]->write(kernels, piece, noise, at_run(grad, later), w.moments[k]);
+            const Piece next = i + 1 < end ? pieces_.after(piece) : piece;
+            step(kernels, rule, piece, next, w);
             piece = next;
         }
+    }
+
+  private:
+    const StepTensor& tensor_;
+    const int num_moments_;
+    const Shape shape_;
+    const Pieces pieces_;
+    const Weights weights_;
+    Kept kept_[kMaxMoments];
+    std::atomic<bool> finite_{true};
+
+    void step(const RowKernels& kernels, const StepRule& rule, const Piece& piece, const Piece& next, Work& w) {
+        const Values& grad = tensor_.grad;
+        const Run &run = piece.run, &later = next.run;
+        StepRow row{};
+        row.n = run.count;
+        weights_.open(kernels, run, later, w, row);
+        row.grad = at_run(grad, run), row.grad_dtype = grad.dtype;
+        if (grad.dtype != Dtype::kFloat32 && grad.dtype != row.dtype) {
+            kernels.widen(row.grad, grad.dtype, run.count, w.grad);
+            row.grad = w.grad, row.grad_dtype = Dtype::kFloat32;
+        }
+        for (int k = 0; k < num_moments_; ++k) row.moments[k] = kept_[k]->row(kernels, piece, next, w.moments[k]);
+        kernels.step(rule, row);
+        weights_.close(kernels, run, row);
+        const uint16_t* noise = tensor_.rng ? Scratch::mine().noise_at(kernels, *tensor_.rng, run) : nullptr;
+        for (int k = 0; k < num_moments_; ++k) kept_[k]->make_scales(kernels, piece, w.moments[k]);
+        for (int k = 0; k < num_moments_; ++k) {
+            kept_[k]->write(kernels, piece, noise, at_run(grad, later), w.moments[k]);
+            if (!kept_[k]->finite(kernels, piece, w.moments[k])) finite_.store(false, std::memory_order_relaxed);
+        }
+    }
+};
+
+}  // namespace
+
+void optimizer_steps(const StepRule& rule, const std::vector<StepTensor>& tensors, int num_moments, int64_t look,
+                     uint8_t* finite) {
+    std::optional<Coding> codings[kMaxMoments];
+    for (int k = 0; k < num_moments; ++k) {
+        const auto* coded = std::get_if<CodedMoment>(&tensors[0].moments[k]);
+        if (coded) codings[k].emplace(coded->scheme, tensors[0].rng.has_value());
+    }
+    std::deque<Job> jobs;
+    std::vector<int64_t> ends;  // pieces up to the end of each job
+    int64_t pieces = 0, elements = 0;
+    for (const StepTensor& tensor : tensors) {
+        int64_t together = 1;
+        for (int k = 0; k < num_moments; ++k) together = std::lcm(together, unit(tensor.moments[k]));
+        const int64_t count = tensor.shape.rows * tensor.shape.cols;
+        jobs.emplace_back(tensor, codings, num_moments, together, count <= look);
+        pieces += jobs.back().pieces(), elements += count;
+        ends.push_back(pieces);
+    }
+    const int64_t grain = std::max<int64_t>(kGrain * pieces / std::max<int64_t>(elements, 1), 1);
+    parallel_for(pieces, grain, [&](int64_t begin, int64_t end) {
+        static thread_local std::vector<Work> work(1);
+        const RowKernels& kernels = row_kernels();
+        size_t j = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin());
+        for (; begin < end; ++j) {
+            const int64_t first = ends[j] - jobs[j].pieces(), stop = std::min(end, ends[j]);
+            jobs[j].step(kernels, rule, begin - first, stop - first, work[0]);
+            begin = stop;
+        }
     });
+    for (size_t j = 0; finite && j < jobs.size(); ++j) finite[j] = jobs[j].finite();
 }
 
 }  // namespace lowbit::cpu

@@ -1,8 +1,9 @@
-// A step of an optimizer on a matrix.
+// A step of an optimizer on one matrix or many.
 #pragma once
 
 #include <optional>
 #include <variant>
+#include <vector>
 
 #include "common/optim.h"
 #include "cpu/runs.h"
@@ -37,8 +38,20 @@ struct Weight {
     std::optional<Rng> rng = std::nullopt;  // a bf16 parameter is rounded by these random bits
 };
 
-// `moments`: as many as the rule has. `rng`: of stochastic rounding of the moments; nothing: to nearest.
-void optimizer_step(const StepRule& rule, Shape shape, const Weight& weight, const Values& grad, const Moment* moments,
-                    int num_moments, const std::optional<Rng>& rng);
+// A tensor in a step. `moments`: as many as the rule has. `rng`: of stochastic rounding of the moments; nothing: to
+// nearest.
+struct StepTensor {
+    Shape shape;
+    Weight weight;
+    Values grad;
+    Moment moments[kMaxMoments] = {};
+    std::optional<Rng> rng = std::nullopt;
+};
+
+// One step of tensors that lie apart. Their moments are in the formats and scales of the first one's, and all are
+// rounded as its are. `finite`, unless null, is made 1 for each tensor whose scales are finite, and its moments in
+// floats where it has no more than `look` elements; else 0.
+void optimizer_steps(const StepRule& rule, const std::vector<StepTensor>& tensors, int num_moments, int64_t look,
+                     uint8_t* finite);
 
 }  // namespace lowbit::cpu

@@ -165,6 +165,29 @@ LOWBIT_INLINE inline int64_t step_in_turns(Rule rule, const typename Type::Eleme
     return last + kQuad;
 }
 
+// The same where registers are too few for that: what two blocks share is decoded before it steps, in loops that keep
+// their constants, and the processor overlaps the elements that wait for the divider.
+template <class Rule, class Type, class Grad>
+LOWBIT_INLINE inline int64_t step_decoded(Rule rule, const typename Type::Element* param,
+                                          const typename Grad::Element* grad, int64_t n, FusedMoment& m, FusedMoment& r,
+                                          typename Type::Element* out, const typename Type::Element* ahead) {
+    const int64_t whole = n / kQuad * kQuad;
+    for (int64_t i = 0; i < whole;) {
+        m.open(i), r.open(i);
+        const int64_t end = std::min({m.stop, r.stop, whole});
+        for (int64_t j = i; j < end; j += kQuad) m.decode(j), prefetch_quad(ahead + j);
+        for (int64_t j = i; j < end; j += kQuad) r.decode(j);
+        for (; i < end; i += kLanes) {
+            F both[] = {m.read(i), r.read(i)};
+            const F next = rule.step((F)Type::read(param + i), (F)Grad::read(grad + i), both);
+            m.write<Rule::kPositive[0]>(i, both[0]), r.write<Rule::kPositive[1]>(i, both[1]);
+            Type::put(out + i, Type::round((U)one_nan(next)));
+        }
+        m.close(), r.close();
+    }
+    return whole;
+}
+
 template <class Rule, class Type, class Grad>
 void step_row(Rule rule, const StepRow& row) {
     constexpr int kMoments = Rule::kMoments;
@@ -179,7 +202,9 @@ void step_row(Rule rule, const StepRow& row) {
             StepRow rest = row;
             int64_t i;
             FusedMoment m[] = {FusedMoment(row.moments[0]), FusedMoment(row.moments[kMoments - 1])};
-            if constexpr (Rule::kDivides) {
+            if constexpr (Rule::kDivides && kRegisters < 32) {
+                i = step_decoded<Rule, Type, Grad>(rule, param, grad, row.n, m[0], m[1], out, ahead);
+            } else if constexpr (Rule::kDivides) {
                 i = step_in_turns<Rule, Type, Grad>(rule, param, grad, row.n, m[0], m[1], out, ahead);
             } else {
                 i = step_fused<Rule, Type, Grad>(rule, param, grad, row.n, m, out, ahead);
