@@ -110,6 +110,20 @@ SIDE, MANY, SMALL = 4096, 1000, 1000
 MANY_OF = 5
 
 
+def _llama(layers: int, hidden: int, mlp: int, kv: int, vocab: int) -> list[tuple[int, ...]]:
+    """The shapes of a model whose head is its embedding."""
+    square, narrow, norm = (hidden, hidden), (kv, hidden), (hidden,)
+    layer = [square, narrow, narrow, square, (mlp, hidden), (mlp, hidden), (hidden, mlp), norm, norm]
+    return [(vocab, hidden), *(layer * layers), norm]
+
+
+#: Real models, whose parameters are many and of all sizes: a part of SmolLM2-135M.
+MODELS = {"SmolLM2-135M with 6 of its 30 layers": _llama(6, 576, 1536, 192, 49152)}
+#: Whose steps on them are timed, and on how many threads.
+ON_MODELS = tuple(c for c in STEPS if c.name in ("torch AdamW, fused", "lowbit AdamW8bit", "lowbit AdamW, 32 bits"))
+THREADS = (1, 2)
+
+
 def _parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[nn.Parameter]:
     made = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
     for param in made:
@@ -199,6 +213,24 @@ def steps_table(contenders: Sequence[Contender], shapes: Sequence[tuple[int, ...
     return markdown(head, cells, numbers=range(1, len(head)))
 
 
+def models_table() -> str:
+    """``steps_table`` on the parameters of real models, by threads."""
+    parts = []
+    before = torch.get_num_threads()
+    try:
+        for name, shapes in MODELS.items():
+            for threads in THREADS:
+                torch.set_num_threads(threads)
+                count = sum(torch.Size(shape).numel() for shape in shapes)
+                parts += [
+                    f"\n{name}: {len(shapes)} tensors, {count / 1e6:.1f} million elements; threads: {threads}\n",
+                    steps_table(ON_MODELS, shapes, False),
+                ]
+    finally:
+        torch.set_num_threads(before)
+    return "\n".join(parts)
+
+
 # -- where training ends -----------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Run:
@@ -272,6 +304,8 @@ def run(directory: Path) -> Path:
         steps_table(STEPS, [(SIDE, SIDE)], True),
         f"\nOn {MANY:,} vectors of {SMALL:,} elements:\n",
         steps_table(STEPS[:MANY_OF], [(SMALL,)] * MANY, False),
+        "\nOn the parameters of real models:",
+        models_table(),
         "\n## Where training ends\n",
         f"The demo's GPT, {LENGTH:,} steps of {BATCH} x {GPTConfig().context} tokens, held-out loss in nats a token. "
         "Standard deviations are those of the first row over its seeds. bf16 weights: the whole model is bf16, without "
