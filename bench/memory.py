@@ -163,8 +163,7 @@ def row(subject: Subject, setting: Setting, device: str) -> Row:
 
     def step(given: Any) -> None:
         for _ in range(setting.micro_batches):
-            output = model(**given) if isinstance(given, dict) else model(given)
-            lb.memory.usual_loss(output, given).backward()
+            lb.memory.usual_loss(model(**given) if isinstance(given, dict) else model(given), given).backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from lowbit import reference
 from lowbit.calls import call
@@ -90,7 +91,7 @@ def _stored_zero(kind: Scheme, zero: Tensor | int | None, shape: tuple[int, int]
         raise ValueError(f"{kind}: a given scale needs its zero_point too")
     value = _shaped(f"{kind}: zero_point", torch.as_tensor(zero, device=device), shape)
     dtype = zero_dtype(kind)
-    blind = torch.compiler.is_compiling() or value.is_meta  # no number can be looked at
+    blind = torch.compiler.is_compiling() or value.is_meta or is_fake(value)  # no number can be looked at
     if value.dtype == dtype and (kind.format.bits == 8 or blind):
         return value
     if (

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -27,10 +28,12 @@ from lowbit.memory.checkpoint.overhead import overhead
 from lowbit.memory.checkpoint.selective import looked_at
 from lowbit.memory.cost import Work, rates, work
 from lowbit.memory.fake import fake_batch, fake_model, fake_tensors, numbers_are_one, values_needed
-from lowbit.memory.ledger import Ledger, Op
+from lowbit.memory.footprint import Footprint, footprints
+from lowbit.memory.ledger import Ledger, Op, Piece
+from lowbit.memory.runnable import Call, call_of, sources_of
 from lowbit.memory.scratch import scratch_bytes
 from lowbit.memory.stream import is_streamed
-from lowbit.memory.timing import Call, call_of, timings
+from lowbit.memory.timing import timings
 from lowbit.memory.usage import Holding, Usage, kinds_of
 from lowbit.models.batches import call, tokens_of
 from lowbit.optim.names import by_name
@@ -38,7 +41,7 @@ from lowbit.recipes import Recipe
 from lowbit.train import mixed_, prepare_
 from lowbit.train.mixed import PRECISIONS
 
-__all__ = ["Estimate", "Seen", "estimate", "scalar", "usual_loss"]
+__all__ = ["Estimate", "Seen", "can_run", "estimate", "scalar", "usual_loss"]
 
 #: Forward and backward of a model and a batch by a loss of answer and batch.
 Accumulate = Callable[[nn.Module, Any, Callable[[Any, Any], Tensor]], object]
@@ -51,13 +54,34 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 class Estimate(Usage):
-    """See ``estimate``. ``device``: where the step runs."""
+    """See ``estimate``.
 
-    def __init__(self, ledger: Ledger, seen: Seen, since: int) -> None:
-        super().__init__(*_read(ledger, seen), since=since)
+    Attributes:
+        device: Where the step runs.
+        unmeasured: Ops that were not run, with how often they are called in the step. What their kernels allocate
+            beside results is taken from a table, in which most ops have nothing.
+    """
+
+    def __init__(self, ledger: Ledger, seen: Seen, since: int, run: bool) -> None:
+        found = seen.footprints(ledger.device, run)
+        super().__init__(*_read(ledger, seen, found), since=since)
         self.device = ledger.device
+        self.unmeasured = dict(
+            Counter(
+                ledger.ops[number].name for number in sorted(seen.done) if number >= since and number not in found
+                and seen.allocates(number)
+            ).most_common()
+        )  # fmt: skip
         self._done = [seen.done.get(number) for number in range(since, len(ledger.ops))]
         self._selective = {ledger.ops[number].layer for number in seen.selective}
+
+    def table(self, layers: int = 12) -> str:
+        """As of ``Usage``, and the ops that were not measured."""
+        text = super().table(layers)
+        if not self.unmeasured:
+            return text
+        named = ", ".join(list(self.unmeasured)[:6]) + (", ..." if len(self.unmeasured) > 6 else "")
+        return f"{text}\nnot measured: what {len(self.unmeasured)} ops allocate beside their results ({named})"
 
     @property
     def seconds(self) -> float:
@@ -98,27 +122,52 @@ class Estimate(Usage):
 
 
 class Seen:
-    """What is noted of each op besides its storages. ``scratch``: numbers of ops, and bytes that they hold for
-    themselves. ``sums``: ops that on real tensors write into their first operand. ``selective``: ops of which some
-    results are kept by a checkpoint, which computes the others again.
+    """What is noted of each op besides its storages.
+
+    Attributes:
+        done: By number of the op, its call and its work.
+        table: By number of the op, the bytes that its kernel allocates beside results, by ``lowbit.memory.scratch``.
+        nodes: By number of the op, that of the node of autograd that called it, or -1.
+        sums: Ops that on real tensors write into their first operand.
+        writes: Ops that on real tensors write into their first operand if their node has made it.
+        selective: Ops of which some results are kept by a checkpoint, which computes the others again.
     """
 
     def __init__(self) -> None:
         self.done: dict[int, tuple[Call | None, Work]] = {}
-        self.scratch: list[tuple[int, int]] = []
+        self.table: dict[int, int] = {}
+        self.nodes: dict[int, int] = {}
         self.sums: set[int] = set()
+        self.writes: set[int] = set()
         self.selective: set[int] = set()
+        self._sources: dict[int, tuple[Call, int]] = {}
         self._looked_at = looked_at()
 
+    def allocates(self, number: int) -> bool:
+        """Whether an op computes anything."""
+        return any(self.done[number][1])
+
+    def footprints(self, device: torch.device, run: bool) -> dict[int, Footprint]:
+        """By number of the op, what its kernel was measured to allocate. ``run``: measure those that are not known."""
+        calls = {number: call for number, (call, _) in self.done.items() if call is not None}
+        known = footprints(device).of(calls.values(), run)
+        return {number: known[call] for number, call in calls.items() if call in known}
+
     def __call__(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        size = scratch_bytes(str(func), args, out)
-        self.scratch += [(number, size)] if size else []
+        self.table[number] = scratch_bytes(str(func), args, out)
+        node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+        self.nodes[number] = -1 if node is None else node._sequence_nr()
         if func is torch.ops.aten.add.Tensor and _sums_in_place(args):
             self.sums.add(number)
+        elif func._overloadpacket in _WRITES and node is not None and not torch.is_grad_enabled():
+            self.writes.add(number)
         if looked_at() != self._looked_at:
             self.selective.add(number - 1)
             self._looked_at = looked_at()
-        self.done[number] = call_of(func, args, kwargs, out), work(func, args, kwargs, out)
+        made = call_of(func, args, kwargs, out, self._sources)
+        if made is not None:
+            self._sources |= sources_of(made, out)
+        self.done[number] = made, work(func, args, kwargs, out)
 
 
 def estimate(
@@ -148,10 +197,13 @@ def estimate(
 
     The result has ``peak_bytes``, ``moment``, ``by_kind``, ``by_layer``, ``by_phase`` and ``timeline`` of the second
     step, in which states of optimizers exist from the start; ``print`` shows it.
-    The answer of the model is held until its backward is done, as in ``output = model(batch)``; ``accumulate(model,
-    batch, loss)``, where given, does forward and backward otherwise.
+    The model's output goes before backward, as in ``run.step`` and ``model(**batch).loss``: a loop that holds it in a
+    variable until then holds so much more. ``accumulate(model, batch, loss)``, where given, does forward and backward
+    otherwise.
     Beside the allocator's bytes a process holds its libraries, and on CUDA a context and what fragmentation costs.
-    Memory that a kernel allocates for itself is known for the ops of ``lowbit.memory.scratch``.
+    What a kernel allocates for itself is measured: an op that is not known yet is run once for its shapes and strides,
+    on made-up tensors (``lowbit.memory.footprint``). Of a model on meta, of a device that is not here and of ops too
+    large to run it is taken from a table, and the result's ``unmeasured`` names these ops.
 
     Gradients are on within, whatever the mode outside is.
 
@@ -176,7 +228,7 @@ def estimate(
         passes = accumulate or partial(_accumulate, rest=loss is not None)
         with _Spared() as spared:
             answered = _without_data(loss or usual_loss, spared)
-            return _run(copied, given, answered, optimizer, micro_batches, place, passes)
+            return _run(copied, given, answered, optimizer, micro_batches, place, passes, can_run(model, place))
 
 
 # -- what an estimate can be made of -----------------------------------------------------------------------------------
@@ -200,6 +252,12 @@ def _check_model(model: Any, device: torch.device | str | None) -> None:
         )
     if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError("memory.estimate: device='cuda' needs a torch with CUDA and a GPU; estimate for 'cpu' here")
+
+
+def can_run(model: nn.Module, device: torch.device) -> bool:
+    """Whether ops may be run to learn what they allocate: of a model that is here, on a device that is here."""
+    here = device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
+    return here and not any(parameter.is_meta for parameter in model.parameters())
 
 
 def _exchanges_gradients(module: nn.Module) -> bool:
@@ -234,6 +292,7 @@ def _run(
     micro_batches: int,
     device: torch.device,
     accumulate: Accumulate,
+    real: bool,
 ) -> Estimate:
     """Take two steps, of which the second is told of; one where no optimizer has states to make."""
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -254,7 +313,7 @@ def _run(
                     stepper.step()
             for parameter in trained:
                 parameter.grad = None
-    return Estimate(ledger, seen, since)
+    return Estimate(ledger, seen, since, real)
 
 
 def _step_over_lists(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -268,9 +327,8 @@ def _step_over_lists(optimizer: torch.optim.Optimizer, device: torch.device) -> 
 
 
 def _accumulate(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor], rest: bool) -> None:
-    """One micro-batch, in a function that holds the model's answer until backward is done, as training loops do."""
-    output = call(model, batch, rest=rest)
-    value = loss(output, batch)
+    """One micro-batch. The model's output goes before backward, as in ``run.step`` and ``model(**batch).loss``."""
+    value = loss(call(model, batch, rest=rest), batch)
     value.backward()  # type: ignore[no-untyped-call]
 
 
@@ -335,6 +393,14 @@ def _without_data(loss: Callable[[Any, Any], Tensor], spared: _Spared) -> Callab
     return checked
 
 
+_aten = torch.ops.aten
+#: By what formulas of gradients fill a tensor that they have made. Of tensors that are subclasses, as fake ones are,
+#: they take these, which return another. Source: torch/csrc/autograd/FunctionsManual.cpp, areAnyTensorSubclassLike.
+_WRITES = frozenset({
+    _aten.scatter, _aten.scatter_add, _aten.scatter_reduce, _aten.index_add, _aten.index_put, _aten.index_fill,
+    _aten.masked_fill, _aten.masked_scatter, _aten.slice_scatter, _aten.select_scatter,
+})  # fmt: skip
+
 #: Files whose frames lie between an op and what called it.
 _BETWEEN = (
     "/lowbit/memory/ledger", "/lowbit/memory/estimate", "/torch/_compile", "/torch/_dynamo/eval_frame",
@@ -358,22 +424,41 @@ def _sums_in_place(args: tuple[Any, ...]) -> bool:
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 
-def _read(ledger: Ledger, seen: Seen) -> tuple[Any, list[float], list[Holding]]:
+def _read(ledger: Ledger, seen: Seen, found: Mapping[int, Footprint]) -> tuple[Any, list[float], list[Holding]]:
+    """Ops, their times, and holdings of storages and of scratch memory, which lasts as long as its op."""
     times = [float(number) for number in range(len(ledger.ops))]
     pieces = ledger.pieces
+    sizes = _sizes(pieces, found)
     deaths = [math.inf if piece.died is None else piece.died + 0.5 for piece in pieces]
-    made = {piece.born: piece.bytes for piece in pieces if piece.born in seen.sums}
+    made = {piece.born: piece.bytes for piece in pieces if piece.born in seen.sums or piece.born in seen.writes}
     for index, piece in enumerate(pieces):
+        if piece.died in seen.writes and seen.nodes.get(piece.born) != seen.nodes[piece.died]:
+            continue
         if piece.died in made and made[piece.died] == piece.bytes and piece.born != piece.died:
             del made[piece.died]
             deaths[index] = piece.died - 0.25  # its memory is that of the sum
     births = [piece.born for piece in pieces]
     kinds = kinds_of(ledger.ops, births, deaths, [piece.kind for piece in pieces], times)
-    rows = zip(pieces, kinds, births, deaths, strict=True)
-    holdings = [Holding(piece.bytes, kind, piece.layer, born, died) for piece, kind, born, died in rows]
-    for number, size in seen.scratch:
+    rows = zip(pieces, sizes, kinds, births, deaths, strict=True)
+    holdings = [Holding(size, kind, piece.layer, born, died) for piece, size, kind, born, died in rows]
+    for number, listed in seen.table.items():
+        size = found[number].scratch if number in found else listed
         holdings.append(Holding(size, "temporaries", ledger.ops[number].layer, number, number + 0.25))
     return ledger.ops, times, holdings
+
+
+def _sizes(pieces: Sequence[Piece], found: Mapping[int, Footprint]) -> list[int]:
+    """Bytes of storages: those of the op's results as they were measured, if a rule for fake tensors says less."""
+    made: dict[int, list[int]] = {}
+    for index, piece in enumerate(pieces):
+        made.setdefault(piece.born, []).append(index)
+    sizes = [piece.bytes for piece in pieces]
+    for number, indices in made.items():
+        results = found[number].results if number in found else ()
+        if len(results) == len(indices):
+            for index, size in zip(indices, results, strict=True):
+                sizes[index] = max(sizes[index], size)
+    return sizes
 
 
 # -- a loss -----------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from lowbit.memory.runnable import FAILURES, MOST, Call, call_of, made
 from lowbit.models.batches import call
 from lowbit.models.ties import storage
 
@@ -211,7 +212,7 @@ class _Values(TorchDispatchMode):
         if by_value:
             answer = _computed(func, args, kwargs) if sure else None
             if answer is None:
-                return func(*args, **kwargs)
+                return _RULES.get(func, func)(*args, **kwargs)
             device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
             return tree_map_only(Tensor, lambda value: _fake(value, self.mode, device), answer)
         out = _RULES.get(func, func)(*args, **kwargs)
@@ -302,4 +303,41 @@ def _grouped_mm(*args: Any, **kwargs: Any) -> Tensor:
     return cast(Tensor, a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=kwargs.get("out_dtype")))
 
 
-_RULES: dict[Any, Callable[..., Any]] = {torch.ops.aten._grouped_mm.default: _grouped_mm}
+def _rnn_layer(*args: Any, **kwargs: Any) -> Any:
+    """A layer of oneDNN, with the workspace that its forward leaves to its backward; torch's rule makes it empty."""
+    op = torch.ops.aten.mkldnn_rnn_layer.default
+    *results, workspace = op(*args, **kwargs)
+    call = call_of(op, args, kwargs, results)
+    size = None if call is None else _workspace_bytes(call)
+    return (*results, workspace if size is None else workspace.new_empty(size))
+
+
+@cache
+def _workspace_bytes(call: Call) -> int | None:
+    """Measured by the op itself, as the library decides; None where it is too large to be run."""
+    if call.bytes > MOST:
+        return None
+    with _disable_current_modes(), torch.enable_grad():
+        try:
+            return int(made(call, torch.device("cpu"))()[-1].numel())
+        except FAILURES:
+            return None
+
+
+def _ctc_loss(log_probs: Any, targets: Any, lengths: Any, target_lengths: Any, *rest: Any, **kwargs: Any) -> Any:
+    """Losses, and what backward needs of every time and label; torch has no rule, as lengths are values."""
+    known = value_of(target_lengths) if isinstance(target_lengths, Tensor) else target_lengths
+    if known is None:
+        return torch.ops.aten._ctc_loss.Tensor(log_probs, targets, lengths, target_lengths, *rest, **kwargs)
+    time, batch, _ = log_probs.shape
+    with _disable_current_modes():
+        labels = 2 * max(map(int, known), default=0) + 1
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, time, labels)
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
+    torch.ops.aten._ctc_loss.default: _ctc_loss,
+    torch.ops.aten._grouped_mm.default: _grouped_mm,
+    torch.ops.aten.mkldnn_rnn_layer.default: _rnn_layer,
+}

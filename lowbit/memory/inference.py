@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert.select import check_model
-from lowbit.memory.estimate import Estimate, Seen
+from lowbit.memory.estimate import Estimate, Seen, can_run
 from lowbit.memory.fake import Routed, fake_model, fake_tensors, values_needed
 from lowbit.memory.ledger import Ledger
 from lowbit.models.ties import model_bytes
@@ -31,8 +31,8 @@ class Generation(Estimate):
     ``cache``: a full one, of fake tensors, which holds ``cache_bytes``. Phases are ``prefill`` and ``decoding``.
     """
 
-    def __init__(self, ledger: Ledger, seen: Seen, since: int, cache: Any) -> None:
-        super().__init__(ledger, seen, since)
+    def __init__(self, ledger: Ledger, seen: Seen, since: int, run: bool, cache: Any) -> None:
+        super().__init__(ledger, seen, since, run)
         self.weights, self.cache = model_bytes(ledger.model), cache
         self.packed = any(kind(module) == "packed" for module in ledger.model.modules())
         self.cache_bytes = sum({id(t.untyped_storage()): t.nbytes for t in found_in(cache, Tensor)}.values())
@@ -78,7 +78,7 @@ def estimate_generation(
     for number, op in enumerate(ledger.ops):
         phase = phases.get(number, phase)
         ledger.ops[number] = op._replace(phase=phase)
-    return Generation(ledger, seen, since, held)
+    return Generation(ledger, seen, since, can_run(model, ledger.device), held)
 
 
 def _calls(prompt: Tensor, part: int | None) -> Iterator[tuple[Tensor, bool, str]]:

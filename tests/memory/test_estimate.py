@@ -56,8 +56,7 @@ def measured(model, batch, recipe=None, precision=None, optimizer="adamw", polic
 
     def step(given):
         for _ in range(micro_batches):
-            output = model(given)
-            usual_loss(output, given).backward()
+            usual_loss(model(given), given).backward()
         stepper.step()
         stepper.zero_grad()
 
@@ -90,8 +89,7 @@ def test_optimizers_step_over_lists_where_the_device_has_kernels_for_them(optimi
     stepper = optimizer(model.parameters())
 
     def step(given):
-        output = model(given)
-        usual_loss(output, given).backward()
+        usual_loss(model(given), given).backward()
         stepper.step()
         stepper.zero_grad()
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lowbit.memory import estimate, timing
-from lowbit.memory.timing import Timings, call_of
+from lowbit.memory import estimate, runnable, timing
+from lowbit.memory.runnable import call_of
+from lowbit.memory.timing import Timings
 
 CPU = torch.device("cpu")
 MM = torch.ops.aten.mm.default
@@ -65,7 +66,7 @@ def test_grouped_products_have_rows_in_every_group(timed, a, b):
     """Whole numbers that are made up are zeros: as the ends of groups they would leave nothing to compute."""
     ends = None if len(a) == len(b) == 3 else torch.empty(4, dtype=torch.int32)
     given = (torch.empty(a), torch.empty(b), ends)
-    found = timed._made(call_of(torch.ops.aten._grouped_mm.default, given, {}))()
+    found = runnable.made(call_of(torch.ops.aten._grouped_mm.default, given, {}), CPU)()
     length = a[0] if len(a) < len(b) else a[-1]
     each = length // 4 if len(a) == len(b) == 2 else a[-1]
     assert (found >= 0.25**2 * each).all() and (found <= 0.75**2 * each).all()
@@ -79,7 +80,7 @@ def test_shapes_strides_dtypes_and_scalars_are_calls_of_their_own():
             ((a, a), {}), ((a, a.t()), {}), ((a, a[:1]), {}), ((a.bfloat16(), a), {}), ((a, a), {"alpha": 2}),
         ]
     ]  # fmt: skip
-    assert len(set(calls)) == len(calls) == len({timing._key(call) for call in calls})
+    assert len(set(calls)) == len(calls) == len({call.key for call in calls})
     assert call_of(add, (a, a.clone()), {}) == calls[0]
 
 
@@ -99,7 +100,7 @@ def test_random_numbers_stay_what_they_were(timed):
 
 def test_tensors_that_are_made_up_are_in_the_domain_of_most_functions():
     """NaN takes 20 times as long in some: a root made plain AdamW slower than it is."""
-    made = timing._Like((64, 64), (64, 1), torch.float32, "cpu").made(CPU)
+    made = runnable.Like((64, 64), (64, 1), torch.float32, "cpu").made(CPU)
     for function in (torch.sqrt, torch.rsqrt, torch.log, torch.acos, torch.atanh, torch.bernoulli, torch.exp):
         assert function(made).isfinite().all(), function
     assert 0.25 <= made.min() < made.max() <= 0.75
@@ -114,17 +115,17 @@ def test_of_long_lists_a_part_is_run(timed, monkeypatch):
     tensors = [torch.empty(1 << 16) for _ in range(32)]
     call = call_of(torch.ops.aten._foreach_add_.List, (tensors, tensors), {"alpha": 1})
     whole = timed.seconds(call)
-    monkeypatch.setattr(timing, "_MOST", call.bytes // 8)
-    part, share = timing._within(call, timing._MOST)
-    assert part.bytes * share == call.bytes and part.bytes <= timing._MOST and share == 8
+    monkeypatch.setattr(timing, "MOST", call.bytes // 8)
+    part, share = runnable.within(call, timing.MOST)
+    assert part.bytes * share == call.bytes and part.bytes <= timing.MOST and share == 8
     assert 0.2 < Timings(CPU, timed.path).seconds(call) / whole < 5
-    monkeypatch.setattr(timing, "_MOST", 1)
+    monkeypatch.setattr(timing, "MOST", 1)
     assert Timings(CPU, timed.path).seconds(product(64)) is None
 
 
 def test_what_makes_more_than_fits_is_not_run(timed, monkeypatch):
     column, row = torch.empty(1 << 20, 1, device="meta"), torch.empty(1, 1 << 20, device="meta")
-    monkeypatch.setattr(Timings, "_made", lambda *_: pytest.fail("run"))
+    monkeypatch.setattr(timing, "made", lambda *_: pytest.fail("run"))
     assert timed.seconds(call_of(MM, (column, row), {}, column @ row)) is None
 
 
@@ -132,8 +133,8 @@ def test_numbers_beside_a_list_of_tensors_are_cut_with_it(timed, monkeypatch):
     tensors = [torch.empty(1 << 12) for _ in range(16)]
     op = torch.ops.aten._foreach_addcdiv_.ScalarList
     call = call_of(op, (tensors, tensors, tensors, [0.5] * 16), {})
-    monkeypatch.setattr(timing, "_MOST", call.bytes // 4)
-    part, share = timing._within(call, timing._MOST)
+    monkeypatch.setattr(timing, "MOST", call.bytes // 4)
+    part, share = runnable.within(call, timing.MOST)
     assert share == 4 and part.leaves.count(0.5) == 4 and timed.seconds(call) > 0
 
 

@@ -25,8 +25,7 @@ def peak(change, batch, optimizer="adamw"):
     stepper = by_name(optimizer)(model.parameters())
 
     def step(given):
-        output = model(given)
-        usual_loss(output, given).backward()
+        usual_loss(model(given), given).backward()
         stepper.step()
         stepper.zero_grad()
 
