@@ -1,34 +1,38 @@
-"""lowbit inside of other libraries: ``lowbit.integrations.transformers``, ``trainer``, ``peft`` and ``torchtitan``.
+"""lowbit inside other libraries: ``lowbit.integrations.transformers``, ``trainer``, ``peft`` and ``torchtitan``.
 
-None of the libraries need be there, and lowbit imports none. Once one is imported, before lowbit or after it, this file
-changes it in six places, and learns how its models generate:
+None of the libraries need be there, and lowbit imports none. It acts once one is imported, before lowbit or after it.
+
+``import lowbit`` adds rows to tables that these libraries keep for others, and replaces none of their functions:
 
 - ``AUTO_QUANTIZATION_CONFIG_MAPPING`` of transformers has a row for the method ``"lowbit"``, for ``from_pretrained``;
   ``lowbit.integrations.transformers`` puts the class and its quantizer there once a file asks for them.
-- ``PreTrainedModel.half`` and ``float`` cast models that lowbit quantized, which transformers refuses for others.
 - ``AttentionInterface`` and ``AttentionMaskInterface`` of transformers have ``"lowbit"``, which is
   ``lb.memory.attention``.
-- ``BaseTuner`` of peft puts adapters on quantized layers.
-- ``Trainer`` of transformers that is asked for FSDP refuses where Accelerate would leave it out or fail.
 - torchtitan's table of model converters has the rows ``"lowbit"`` and ``"lowbit_plan"``.
 
-What holds no quantized layer goes the way that it went before. A conversion also marks the models of transformers that
-it quantized, so that their ``save_pretrained`` writes it down.
+Two more changes wait for the first layer of lowbit in the process, because they serve models with such layers alone:
+
+- ``BaseTuner`` of peft puts adapters on quantized layers (``lowbit.integrations.peft``).
+- ``DEFAULT_CALLBACKS`` of transformers' Trainer has ``RequireSharding``, which refuses FSDP that Accelerate would leave
+  out or fail at.
+
+``LOWBIT_INTEGRATIONS=0`` in the environment leaves all of these out. A conversion marks the Hugging Face models that it
+quantized in either case, so that their ``save_pretrained`` writes it down, and their ``half`` and ``float`` work.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from contextlib import nullcontext
-from functools import wraps
 from importlib import import_module
 from typing import Any
 
 from torch import nn
 
-from lowbit.convert.engine import AFTER_SWAP, quantized_layers
+from lowbit.convert.engine import AFTER_SWAP
 from lowbit.integrations.imports import when_imported
 from lowbit.memory import model_attention
+from lowbit.nn.base import ON_FIRST_LAYER
 
 #: The first version of transformers whose quantizers lowbit serves.
 TRANSFORMERS = 5
@@ -58,59 +62,12 @@ def _register(auto: Any) -> None:
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, _LowbitConfig)
 
 
-def _around_peft(tuner: Any, model: nn.Module, config: Any) -> Any:
-    """What a call of a tuner runs inside: nothing where no layer of ``model`` is quantized."""
-    if not quantized_layers(model):
-        return nullcontext()
-    return import_module("lowbit.integrations.peft").on_quantized_layers(tuner, model, config)
+def _teach_peft(peft: Any) -> None:
+    import_module("lowbit.integrations.peft")
 
 
-def _teach_peft(tuners: Any) -> None:
-    """Let every way into peft's tuners know quantized layers: each makes a tuner or adds an adapter to it."""
-    make, inject = tuners.BaseTuner.__init__, tuners.BaseTuner.inject_adapter
-
-    @wraps(make)
-    def __init__(self: Any, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        with _around_peft(self, model, peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config):
-            make(self, model, peft_config, adapter_name, *args, **kwargs)
-
-    @wraps(inject)
-    def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        with _around_peft(self, model, self.peft_config[adapter_name]):
-            inject(self, model, adapter_name, *args, **kwargs)
-
-    tuners.BaseTuner.__init__, tuners.BaseTuner.inject_adapter = __init__, inject_adapter
-
-
-def _allow_casts(modeling: Any) -> None:
-    """Let ``half`` and ``float`` of quantized models cast what is floating point, which codes and scales are not:
-    transformers refuses them for every quantizer.
-    """
-
-    def allowed(cast: Any, plain: Any) -> Any:
-        @wraps(cast)
-        def call(self: nn.Module, *args: Any) -> Any:
-            config = getattr(getattr(self, "hf_quantizer", None), "quantization_config", None)
-            return plain(self) if getattr(config, "quant_method", None) == METHOD else cast(self, *args)
-
-        return call
-
-    for name in ("half", "float"):
-        cast = getattr(modeling.PreTrainedModel, name)
-        setattr(modeling.PreTrainedModel, name, allowed(cast, getattr(nn.Module, name)))
-
-
-def _check_trainer(trainers: Any) -> None:
-    """Let ``Trainer`` look at what Accelerate makes of ``fsdp``, which it leaves out on CPUs without a word."""
-    make = trainers.Trainer.__init__
-
-    @wraps(make)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        if self.args.fsdp:
-            import_module("lowbit.integrations.trainer").require_sharding(self)
-
-    trainers.Trainer.__init__ = __init__
+def _check_sharding(trainers: Any) -> None:
+    trainers.DEFAULT_CALLBACKS.append(import_module("lowbit.integrations.trainer").RequireSharding)
 
 
 def _know_generation(generation: Any) -> None:
@@ -121,12 +78,17 @@ def _register_converter(protocols: Any) -> None:
     import_module("lowbit.integrations.torchtitan").register(protocols)
 
 
+def _serve_layers() -> None:
+    """What only a process with layers of lowbit needs."""
+    when_imported("peft", _teach_peft)
+    when_imported("transformers.trainer", _check_sharding)
+
+
 AFTER_SWAP.append(_tell_transformers)
-when_imported("transformers.quantizers.auto", _register)
-when_imported("transformers.modeling_utils", _allow_casts)
-when_imported("transformers.modeling_utils", model_attention.register)
-when_imported("transformers.masking_utils", model_attention.register_mask)
 when_imported("transformers.generation.utils", _know_generation)
-when_imported("transformers.trainer", _check_trainer)
-when_imported("peft.tuners.tuners_utils", _teach_peft)
-when_imported("torchtitan.protocols.model_converter", _register_converter)
+if os.environ.get("LOWBIT_INTEGRATIONS", "1") != "0":
+    when_imported("transformers.quantizers.auto", _register)
+    when_imported("transformers.modeling_utils", model_attention.register)
+    when_imported("transformers.masking_utils", model_attention.register_mask)
+    when_imported("torchtitan.protocols.model_converter", _register_converter)
+    ON_FIRST_LAYER.append(_serve_layers)

@@ -1,14 +1,17 @@
 """peft: LoRA and DoRA on quantized layers; adapters train, codes stay.
 
-Once lowbit and peft are imported, whatever puts adapters on a model with quantized layers (``peft.get_peft_model``,
-``PeftModel.from_pretrained``, ``add_adapter``, trl's trainers) goes through ``on_quantized_layers``.
+Once this module is imported, every call that puts adapters on a model with quantized layers
+(``peft.get_peft_model``, ``PeftModel.from_pretrained``, ``add_adapter``, trl's trainers) goes through
+``on_quantized_layers``: peft has no table for layers of other libraries, so two methods of its ``BaseTuner`` are
+replaced. A process that has peft and a layer of lowbit imports this module by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import wraps
 from os import PathLike
 from typing import Any
 
@@ -17,11 +20,11 @@ import torch
 from peft.tuners.lora import LoraConfig, LoraModel
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.variants import DoraLinearVariant
-from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from peft.utils.constants import SEQ_CLS_HEAD_NAMES
 from torch import Tensor, nn
 
-from lowbit.convert.engine import take_over
+from lowbit.convert.engine import quantized_layers, take_over
 from lowbit.convert.maker import Ruled
 from lowbit.nn.attention import QuantMultiheadAttention
 from lowbit.nn.base import kind
@@ -273,3 +276,28 @@ def _requantized(plain: Any, base: QuantLinear) -> QuantLinear:
     new = QuantLinear(replace(weight, dtype=base.weight_dtype), bias, base.recipe, base.input_scales)
     take_over(new, base)
     return new
+
+
+def _around(tuner: Any, model: nn.Module, config: Any) -> Any:
+    """The context of a call of a tuner: none if no layer of ``model`` is quantized."""
+    return on_quantized_layers(tuner, model, config) if quantized_layers(model) else nullcontext()
+
+
+def _teach() -> None:
+    """Let every way into peft's tuners know quantized layers: each makes a tuner or adds an adapter to it."""
+    make, inject = BaseTuner.__init__, BaseTuner.inject_adapter
+
+    @wraps(make)
+    def __init__(self: Any, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        with _around(self, model, peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config):
+            make(self, model, peft_config, adapter_name, *args, **kwargs)
+
+    @wraps(inject)
+    def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        with _around(self, model, self.peft_config[adapter_name]):
+            inject(self, model, adapter_name, *args, **kwargs)
+
+    BaseTuner.__init__, BaseTuner.inject_adapter = __init__, inject_adapter
+
+
+_teach()

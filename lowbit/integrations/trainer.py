@@ -23,7 +23,7 @@ from lowbit.optim.offload import OFFLOADED
 from lowbit.plan import Plan
 from lowbit.plan.settings import Settings, elsewhere, optimizer_class, prepare_model_
 
-__all__ = ["plan_arguments", "require_sharding"]
+__all__ = ["RequireSharding", "plan_arguments"]
 
 
 class Refusal(NamedTuple):
@@ -104,23 +104,33 @@ def plan_arguments(
     }
 
 
-def require_sharding(trainer: Any) -> None:
-    """Raises ValueError where a Trainer that is asked for FSDP would not shard its model, or would fail at it.
+class RequireSharding(TrainerCallback):  # type: ignore[misc]
+    """Refuses a Trainer that is asked for FSDP and would not shard its model, or would fail at it.
 
-    A model without modules of lowbit goes the way that it goes without lowbit.
+    Every Trainer of a process with layers of lowbit has it (``transformers.trainer.DEFAULT_CALLBACKS``). A model
+    without modules of lowbit is not looked at.
     """
-    model = trainer.model
-    if not any(type(module).__module__.startswith("lowbit.") for module in model.modules()):
-        return
-    if trainer.is_fsdp_xla_enabled:
-        return
-    if not trainer.is_fsdp_enabled:
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Raises ValueError, at the end of ``Trainer(...)``."""
+        if not args.fsdp or args.fsdp_config.get("xla", False):
+            return
+        if any(type(module).__module__.startswith("lowbit.") for module in model.modules()):
+            _require_sharding(model)
+
+
+def _require_sharding(model: Any) -> None:
+    from accelerate.state import AcceleratorState  # which Trainer needs, and this file does not
+
+    accelerator = AcceleratorState()
+    plugin = getattr(accelerator, "fsdp_plugin", None)
+    if plugin is None:
         raise ValueError(
             f"Trainer: args ask for FSDP, and Accelerate shards on several accelerators alone; it found "
-            f"{trainer.accelerator.distributed_type.value}, and every process would keep the whole model. Leave fsdp "
-            f"out, or use lowbit.distributed.shard_(model, optimizer, 'zero3') in a loop of your own"
+            f"{accelerator.distributed_type.value}, and every process would keep the whole model. Leave fsdp out, or "
+            f"use lowbit.distributed.shard_(model, optimizer, 'zero3') in a loop of your own"
         )
-    if trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+    if plugin.cpu_ram_efficient_loading:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         others = [name for name in model.state_dict() if name not in parameters]
         if others:

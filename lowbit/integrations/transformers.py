@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -309,8 +310,33 @@ def _unshare_config(model: Any) -> None:
             module.config = new
 
 
+class _Cast:
+    """``half`` or ``float`` of one quantized model: it casts every tensor that is floating point, which codes are not.
+
+    The class's own refuse every quantizer. The model is held weakly: a reference from its own dict would be a cycle.
+    """
+
+    def __init__(self, model: nn.Module | None, name: str) -> None:
+        assert model is not None
+        self._model, self._name = weakref.ref(model), name
+
+    def __call__(self) -> Any:
+        return getattr(nn.Module, self._name)(self._model())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Cast:
+        model = self._model()
+        return _Cast(memo.get(id(model), model), self._name)  # a copy of the model has begun, or it stays the same
+
+    def __reduce__(self) -> Any:
+        return _Cast, (self._model(), self._name)
+
+
+#: The methods that ``PreTrainedModel`` refuses for every quantized model.
+_CASTS = ("half", "float")
+
+
 def mark(model: nn.Module) -> None:
-    """Give the models of transformers inside ``model`` the quantizer that saves them, or take it away.
+    """Give the models of transformers inside ``model`` the quantizer that saves them and casts, or take them away.
 
     Every conversion of lowbit does this. A quantizer of another library stays, unless it has no layers in the model:
     that of a GGUF file whose weights transformers read as plain ones.
@@ -328,6 +354,10 @@ def mark(model: nn.Module) -> None:
             module.is_quantized, module.quantization_method = True, METHOD  # Trainer asks for adapters
         elif not layers and isinstance(given, LowbitHfQuantizer):
             given.remove_quantization_config(module)
+            for name in _CASTS:
+                vars(module).pop(name, None)
+        if layers and isinstance(module.hf_quantizer, LowbitHfQuantizer):
+            vars(module).update({name: _Cast(module, name) for name in _CASTS})
         tied = getattr(module, "all_tied_weights_keys", None)
         if tied and layers:
             known = {name for name, _ in module.named_parameters(remove_duplicate=False)}

@@ -70,6 +70,9 @@ def attention_(model: nn.Module) -> Report:
         )
     models = {path: module for path, module in choosing.items() if _implementation(module) != IMPLEMENTATION}
     layers = {path: layer for path, layer in layers.items() if not is_switched(layer)}
+    if models:
+        register(sys.modules["transformers.modeling_utils"])
+        register_mask(sys.modules["transformers.masking_utils"])
     for module in models.values():
         vars(module)[_BEFORE] = _implementation(module)
         module.set_attn_implementation(IMPLEMENTATION)

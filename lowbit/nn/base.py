@@ -12,13 +12,16 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 __all__ = [
     "KINDS",
+    "ON_FIRST_LAYER",
+    "Announced",
     "WrappedForward",
+    "announce",
     "forget_bound_forward",
     "full_name",
     "kind",
@@ -39,6 +42,27 @@ KINDS = {
     "qat": "is being trained to be quantized; call lowbit.qat.convert_(model) to deploy it",
     "training": "is being trained in low precision; call lowbit.train.convert_(model) first",
 }
+
+
+#: Called once, as soon as the process has a layer of lowbit: made, copied or unpickled. Integrations add to it.
+ON_FIRST_LAYER: list[Callable[[], None]] = []
+
+
+def announce() -> None:
+    """Call what awaits the first layer. A layer that changes its class calls this; others are ``Announced``."""
+    while ON_FIRST_LAYER:
+        ON_FIRST_LAYER.pop(0)()
+
+
+_Layer = TypeVar("_Layer", bound="Announced")
+
+
+class Announced:
+    """A base of layers that are announced as they are made. Copies and pickles come through ``__new__`` too."""
+
+    def __new__(cls: type[_Layer], *args: Any, **kwargs: Any) -> _Layer:
+        announce()
+        return super().__new__(cls)
 
 
 def kind(module: nn.Module) -> str | None:

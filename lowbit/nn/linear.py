@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lowbit.calls import call
 from lowbit.functional import hadamard
 from lowbit.functional.arguments import refuse_tangents
+from lowbit.nn.base import Announced
 from lowbit.ops.conv import Window
 from lowbit.ops.spec import stored_global, stored_scale
 from lowbit.recipes import Recipe
@@ -75,7 +76,7 @@ def empty(
     )  # fmt: skip
 
 
-class QuantLinear(nn.Module):
+class QuantLinear(Announced, nn.Module):
     """``y = x @ weight.T + bias`` with a quantized weight, and with ``recipe.input`` a quantized input: by scales that
     are made of each input, or where the recipe says ``scale="static"``, by ``input_scales``.
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lowbit.calls import call, original
 from lowbit.functional import hadamard
+from lowbit.nn.base import Announced
 from lowbit.nn.linear import QuantLinear, misfits, plain_state, scheme_state
 from lowbit.ops.spec import stored_global, stored_scale
 from lowbit.recipes import Recipe
@@ -46,7 +47,7 @@ class _NoBackward(torch.autograd.Function):
 _no_backward = cast(Callable[[Tensor, Tensor], Tensor], _NoBackward.apply)
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(Announced, nn.Module):
     """``y = x @ weight.T + bias`` on a packed weight, with the bits of the QuantLinear that it was made of.
 
     Input ``[..., in_features]`` fp32, bf16 or fp16 on the CPU; the result has its dtype (inside autocast: autocast's).

@@ -14,6 +14,7 @@ from lowbit.calls import call
 from lowbit.datafree.scales import search
 from lowbit.functional import hadamard
 from lowbit.functional.arguments import refuse_tangents
+from lowbit.nn.base import Announced
 from lowbit.nn.linear import result_dtype, wrong_width
 from lowbit.observers import MOMENTUM, Ranges
 from lowbit.ops.conv import Window
@@ -25,7 +26,7 @@ from lowbit.tensor.quantized import Quantized, Scales
 __all__ = ["FakeQuantLinear"]
 
 
-class FakeQuantLinear(nn.Module):
+class FakeQuantLinear(Announced, nn.Module):
     """``y = x @ weight.T + bias`` as the QuantLinear of ``recipe`` computes it, with gradients: every bit of forward is
     the deployed layer's, in training and in eval mode.
 

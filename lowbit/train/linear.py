@@ -21,7 +21,7 @@ from lowbit.convert.protect import protections
 from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP, Skip, plain_layers
 from lowbit.models.surround import change_class, plain_class
-from lowbit.nn.base import forget_bound_forward, replaced_forward
+from lowbit.nn.base import Announced, announce, forget_bound_forward, replaced_forward
 from lowbit.nn.linear import result_dtype
 from lowbit.recipes import Recipe
 from lowbit.recipes import recipe as find_recipe
@@ -37,7 +37,7 @@ __all__ = ["TrainLinear", "convert_", "prepare_", "state"]
 _CHILD = "lowbit_state"
 
 
-class TrainLinear(nn.Linear):
+class TrainLinear(Announced, nn.Linear):
     """``nn.Linear`` trained in low precision: same parameters, same ``state_dict``, same results in shape and dtype.
 
     Input ``[..., in_features]`` fp32, bf16 or fp16; weight fp32, bf16 or fp16. Gradients have the dtype of what they
@@ -151,6 +151,7 @@ def prepare_(
         return measured(layer, layer, layer.weight.numel(), 8.0 * layer.weight.dtype.itemsize)
 
     def put(model: nn.Module, made: dict[int, Any]) -> None:
+        announce()  # a layer that changes its class is not made anew
         paths = {id(module): path for path, module in model.named_modules()}
         for layer, recipe in made.values():
             forget_bound_forward(layer)
