@@ -21,14 +21,15 @@ __all__ = ["ARITHMETIC", "Settings", "accumulate", "arrange_", "elsewhere", "mak
            "policy_of", "prepare_model_", "require_processes", "sharded"]  # fmt: skip
 
 #: The fields of ``Settings`` that say what forward and backward compute.
-ARITHMETIC = ("half", "mixed", "recipe", "compress", "attention", "fused_loss")
+ARITHMETIC = ("half", "loaded", "mixed", "recipe", "compress", "attention", "fused_loss")
 
 
 @dataclass(frozen=True)
 class Settings:
     """How a model trains; as it stands, in plain fp32 with torch's AdamW.
 
-    ``half``: the model comes with weights in bf16, of which the optimizer keeps what ``master`` says, unlike torch's.
+    ``half``: the model comes with weights that train in 16 bits, of which the optimizer keeps what ``master`` says,
+    unlike torch's; of fp16 it keeps the weights in fp32. ``loaded``: the precision that weights come in.
     ``checkpoint``: the policy by which backward recomputes, or of each block its option; None for none. ``mixed``: the
     precision of products, whose matrices are then stored in it. ``bits``: of the optimizer's states, 32, 8 or 4.
     ``master``: what makes up for matrices of 16 bits in the optimizer, ``"residual"`` or ``"stochastic"``.
@@ -56,6 +57,7 @@ class Settings:
     way: str = "ddp"
     group_size: int | None = None
     half: bool = False
+    loaded: str = "fp32"
 
     @property
     def fully(self) -> bool:
@@ -145,17 +147,25 @@ def make_optimizer(parameters: Iterable[Tensor], settings: Settings, **options: 
 def optimizer_class(settings: Settings) -> tuple[Any, dict[str, Any]]:
     """The class of AdamW that the settings have, and the keyword arguments by which it has their bits and masters."""
     if settings.working_copies:
-        return optim.AdamW, {"bits": settings.bits, "master": settings.master}
+        master = "fp32" if settings.loaded == "fp16" and settings.mixed is None else settings.master
+        return optim.AdamW, {"bits": settings.bits, "master": master}
     if settings.bits == 32:
         return torch.optim.AdamW, {}
     return optim.AdamW, {"bits": settings.bits}
 
 
-def accumulate(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor], rest: bool = False) -> Tensor:
+def accumulate(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[Any, Any], Tensor],
+    rest: bool = False,
+    look: Callable[[Tensor], object] = lambda value: None,
+) -> Tensor:
     """Forward and backward; returns the loss. The answer of the model goes as soon as the loss has been computed.
-    ``rest``: the batch may have more than the forward takes.
+    ``rest``: the batch may have more than the forward takes. ``look``: is given the loss before backward.
     """
     value = loss(call(model, batch, rest=rest), batch)
+    look(value)
     value.backward()  # type: ignore[no-untyped-call]
     return value.detach()
 

@@ -27,13 +27,16 @@ from lowbit.plan.settings import Settings, make_optimizer, prepare_model_
 
 __all__ = [
     "CHOICES", "LAST", "PARTS", "PLANNED", "QUALITY", "WAY", "Choice", "Most", "allowed", "combinations", "described",
-    "has_half",
-    "most_of", "plainer_by_dimension", "possible", "quality_of", "words",
+    "has_half", "loaded", "most_of", "plainer_by_dimension", "possible", "quality_of", "words",
 ]  # fmt: skip
 
 #: The most that choices may add to the loss together, in percent, where the caller says nothing, and what their sum may
 #: be above it by rounding.
 QUALITY, _ROUNDING = 0.3, 1e-9
+
+
+#: Precisions that weights come in.
+_LOADED = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
 
 class Choice(NamedTuple):
@@ -78,8 +81,14 @@ def _prepares(**changes: Any) -> Callable[[nn.Module, Any, Any], bool]:
 
 
 def has_half(model: nn.Module) -> bool:
-    """Whether weights that train are in bf16 as the model comes."""
-    return any(p.dtype == torch.bfloat16 and p.dim() > 1 and p.requires_grad for p in model.parameters())
+    """Whether weights that train are in 16 bits as the model comes."""
+    return any(p.dtype in _LOADED and p.itemsize == 2 and p.dim() > 1 and p.requires_grad for p in model.parameters())
+
+
+def loaded(model: nn.Module) -> str:
+    """The precision that weights come in; of several the first of fp16, bf16, fp64, fp32."""
+    dtypes = {p.dtype for p in model.parameters() if p.dim() > 1}
+    return next((name for dtype, name in _LOADED.items() if dtype in dtypes), Settings.loaded)
 
 
 def _is_contrastive(batch: Any) -> bool:
@@ -97,8 +106,9 @@ def _recipe(name: str, loss: float, compress: bool = False) -> Choice:
 #: How processes share the model, a dimension of plans of several.
 WAY = "way"
 
-#: The plain precision of a model whose weights are in bf16.
+#: The plain precision of a model whose weights are not in fp32, and what more is to be said of it.
 AS_LOADED = "as loaded"
+_ABOUT_LOADED = {"fp16": "; small gradients become zero, so call model.bfloat16() or model.float() first"}
 
 #: Per-block checkpoints, which follow from the budget.
 PLANNED = "planned"
@@ -113,7 +123,7 @@ PARTS = "parts of a batch"
 CHOICES: dict[str, tuple[Choice, ...]] = {
     "precision": (
         Choice("fp32", {}, "weights, products and activations in fp32",
-               applies=lambda model, batch, loss: not has_half(model)),
+               applies=lambda model, batch, loss: loaded(model) == Settings.loaded),
         Choice(AS_LOADED, {}, "weights stay in the precision that the model was loaded in"),
         Choice("bf16", {"mixed": "bf16"}, "products and their weights in bf16, the rest in fp32",
                applies=_prepares(mixed="bf16")),
@@ -271,6 +281,8 @@ def possible(settings: Settings) -> bool:
     shared = settings.gpus > 1 and WAYS[settings.way].states
     if (shared and settings.offload_states) or (settings.fully and settings.offload_activations):
         return False
+    if settings.half and settings.loaded == "fp16" and settings.master != Settings.master:
+        return False  # there are masters of it in fp32 alone
     return settings.working_copies or settings.master == Settings.master
 
 
@@ -283,9 +295,12 @@ def described(settings: Settings, losses: Mapping[str, float] = MappingProxyType
         defaults = _defaults(dimension)
         mine = {name: getattr(settings, name) for name in defaults}
         choice = next((choice for choice in row if {**defaults, **choice.changes} == mine), row[-1])
-        if dimension == "precision" and settings.half and settings.mixed is None:
+        if dimension == "precision" and settings.loaded != Settings.loaded and settings.mixed is None:
             choice = next(one for one in row if one.name == AS_LOADED)
-            choice = choice._replace(about="weights in bf16, as the model comes, and products as it makes them")
+            about = f"weights in {settings.loaded}, as the model comes, and products as it makes them"
+            choice = choice._replace(about=about + _ABOUT_LOADED.get(settings.loaded, ""))
+        if dimension == "masters" and settings.half and settings.loaded == "fp16":
+            choice = choice._replace(about="of weights in fp16, the optimizer keeps them in fp32")
         if choice.name == PLANNED:
             choice = choice._replace(about=f"computed again: {_by_block(settings)}")
         found[dimension] = choice.by(losses)

@@ -15,6 +15,7 @@ from lowbit.machine import cpu_name
 from lowbit.plan.base import BasePlan, plain_values
 from lowbit.plan.fitting.adapt import alike
 from lowbit.plan.fitting.choices import PARTS, described, quality_of, words
+from lowbit.plan.fitting.comparison import Comparison
 from lowbit.plan.fitting.plot import plot
 from lowbit.plan.fitting.predict import Prediction
 from lowbit.plan.fitting.rows import Rows
@@ -51,6 +52,7 @@ class Plan(BasePlan[Prediction, Settings]):
         batch: Any = None,
         machine: Mapping[str, Any] | None = None,
         losses: Mapping[str, float] | None = None,
+        compared: Comparison | None = None,
     ) -> None:
         self._others = {one.settings: one for one in (*predictions, chosen)}
         super().__init__(chosen, budget, plain, self._others.values(), lambda one: one.seconds)
@@ -58,6 +60,8 @@ class Plan(BasePlan[Prediction, Settings]):
         self._machine = dict(machine or _machine())
         #: By choice the relative change of the loss that the caller gave in place of the record.
         self.losses = dict(losses or {})
+        #: Of a loss that is no mean of cross-entropies, one forward in fp32 and in a lower precision.
+        self.compared = compared
         self.ways = [chosen if one.settings.way == chosen.settings.way else one for one in ways]
 
     @property
@@ -105,10 +109,15 @@ class Plan(BasePlan[Prediction, Settings]):
             f"recorded: language model cross-entropy of the demo's GPT"
             + (f", given: {', '.join(self.losses)}" if self.losses else ""),
         ]
+        compared = self.compared
+        chosen = described(self.settings)["precision"].name
+        lines += [] if compared is None else [compared.words(is_chosen=compared.precision == chosen)]
         rows = [("choice", "is", "saves", "takes", "loss change", "which means")]
         for dimension, choice in described(self.settings, self.losses).items():
             loss = f"{choice.loss:+.2f}%" if choice.loss or choice.name in self.losses else ""
             loss += " (given)" if choice.name in self.losses else ""
+            if compared is not None and compared.precision == choice.name and compared.change is not None:
+                loss = f"{compared.change:+.2f}% (one forward)"
             name = str(self.settings.micro) if dimension == PARTS else choice.name
             rows.append((dimension, name, *self._beside(dimension), loss, choice.about))
         ways = ["", self._of_ways()] if self.ways else []
@@ -155,6 +164,7 @@ class Plan(BasePlan[Prediction, Settings]):
             "refits": [plain_values(one) for one in self._refits()],
             "subject": self.subject._asdict(),
             "machine": self._machine, "losses": self.losses,
+            "compared": self.compared and self.compared._asdict(),
         }  # fmt: skip
 
     @classmethod
@@ -174,6 +184,7 @@ class Plan(BasePlan[Prediction, Settings]):
             subject=subject,
             machine=data["machine"],
             losses=data.get("losses"),
+            compared=data.get("compared") and Comparison(**data["compared"]),
         )
 
     # -- several processes -----------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from lowbit.memory.offload.bandwidth import bandwidth
 from lowbit.memory.planned import Option, best, choices_of, peak_of
 from lowbit.optim.offload import CHUNK_BYTES, LEAST_BYTES
 from lowbit.plan.fitting.adapt import RANDOM_BYTES, copies_of_buffers, least_rows, recompute_
+from lowbit.plan.fitting.comparison import Comparison, compare, is_mean_of_cross_entropies
 from lowbit.plan.fitting.link import DEFAULTS, exchange_seconds
 from lowbit.plan.fitting.sharing import Sharing, share_
 from lowbit.plan.fitting.streaming import Streaming
@@ -33,6 +34,9 @@ from lowbit.plan.settings import ARITHMETIC, Settings, accumulate, elsewhere, ma
 
 __all__ = ["Prediction", "Predictor"]
 
+
+#: The least rows by which precisions are compared, where a batch has as many and may be taken in parts.
+_COMPARED_ROWS = 8
 
 #: The fields of a ``BlockTable`` that are seconds.
 _TIMES = frozenset({"seconds", "recomputation"})
@@ -119,6 +123,12 @@ class Predictor:
         self._steps: dict[Settings, _Step] = {}
         self._streams: dict[Settings, int] = {}
         self._elsewhere: dict[tuple[Settings, int], int] = {}
+        #: Whether the loss is of the kind whose changes were recorded; None before the first estimate.
+        self.is_recorded: bool | None = None
+
+    def _look(self, value: Tensor) -> None:
+        if self.is_recorded is None:
+            self.is_recorded = is_mean_of_cross_entropies(value)
 
     def counts(self) -> list[int]:
         """The numbers of parts that a batch may be taken in: powers of two, and three times these."""
@@ -210,6 +220,13 @@ class Predictor:
             stepping = self._stepping(settings)
             peak, moment = max((peak, moment), (stepping, "step of (optimizer)"))
         return Prediction(settings, peak, seconds, moment, whole=True)
+
+    def compared(self, settings: Settings, name: str, most: int) -> Comparison:
+        """The loss of a few rows in fp32 and in the precision of settings, see ``compare``."""
+        small = [count for count in self.counts() if self.rows // count >= _COMPARED_ROWS]
+        count = max(settings.micro, *small, 1)
+        part = self.batch if count == 1 else largest_part(self.batch, count)
+        return compare(self.model, part, self.loss, settings, name, most)
 
     @cached_property
     def options(self) -> list[str]:
@@ -333,7 +350,7 @@ class Predictor:
         return Sharing.of(settings, self.model).applied(self._passes[alone])
 
     def _step(self, settings: Settings) -> _Step:
-        names = ("half", "mixed", "bits", "master")
+        names = ("half", "loaded", "mixed", "bits", "master")
         key = Settings(**{name: getattr(settings, name) for name in names}, **_placed(settings))
         if key not in self._steps:
             sharing = Sharing.of(key, self.model)
@@ -362,7 +379,7 @@ class Predictor:
         ``passes``: in place of forward and backward. ``prepare``: called on the model that is trained by the settings.
         """
         away = elsewhere(settings, tempfile.gettempdir())
-        passes = passes or partial(accumulate, rest=self.loss is not None)
+        passes = passes or partial(accumulate, rest=self.loss is not None, look=self._look)
 
         copies: dict[Tensor, Tensor] = {}
         random: list[Tensor] = []

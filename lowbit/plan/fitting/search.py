@@ -24,12 +24,15 @@ from lowbit.plan.fitting.choices import (
     Most,
     allowed,
     combinations,
+    described,
     has_half,
+    loaded,
     most_of,
     plainer_by_dimension,
     possible,
     words,
 )
+from lowbit.plan.fitting.comparison import Comparison
 from lowbit.plan.fitting.link import ALONE, Together, together
 from lowbit.plan.fitting.plan import Plan
 from lowbit.plan.fitting.predict import Prediction, Predictor
@@ -212,7 +215,8 @@ def _applicable(
             names = ", ".join(repr(choice.name) for choice in row)
             if row[0].name == "fp32":
                 raise ValueError(
-                    f"fit: {names} is of a model in fp32, and this {type(model).__name__} has weights in bf16; keep "
+                    f"fit: {names} is of a model in fp32, and this {type(model).__name__} has weights in "
+                    f"{loaded(model)}; keep "
                     f"'as loaded', or call model.float() before you plan"
                 )
             raise ValueError(
@@ -240,7 +244,7 @@ def _plan(search: _Search, chosen: Prediction | None, plain: Prediction, losses:
     return Plan(
         chosen, search.limit, plain, list(search.predictions.values()), predictor.loss, beside, search.ways(),
         subject=subject_of(predictor.model, predictor.loss, predictor.batch), batch=outlined(predictor.batch),
-        losses=losses,
+        losses=losses, compared=search.compared(chosen.settings),
     )  # fmt: skip
 
 
@@ -274,8 +278,9 @@ class _Search:
             if predictor.applies(policy)
         ]
         found = combinations([rows.pop(dimension) for dimension in ("precision", "attention", "loss")])
-        arithmetics = [replace(one, half=has_half(predictor.model)) for one in found]
+        arithmetics = [replace(one, half=has_half(predictor.model), loaded=loaded(predictor.model)) for one in found]
         self._others = [group.of(one) for one in combinations(rows.values())]
+        self._given = most.losses
         self._asked, self._has_8_bits = asked, any(one.bits == 8 for one in self._others)
         self._most, self._losses = most.percent, {one: most.lost(one) for one in (*arithmetics, *self._others)}
         self._arithmetics = [one for one in arithmetics if self._all(one)]
@@ -388,6 +393,20 @@ class _Search:
                 return None
             candidate = again
         return None
+
+    def compared(self, chosen: Settings) -> Comparison | None:
+        """Of a loss that nothing was recorded of: one forward in fp32 and in the lower precision that is chosen, or
+        else the first that could have been. None where the records are of such a loss, or the caller gave the change.
+        """
+        is_lower = chosen.mixed is not None or chosen.half
+        lower = chosen if is_lower else next((one for one in self._arithmetics if one.mixed is not None), None)
+        if self.predictor.is_recorded or lower is None:
+            return None
+        name = described(lower)["precision"].name
+        if name in self._given:
+            return None
+        most = self.predictions[chosen].peak_bytes
+        return self.predictor.compared(replace(lower, micro=chosen.micro), name, most)
 
     def ways(self) -> list[Prediction]:
         """Of several processes, by way the fastest that fits, or the one that holds least."""

@@ -1,0 +1,243 @@
+"""One forward in fp32 and in a lower precision: what a plan says of a loss that nothing was recorded of.
+
+Changes of loss were recorded of a mean of cross-entropies. Other losses may amplify rounding: a sum of
+log-probabilities over a sequence adds up what a mean averages out.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lowbit.memory import usual_loss
+from lowbit.memory.accumulate import samples
+from lowbit.models.batches import call, copied
+from lowbit.plan.fitting.adapt import Before
+from lowbit.plan.settings import Settings
+from lowbit.train import mixed_, prepare_
+
+__all__ = ["Comparison", "compare", "is_mean_of_cross_entropies"]
+
+_SHORT = (torch.float16, torch.bfloat16)
+
+
+class Comparison(NamedTuple):
+    """The loss of the same rows in two precisions.
+
+    Attributes:
+        precision: The lower one, a name of ``CHOICES["precision"]``.
+        rows: How many rows of the batch.
+        reference: The loss in fp32, of a model in fp64 in fp64; None where it was not compared.
+        lower: The loss in ``precision``; None where it was not compared.
+        why: Why it was not compared.
+    """
+
+    precision: str
+    rows: int
+    reference: float | None = None
+    lower: float | None = None
+    why: str = ""
+
+    @property
+    def change(self) -> float | None:
+        """The relative difference in percent; None where there is none."""
+        if self.reference is None or self.lower is None or not self.reference:
+            return None
+        return 100 * (self.lower - self.reference) / abs(self.reference)
+
+    def words(self, is_chosen: bool) -> str:
+        """One line for people."""
+        aside = "" if is_chosen else ", which is not chosen"
+        if self.reference is None or self.lower is None:
+            return f"the loss is no mean of cross-entropies; {self.precision}{aside} was not compared: {self.why}"
+        change = "" if self.change is None else f", {self.change:+.2f}%"
+        return (
+            f"the loss is no mean of cross-entropies: one forward of {self.rows} rows gives {self.reference:.4g} in "
+            f"fp32 and {self.lower:.4g} in {self.precision}{aside}{change}"
+        )
+
+
+# -- what a loss computes ----------------------------------------------------------------------------------------------
+#: Nodes of autograd that select, move, average and add, after which a mean of terms is a mean of terms.
+_LINEAR = frozenset(
+    """Add Alias Cat Clone Diagonal Div Expand Gather Index IndexSelect MaskedFill MaskedSelect Mean Mul Neg NllLoss
+    NllLoss2D Permute ReshapeAlias Select Slice Split SplitWithSizes Squeeze Stack Sub Sum T ToCopy Transpose Unbind
+    UnsafeView Unsqueeze View""".split()
+)
+#: Of these, those that change the sign of their first operand.
+_NEGATING = frozenset({"Neg", "NllLoss", "NllLoss2D"})
+#: Log-probabilities, and the cross-entropy that ``linear_cross_entropy`` computes.
+_LOG_PROBABILITIES, _CROSS_ENTROPY = "LogSoftmax", "_LinearCrossEntropy"
+
+
+def is_mean_of_cross_entropies(value: Tensor) -> bool:
+    """Whether a loss is a sum or a mean, with positive weights, of cross-entropies of logits.
+
+    Read off the graph of autograd, which fake tensors have too. Where the graph does not tell, the answer is False.
+
+    Args:
+        value: The loss, with its graph.
+
+    Returns:
+        Whether all that needs a gradient comes to ``value`` that way.
+    """
+    pending, known, entropies = [(value.grad_fn, False)], set[Any](), list[Any]()
+    while pending:
+        node, is_negative = pending.pop()
+        if node is None or (node, is_negative) in known:
+            continue
+        known.add((node, is_negative))
+        name = _name(node)
+        if name in (_LOG_PROBABILITIES, _CROSS_ENTROPY):
+            if is_negative != (name == _LOG_PROBABILITIES):
+                return False
+            entropies.append(node)
+            continue
+        signs = _signs(node, name)
+        if signs is None:
+            return False
+        operands = [operand for operand, _ in node.next_functions]
+        pending += [(one, is_negative != sign) for one, sign in zip(operands, signs, strict=True) if one is not None]
+    return bool(entropies) and not _depend_on_others(entropies)
+
+
+def _name(node: Any) -> str:
+    return re.sub(r"Backward\d*$", "", node.name())
+
+
+def _signs(node: Any, name: str) -> list[bool] | None:
+    """By operand of a linear node whether it comes with a minus; None for another node and for unknown weights."""
+    operands = [operand for operand, _ in node.next_functions]
+    if name not in _LINEAR:
+        return None
+    if name in ("Mul", "Div"):
+        if all(operand is not None for operand in operands[:2]) and len(operands) > 1:
+            return None  # a product of two things that need gradients
+        if name == "Mul":
+            sign = _sign(node._saved_other if operands[0] is not None else node._saved_self)
+            return None if sign is None else [sign] * len(operands)
+        return [False] * len(operands) if operands[0] is not None else None  # by a count
+    if name in ("Add", "Sub"):
+        alpha = _sign(node._saved_alpha)
+        return (
+            None
+            if alpha is None
+            else [False, alpha != (name == "Sub"), *[False] * (len(operands) - 2)][: len(operands)]
+        )
+    return [name in _NEGATING] * len(operands)
+
+
+def _sign(weight: Any) -> bool | None:
+    """Whether one number is below zero; None for several, and for one that is not known."""
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1 or isinstance(weight, FakeTensor) or weight.is_meta:
+            return None
+        with _disable_current_modes():  # within an estimate it is a real number still
+            weight = weight.item()
+    return bool(weight < 0)
+
+
+def _depend_on_others(entropies: list[Any]) -> bool:
+    """Whether logits are made of other log-probabilities, as the scores of whole sequences are."""
+    pending = [below for node in entropies for below, _ in node.next_functions]
+    known = set[Any]()
+    while pending:
+        node = pending.pop()
+        if node is None or node in known:
+            continue
+        if _name(node) in (_LOG_PROBABILITIES, _CROSS_ENTROPY):
+            return True
+        known.add(node)
+        pending += [below for below, _ in node.next_functions]
+    return False
+
+
+# -- one forward in each -----------------------------------------------------------------------------------------------
+def compare(
+    model: nn.Module, part: Any, loss: Callable[[Any, Any], Tensor] | None, settings: Settings, name: str, most: int
+) -> Comparison:
+    """The loss of ``part`` in fp32 and by the precision of ``settings``. The model and random states stay as they are.
+
+    Parameters are shared with copies of the modules; those of 16 bits have a copy in fp32 while fp32 is computed.
+    Dropout is off, unless the model or the loss fails in evaluation mode.
+
+    Args:
+        model: With its weights.
+        part: Rows of the batch, as ``lb.fit`` takes it.
+        loss: Of answer and batch; None for the usual one.
+        settings: Whose precision, recipe and loaded precision count.
+        name: Of the precision, for the answer.
+        most: Bytes that weights may hold together with a copy in fp32.
+
+    Returns:
+        The two losses, or why there are none.
+    """
+    rows = samples(part)
+    leaves = [leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor)]
+    if any(
+        tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in (*model.parameters(), *model.buffers(), *leaves)
+    ):
+        return Comparison(name, rows, why="the model or the batch is on meta, without numbers")
+    widens = any(tensor.dtype in _SHORT for tensor in model.parameters())
+    if widens and sum(p.nbytes + 4 * p.numel() * (p.dtype in _SHORT) for p in model.parameters()) > most:
+        return Comparison(name, rows, why="its weights and a copy in fp32 hold more than a step of the plan")
+    before = Before(model)
+    error: Exception | None = None
+    for training in dict.fromkeys((False, model.training)):
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                reference = _loss(_copy(model, widens), part, loss, training, widens)
+                before.put_back()
+                return Comparison(name, rows, reference, _loss(_lowered(model, settings), part, loss, training))
+        except Exception as failed:  # of whatever code the model and the loss have
+            error = failed
+        finally:
+            before.put_back()
+    return Comparison(name, rows, why=f"a forward failed ({type(error).__name__}: {str(error).splitlines()[0]})")
+
+
+def _loss(model: nn.Module, part: Any, loss: Any, training: bool, widens: bool = False) -> float:
+    device = next(model.parameters()).device
+    moved = tree_map_only(Tensor, lambda x: x.to(device, torch.float32 if widens and x.dtype in _SHORT else None), part)
+    batch = copied(moved)
+    value = (loss or usual_loss)(call(model.train(training), batch, rest=loss is not None), batch)
+    number = float(value)
+    if math.isnan(number):
+        raise ValueError("the loss is not a number")
+    return number
+
+
+def _lowered(model: nn.Module, settings: Settings) -> nn.Module:
+    """A copy that computes by the precision and the recipe of the settings, with the parameters of ``model``."""
+    lowered = _copy(model, False)
+    if settings.recipe is not None:
+        prepare_(lowered, settings.recipe, reuse_weights=False)
+    if settings.mixed is not None:
+        mixed_(lowered, settings.mixed)
+    return lowered
+
+
+def _copy(model: nn.Module, widens: bool) -> nn.Module:
+    """A copy of the modules with the same parameters, or with those of 16 bits in fp32, and copies of other tensors."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(torch.float32 if widens and tensor.dtype in _SHORT else tensor.dtype, copy=True)
+
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        is_widened = widens and parameter.dtype in _SHORT
+        memo[id(parameter)] = nn.Parameter(moved(parameter), parameter.requires_grad) if is_widened else parameter
+    for module in model.modules():
+        for value in (*module._buffers.values(), *tree_leaves(list(vars(module).values()))):
+            if isinstance(value, Tensor) and id(value) not in memo:
+                memo[id(value)] = moved(value)
+    return copy.deepcopy(model, memo)
