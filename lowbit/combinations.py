@@ -60,6 +60,13 @@ COMBINATIONS = {
         "lb.optim.offload_", "lb.distributed.shard_ by zero1, zero2, zero3 or hsdp", "states are sharded instead",
         "call lb.optim.unoffload_ first, and shard_(..., offload=True) to keep shares in host memory",
     ),
+    "tied blocks": Combination(
+        "a weight that several blocks share, or a block and the rest of the model",
+        "lb.distributed.shard_ by zero2, zero3 or hsdp",
+        "each block is gathered and freed on its own, and would free the other's weight",
+        "take the way 'ddp' or 'zero1', or give blocks=[...] of which one module holds all that share the weight "
+        "(blocks=[]: the model is one)",
+    ),
     "offload gradients torch clip": Combination(
         "lb.optim.offload_(gradients=True) on CUDA", "torch.nn.utils.clip_grad_norm_",
         "gradients are on the host, and it finds none", "use lb.optim.clip_grad_norm_", noticed=False,
@@ -73,6 +80,12 @@ COMBINATIONS = {
         "torch.compile(fullgraph=True)",
         "compiled code recomputes one module at a time, and moves nothing (without fullgraph=True they run uncompiled)",
         'use a policy of single modules such as "block", without offload=..., or uncheckpoint_ before torch.compile',
+    ),
+    "checkpoint func": Combination(
+        "lb.memory.checkpoint_", "torch.func (grad, vmap, jvp, jacrev and so on) and forward-mode derivatives",
+        "the second run of a block is outside of the transform, whose tensors are gone by then",
+        "call lb.memory.uncheckpoint_(model) first, or take gradients by backward(), torch.autograd.grad or "
+        "torch.autograd.functional; under torch.no_grad() vmap runs",
     ),
     "wrapped estimate": Combination(
         "DistributedDataParallel or FullyShardedDataParallel", "lb.memory.estimate",
@@ -91,6 +104,38 @@ COMBINATIONS = {
     "offload estimate": Combination(
         "lb.optim.offload_", "lb.memory.estimate", "an estimate has no states with data, which could be moved",
         "estimate with the plain optimizer, and take off its states (by_kind says their bytes)",
+    ),
+    "memory way": Combination(
+        "lowbit train --memory", "--way, several processes", "it plans a run in one process",
+        "train in one process, without torchrun; lowbit fit --gpus plans runs of several",
+    ),
+    "tail way": Combination(
+        "lowbit train --tail", "--way, several processes", "it changes what a state holds in the last steps",
+        "leave --tail out, or train in one process, without torchrun",
+    ),
+    "watch way": Combination(
+        "lowbit train --watch", "--way, several processes", "it looks at the casts of one process",
+        "leave --watch out, or train in one process, without torchrun",
+    ),
+    "profile way": Combination(
+        "lowbit train --profile-memory", "--way, several processes", "it profiles one process",
+        "leave --profile-memory out, or train in one process, without torchrun",
+    ),
+    "checkpointing memory": Combination(
+        "lowbit train --checkpointing", "--memory", "checkpointing is what a plan chooses",
+        "leave --checkpointing out",
+    ),
+    "tail memory": Combination(
+        "lowbit train --tail", "--memory", "it computes the last steps without codes, in more memory than is planned",
+        "leave one of the two out",
+    ),
+    "watch memory": Combination(
+        "lowbit train --watch", "--memory", "steps that are watched hold more than is planned",
+        "leave one of the two out",
+    ),
+    "explain memory": Combination(
+        "lowbit train --explain", "--memory", "it is of runs without a plan",
+        "leave --memory out, or ask lowbit fit demo --memory",
     ),
     "profile profiler": Combination(
         "lb.memory.profile", "torch.profiler or another lb.memory.profile", "torch's profiler cannot run twice",

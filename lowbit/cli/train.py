@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.text import Text
 
 from lowbit.cli.console import errors, out, print_error, print_json
+from lowbit.combinations import refusal
 from lowbit.demo import experiment, planned, report, torchrun
 from lowbit.demo.config import OUTSIDE, TrainConfig
 from lowbit.demo.data import Corpus
@@ -139,7 +140,7 @@ def train(
             way=None if explain else way,
         )  # fmt: skip
         if explain and memory is not None:
-            raise ValueError("--explain is of runs without a plan; leave --memory out, or ask lowbit fit demo --memory")
+            raise ValueError(refusal("explain memory", "train"))
         if explain:
             _explain(settings, json)
             return

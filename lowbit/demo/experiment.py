@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lowbit.combinations import refusal
 from lowbit.convert import model_bytes, prepack_, quantize_
 from lowbit.demo import optimizers, tokenizer, torchrun
 from lowbit.demo.config import FLOATS, OUTSIDE, TrainConfig
@@ -53,20 +54,9 @@ INFERENCE_RECIPES = tuple(
     for name in ([row.name, f"{row.name}:group32"] if row.name == "int4-weight-only" else [row.name])
 )
 
-#: Settings that a run with a plan is without, and why.
-_UNPLANNED = {
-    "checkpointing": "is what a plan chooses",
-    "tail": "computes the last steps without codes, in more memory than is planned",
-    "watch": "holds more in the steps that are watched than is planned",
-}
-
-#: Settings that a run on several processes is without, and why.
-_UNSHARED = {
-    "memory": "plans a run in one process; lowbit fit --gpus plans those of several",
-    "tail": "changes what a state holds in the last steps",
-    "watch": "looks at the casts of one process",
-    "profile_memory": "profiles one process",
-}
+#: Settings that a run with a plan is without, and those that one on several processes is, with the row that says why.
+_UNPLANNED = {"checkpointing": "checkpointing memory", "tail": "tail memory", "watch": "watch memory"}
+_UNSHARED = {"memory": "memory way", "tail": "tail way", "watch": "watch way", "profile_memory": "profile way"}
 
 PROMPT = "This module provides"
 SAMPLE_TOKENS, TEMPERATURE = 120, 0.6
@@ -99,9 +89,9 @@ class Settings:
     def __post_init__(self) -> None:
         if self.way is not None and self.way not in WAYS:
             raise ValueError(f"way must be one of {', '.join(WAYS)}, got {shown(self.way)}")
-        for name, why in _UNSHARED.items() if self.way is not None else ():
+        for name, pair in _UNSHARED.items() if self.way is not None else ():
             if getattr(self, name, None) or getattr(self.train, name, None):
-                raise ValueError(f"{name} {why}; leave it out, or train in one process, without torchrun")
+                raise ValueError(refusal(pair, "train"))
         if not (self.data is None or isinstance(self.data, str)):
             raise TypeError(f"data must be a path or None, got {shown(self.data)}")
         if type(self.watch) is not int or self.watch < 0:
@@ -112,9 +102,9 @@ class Settings:
             )
         if self.memory is not None:
             budget_in(self.memory, "memory")
-        for name, why in _UNPLANNED.items() if self.memory is not None else ():
+        for name, pair in _UNPLANNED.items() if self.memory is not None else ():
             if getattr(self, name, None) or getattr(self.train, name, None):
-                raise ValueError(f"memory asks for a plan of each step, and {name} {why}; leave one of the two out")
+                raise ValueError(refusal(pair, "train"))
         if self.optimizer is not None:
             optimizers.find(self.optimizer)
         for name in self.recipes:

@@ -189,6 +189,8 @@ def _fully(
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=asked.precision, reduce_dtype=asked.reduce)
     if asked.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    units = list(dict.fromkeys((*(find_blocks(model) if asked.blocks is None else asked.blocks), model)))
+    _refuse_shared(units, model)
     states = states_of(model, optimizer)
     before = dict(model.named_parameters(remove_duplicate=False))
     if gathered_layers(model) and type(options["reshard_after_forward"]) is int:
@@ -197,7 +199,7 @@ def _fully(
             f"reshard_after_forward={options['reshard_after_forward']}; give True or False"
         )
     gathered = encoded_(model)
-    for block in (*dict.fromkeys(find_blocks(model) if asked.blocks is None else asked.blocks), model):
+    for block in units:
         for module in _of_other_dtypes(block, model):
             fully_shard(module, **options)
         fully_shard(block, **options)
@@ -209,6 +211,29 @@ def _fully(
     if gathered.weights:
         optimizer.register_step_post_hook(gathered.stepped)
     return model
+
+
+def _refuse_shared(units: list[nn.Module], model: nn.Module) -> None:
+    """Raises ValueError for a parameter that two units hold, each of which would be gathered and freed on its own."""
+    holder: dict[Tensor, nn.Module] = {}
+    for unit in units:
+        for parameter in dict.fromkeys(p for one in _inside(unit, set(units)) for p in one._parameters.values()):
+            if parameter is None:
+                continue
+            if holder.setdefault(parameter, unit) is not unit:
+                tied = [name for name, one in model.named_parameters(remove_duplicate=False) if one is parameter]
+                raise ValueError(f"{refusal('tied blocks', 'distributed.shard_')} ({', '.join(tied)})")
+
+
+def _inside(unit: nn.Module, units: set[nn.Module]) -> list[nn.Module]:
+    """The modules of a unit that are not within another unit inside of it."""
+    found, pending = dict[nn.Module, None](), [unit]
+    while pending:
+        module = pending.pop()
+        if module not in found:
+            found[module] = None
+            pending += [child for child in module.children() if child not in units]
+    return list(found)
 
 
 def _of_other_dtypes(block: nn.Module, model: nn.Module) -> list[nn.Module]:

@@ -168,8 +168,8 @@ def test_a_plan_chooses_what_the_loop_does_and_the_plain_choice_elsewhere():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"watch": 3}, "watch holds more in the steps that are watched than is planned; leave one"),
-        ({"train": replace(SHORT, tail=0.1)}, "tail computes the last steps without codes"),
+        ({"watch": 3}, "steps that are watched hold more than is planned; leave one"),
+        ({"train": replace(SHORT, tail=0.1)}, r"--tail.*it computes the last steps without codes"),
         ({"train": replace(SHORT, checkpointing=True)}, "checkpointing is what a plan chooses"),
     ],
 )

@@ -7,12 +7,17 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from typer.testing import CliRunner
 
 import lowbit as lb
+from lowbit.cli import app
 from lowbit.combinations import COMBINATIONS, refusal
+from lowbit.demo.config import TrainConfig
+from lowbit.demo.experiment import Settings
 
 
 def network():
@@ -119,7 +124,84 @@ def profiled(tmp_path):
         pass
 
 
+def func(transform):
+    """A gradient, or what else ``transform`` makes of a checkpointed model."""
+
+    def run(tmp_path):
+        model, x = network(), torch.ones(2, 64)
+        lb.memory.checkpoint_(model, "block")
+        transform(model, x)
+
+    return run
+
+
+def dual(model, x):
+    with forward_ad.dual_level():
+        model(forward_ad.make_dual(x, x))
+
+
+def by_weights(model, x):
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    torch.func.grad(lambda given: torch.func.functional_call(model, given, (x,)).sum())(weights)
+
+
+FUNC = (
+    by_weights, dual, lambda model, x: torch.func.vmap(model)(x), lambda model, x: torch.func.jacrev(model)(x),
+    lambda model, x: torch.func.jvp(model, (x,), (x,)), lambda model, x: torch.func.hessian(model)(x),
+)  # fmt: skip
+
+
+def tied(tie, way="zero3", **options):
+    def run(tmp_path, group):
+        model = network()
+        tie(model)
+        lb.distributed.shard_(model, lb.optim.AdamW(model.parameters()), way, **options)
+
+    return run
+
+
+def weights(model):
+    model[2][0].weight = model[0][0].weight
+
+
+def modules(model):
+    model[3][0] = model[1][0]
+
+
+def with_the_rest(model):
+    model.append(nn.Linear(64, 64))
+    model[4].weight = model[0][0].weight
+
+
+TIED = (
+    tied(weights), tied(weights, "zero2"), tied(modules), tied(weights, "hsdp", group_size=1), tied(with_the_rest)
+)  # fmt: skip
+
+
+def settings(**changes):
+    def run(tmp_path):
+        of_train = {name: changes[name] for name in ("tail", "checkpointing") if name in changes}
+        Settings(train=TrainConfig(**of_train), **{k: v for k, v in changes.items() if k not in of_train})
+
+    return run
+
+
+def explain(tmp_path):
+    answer = CliRunner().invoke(app, ["train", "--explain", "--memory", "60%"], catch_exceptions=False)
+    raise ValueError(" ".join(answer.output.split()))
+
+
 RUNS = {
+    "checkpoint func": tuple(map(func, FUNC)),
+    "tied blocks": TIED,
+    "memory way": (settings(memory="60%", way="ddp"),),
+    "tail way": (settings(tail=0.5, way="zero1"),),
+    "watch way": (settings(watch=1, way="ddp"),),
+    "profile way": (settings(profile_memory=True, way="zero3"),),
+    "checkpointing memory": (settings(checkpointing=True, memory="60%"),),
+    "tail memory": (settings(tail=0.5, memory="60%"),),
+    "watch memory": (settings(watch=1, memory="60%"),),
+    "explain memory": (explain,),
     "in_backward ddp": (ddp,),
     "in_backward processes": (whole,),
     "in_backward offload": (offload_second, offload_first),
@@ -159,3 +241,27 @@ def test_clipping_by_torch_finds_nothing_and_steps_one_by_one_go_on():
         model(torch.ones(2, 64)).sum().backward()
         assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0
         optimizer.step()
+
+
+def test_a_checkpointed_model_is_transformed_without_gradients_and_derived_by_autograd():
+    model, x = network(), torch.ones(2, 64)
+    jacobian = torch.autograd.functional.jacobian
+    expected = [model(x), *(jacobian(model, x, vectorize=vectorize) for vectorize in (False, True))]
+    lb.memory.checkpoint_(model, "block")
+    with torch.no_grad():
+        assert torch.equal(torch.func.vmap(model)(x), expected[0])
+    for vectorize in (False, True):
+        assert torch.equal(jacobian(model, x, vectorize=vectorize), expected[1 + vectorize])
+    with forward_ad.dual_level():  # without derivatives in it
+        model(x).sum().backward()
+
+
+def test_weights_that_are_shared_within_what_is_gathered_are_sharded(group):
+    """One block in two places; blocks that are one unit."""
+    for tie, blocks in ((lambda model: model.__setitem__(3, model[1]), None), (weights, [])):
+        model = network()
+        tie(model)
+        ids = torch.ones(2, 64)
+        expected = model(ids)
+        sharded, _ = lb.distributed.shard_(model, lb.optim.AdamW(model.parameters()), "zero3", blocks=blocks)
+        assert torch.equal(sharded(ids), expected)

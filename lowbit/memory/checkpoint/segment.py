@@ -10,7 +10,9 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lowbit.combinations import refusal
@@ -93,6 +95,8 @@ class Recomputed:
             kwargs = {name: None if is_cache(value) else value for name, value in kwargs.items()}
         if torch.compiler.is_compiling():
             return self._compiled(forward, args, kwargs)
+        if _is_transformed(args, kwargs):
+            raise RuntimeError(refusal("checkpoint func", "memory.checkpoint_"))
         frame = self.segment.frame(self.index)
         return frame.run(self.path, module, forward, args, kwargs)
 
@@ -124,3 +128,13 @@ class Recomputed:
                 f"{self.path!r} is checkpointed by memory.checkpoint_, which takes the place of transformers' gradient "
                 f"checkpointing; for that one call memory.uncheckpoint_(model) first"
             )
+
+
+def _is_transformed(args: Any, kwargs: Any) -> bool:
+    """Whether a transform of torch.func is under way, or arguments carry derivatives of forward mode."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
