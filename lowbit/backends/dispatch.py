@@ -8,6 +8,7 @@ names of formats and schemes stand for.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -202,6 +203,7 @@ def _fake(spec: OpSpec) -> Callable[..., Any]:
     """Checks and outputs are all there is."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        _refuse_onnx(spec)
         call = spec.args(*args, **kwargs)
         device = _device_of(spec, call)
         spec.check(call)
@@ -213,6 +215,7 @@ def _fake(spec: OpSpec) -> Callable[..., Any]:
 
 def _fake_out(spec: OpSpec) -> Callable[..., None]:
     def kernel(*args: Any, **kwargs: Any) -> None:
+        _refuse_onnx(spec)
         outs = tuple([kwargs.pop(name) for name in spec.returns])
         call = spec.args(*args, **kwargs)
         device = _device_of(spec, call)
@@ -220,6 +223,18 @@ def _fake_out(spec: OpSpec) -> Callable[..., None]:
         _check_outs(spec, spec.outputs(call), device, outs)
 
     return kernel
+
+
+def _refuse_onnx(spec: OpSpec) -> None:
+    """Raise where ``torch.onnx.export`` traces: it would fail later, in words that name no remedy."""
+    onnx = sys.modules.get("torch.onnx")
+    if onnx is not None and onnx.is_in_onnx_export():
+        raise RuntimeError(
+            f"lowbit.{spec.name}: expected a model of torch's own ops, since torch.onnx.export has no ONNX operator "
+            f"for this one, got a model of lowbit layers; export lowbit.dequantize_(model), whose layers are plain and "
+            f"hold the decoded weights (of a model in training after lowbit.qat.convert_ or lowbit.train.convert_), or "
+            f"call torch.export.export, which keeps the ops of lowbit"
+        )
 
 
 # -- outputs that are given --------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowbit.formats import find
 from lowbit.functional import decode, encode
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Scales, scale_dtype, zero_dtype
@@ -47,8 +48,7 @@ def _exponent(raw: Tensor) -> Tensor:
 
 def _fp8(raw: Tensor, dtype: torch.dtype) -> Tensor:
     """Codes of scales in FP8, of which 0 would end all learning."""
-    least = decode(torch.ones((), dtype=torch.uint8, device=raw.device), "fp8_e4m3")
-    return encode(raw.abs().clamp(min=float(least)).copysign(raw), "fp8_e4m3")
+    return encode(raw.abs().clamp(min=find("fp8_e4m3").min_subnormal).copysign(raw), "fp8_e4m3")
 
 
 #: Learned numbers by the scale format of a scheme. E8M0's are binary logarithms.

@@ -145,11 +145,15 @@ class FakeQuantLinear(Announced, nn.Module):
         return self._operand("input", self.recipe.input).scales
 
     def _require_range(self) -> None:
-        if bool(self.input_range.isnan().any()):
-            raise RuntimeError(
-                f"recipe {self.recipe.name!r} has static input scales, and this layer has seen no finite input to make "
-                f"them of; run the model on batches in training mode first"
-            )
+        unseen = self.input_range.isnan().any()
+        message = (
+            f"recipe {self.recipe.name!r} has static input scales, and this layer has seen no finite input to make "
+            f"them of; run the model on batches in training mode first"
+        )
+        if torch.compiler.is_compiling():  # a graph does not branch on a number: it raises when it runs
+            torch._assert_async(~unseen, message)
+        elif bool(unseen):
+            raise RuntimeError(message)
 
     # -- forward -------------------------------------------------------------------------------------------------------
     def forward(self, input: Tensor) -> Tensor:
@@ -170,7 +174,7 @@ class FakeQuantLinear(Announced, nn.Module):
         if recipe.rotation is not None:
             x = hadamard(x, recipe.rotation)
         if recipe.static:
-            if self.training and not in_backward() and int(self.observations_left):
+            if self.training and self._may_observe():
                 self._observe(x.detach())
             self._require_range()
         of_weight = self._operand("weight", recipe.weight)
@@ -180,24 +184,31 @@ class FakeQuantLinear(Announced, nn.Module):
             return compute(x, weight, self.bias, of_weight, of_input, dtype)
         return multiply(x, quantized(weight, of_weight), self.bias, of_input, dtype, window)
 
+    def _may_observe(self) -> bool:
+        """Whether this call observes its input; in a graph always, which keeps all as it is where nothing is left."""
+        return torch.compiler.is_compiling() or (not in_backward() and bool(self.observations_left))
+
     @torch.no_grad()
     def _observe(self, x: Tensor) -> None:
-        """Move the average of the extremes by one batch, and make the input's scales of it, without Inf and NaN."""
+        """Move the average of the extremes by one batch, and make the input's scales of it, without Inf and NaN.
+
+        Nothing branches on a number, so that a graph of one step serves all: with no observations left, and before the
+        first finite input, everything keeps its value.
+        """
         scheme = self.recipe.input
         assert scheme is not None
         low, high = call("block_range", x.reshape(-1, x.shape[-1]), scheme.name)
-        seen = torch.stack([low, high])
-        before = self.input_range
-        moved = torch.where(before.isnan(), seen, before + MOMENTUM * (seen - before))
-        before.copy_(torch.where(seen.isnan(), before, moved))
+        batch, average = torch.stack([low, high]), self.input_range
+        moved = torch.where(average.isnan(), batch, average + MOMENTUM * (batch - average))
+        observing = self.observations_left != 0
+        average.copy_(torch.where(batch.isnan() | ~observing, average, moved))
         self.observations_left -= (self.observations_left > 0).to(self.observations_left.dtype)
-        if bool(before.isnan().any()):
-            return
+        known = observing & ~average.isnan().any()
         ranges = Ranges(scheme, x.shape[-1], histogram=False, device=x.device)
-        found = Learned.of(ranges.scales(before[0, 0], before[1, 0]), scheme)
-        self.input_scale.copy_(found.scale)
-        if found.zero_point is not None:
-            self.input_zero_point.copy_(found.zero_point)
+        learned = Learned.of(ranges.scales(average[0, 0], average[1, 0]), scheme)
+        for kept, new in ((self.input_scale, learned.scale), (self.input_zero_point, learned.zero_point)):
+            if new is not None:
+                kept.copy_(torch.where(known, new, kept))
 
     def extra_repr(self) -> str:
         return (

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import pytest
 import torch
 from support.bits import assert_same_bits
@@ -170,6 +171,39 @@ def test_export():
     x = random_matrix(6, 40, seed=2)
     program = torch.export.export(Model(), (x,))
     assert_same_bits(program.module()(x), Model()(x))
+
+
+def lowbit_models() -> dict[str, torch.nn.Module]:
+    models = {name: torch.nn.Sequential(torch.nn.Linear(32, 8)).eval() for name in ("int8", "nvfp4", "qat", "train")}
+    for recipe in ("int8", "nvfp4"):
+        lb.quantize_(models[recipe], recipe, skip=())
+    lb.qat.prepare_(models["qat"], "int8", skip=())
+    lb.train.prepare_(models["train"], "fp8", skip=())
+    return models
+
+
+@pytest.mark.parametrize("name", ["int8", "nvfp4", "qat", "train"])
+def test_traces_for_onnx_are_refused_with_what_to_do(monkeypatch, name):
+    model, x = lowbit_models()[name], torch.randn(4, 32)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+        with pytest.raises(
+            RuntimeError, match=r"lowbit\.\w+: expected a model of torch's own ops.*lowbit\.dequantize_"
+        ):
+            torch.export.export(model, (x,))
+    torch.export.export(model, (x,))
+
+
+def test_onnx_export_names_the_remedy_and_the_remedy_works(tmp_path):
+    pytest.importorskip("onnxscript")
+    model, x = lowbit_models()["int8"], torch.randn(4, 32)
+    with pytest.raises(Exception, match=r"lowbit\.linear: expected a model of torch's own ops.*lowbit\.dequantize_"):
+        torch.onnx.export(model, (x,), tmp_path / "model.onnx", dynamo=True)
+    lb.dequantize_(model)
+    torch.onnx.export(model, (x,), tmp_path / "model.onnx", dynamo=True)
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), model(x).detach())
 
 
 # -- gradients of fake_quantize ----------------------------------------------------------------------------------------

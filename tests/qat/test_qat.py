@@ -267,6 +267,71 @@ def test_observers_average_and_are_frozen():
     torch.testing.assert_close(model[0].input_scales.scale, torch.full((1, 1), expected / 127))
 
 
+# -- graphs ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("learn_scale", [False, True])
+@pytest.mark.parametrize("recipe", [*STATIC, "int8", "w4a8", "nvfp4", "mxfp4", "int4-weight-only:group32:hadamard"])
+def test_exported_models_compute_the_same_bits(recipe, learn_scale):
+    model, x = net(), torch.randn(8, 40)
+    lb.qat.prepare_(model, recipe, learn_scale=learn_scale)
+    seen(model, x)
+    batch = torch.export.Dim("batch", min=2, max=64)
+    exported = torch.export.export(model, (x,), dynamic_shapes=({0: batch},)).module()
+    for rows in (2, 8, 17):
+        x = 3 * torch.randn(rows, 40)
+        assert torch.equal(exported(x), model(x))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_convolutions_compute_the_same_bits(strict):
+    model, x = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1)), torch.randn(2, 4, 6, 6)
+    lb.qat.prepare_(model, "int8-static", skip=())
+    seen(model, x)
+    assert torch.equal(torch.export.export(model, (x,), strict=strict).module()(x), model(x))
+
+
+@pytest.mark.parametrize("learn_scale", [False, True])
+@pytest.mark.parametrize("observe", [None, 2])
+@pytest.mark.parametrize("recipe", STATIC)
+def test_one_graph_serves_all_steps_of_training_with_observers(recipe, observe, learn_scale):
+    eager = net().train()
+    lb.qat.prepare_(eager, recipe, learn_scale=learn_scale, observe=observe)
+    traced = copy.deepcopy(eager)
+    compiled = torch.compile(traced, backend="aot_eager", fullgraph=True)
+    forwards = ((eager, eager), (traced, compiled))
+    optimizers = {model: torch.optim.SGD(model.parameters(), lr=1e-2) for model, _ in forwards}
+    for step in range(4):
+        x = (step + 1) * torch.randn(8, 40)
+        for model, forward in forwards:
+            optimizers[model].zero_grad()
+            forward(x).square().mean().backward()
+            optimizers[model].step()
+    states = [model.state_dict() for model in (eager, traced)]
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    assert int(traced[0].observations_left) == (-1 if observe is None else 0)
+
+
+def test_a_training_graph_that_is_exported_observes():
+    model, x = net().train(), torch.randn(8, 40)
+    lb.qat.prepare_(model, "int8-static", observe=2)
+    exported = torch.export.export(model, (x,), strict=True).module()
+    for _ in range(3):
+        x = 2 * x
+        assert torch.equal(exported(x), model(x))
+    assert torch.equal(exported.state_dict()["0.input_scale"], model[0].input_scale)
+
+
+@pytest.mark.parametrize("capture", ["export", "compile"])
+def test_a_graph_of_a_model_that_has_seen_nothing_says_so_when_it_runs(capture):
+    model, x = net(), torch.randn(8, 40)
+    lb.qat.prepare_(model, "int8-static")
+    if capture == "export":
+        graph = torch.export.export(model, (x,)).module()
+    else:
+        graph = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="has seen no finite input"):
+        graph(x)
+
+
 @pytest.mark.parametrize("learn_scale", [False, True])
 @pytest.mark.parametrize("recipe", ["int8-static", "int8-static-affine"])
 def test_a_layer_that_is_called_twice_before_backward(recipe, learn_scale):
