@@ -1,9 +1,14 @@
-"""Folders of a source checkout that are subpackages once installed: ``kernels/`` and ``bench/`` stand at its top."""
+"""Folders of a source checkout that are subpackages once installed: ``kernels/`` and ``bench/`` stand at its top.
+
+They have no ``__init__.py``. If the checkout is on ``sys.path``, a folder with one would hide an installed package of
+the same name, such as Hugging Face's ``kernels``.
+"""
 
 from __future__ import annotations
 
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
 
 __all__ = ["adopt"]
@@ -14,8 +19,7 @@ def adopt(name: str) -> None:
     root, full = Path(__file__).parents[1], f"lowbit.{name}"
     if full in sys.modules or not (root / "setup.py").is_file() or not (root / name).is_dir():
         return
-    found = spec_from_file_location(full, root / name / "__init__.py", submodule_search_locations=[str(root / name)])
-    assert found is not None and found.loader is not None
-    sys.modules[full] = module = module_from_spec(found)
-    found.loader.exec_module(module)
+    spec = ModuleSpec(full, None, is_package=True)
+    spec.submodule_search_locations = [str(root / name)]
+    sys.modules[full] = module = module_from_spec(spec)
     setattr(sys.modules["lowbit"], name, module)

@@ -52,6 +52,21 @@ def test_a_build_without_native_code_leaves_none_of_an_earlier_one(tmp_path, env
     assert "pip install --force-reinstall --no-deps --no-cache-dir ." in record["notice"]
 
 
+def test_wheels_and_sdists_have_the_folders_beside_the_package(tmp_path):
+    """These are packages without ``__init__.py``, which no search finds."""
+    pytest.importorskip("setuptools")
+    base = tmp_path / "base"
+    base.mkdir()
+    commands = ["egg_info", f"--egg-base={base}", "build_py", f"--build-lib={tmp_path / 'lib'}"]
+    done = subprocess.run([sys.executable, "setup.py", "-q", *commands], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    (sources,) = base.rglob("SOURCES.txt")
+    for name in ("kernels", "bench"):
+        files = {path.name for path in (ROOT / name).glob("*.py")}
+        assert files and {path.name for path in (tmp_path / "lib/lowbit" / name).glob("*.py")} == files
+        assert {f"{name}/{file}" for file in files} <= set(sources.read_text().splitlines())
+
+
 USED = """
 import torch
 import lowbit as lb

@@ -244,6 +244,35 @@ def test_a_copy_that_was_never_installed_uses_its_own_kernels(tmp_path, kernels)
         assert "lowbit.kernels is missing; install lowbit" in reason or (kernels and reason == "None")
 
 
+HIDDEN = """
+import {name}, {name}.layer
+print({name}.get_kernel())
+from lowbit.checkout import adopt
+adopt("{name}")
+import lowbit.{name}.{module}
+print(lowbit.{name}.{module}.__file__)
+import {name}
+print({name}.get_kernel())
+"""
+
+
+@pytest.mark.parametrize("checkout_first", [True, False])
+@pytest.mark.parametrize(("name", "module"), [("kernels", "spec"), ("bench", "report")])
+def test_folders_of_a_checkout_hide_no_installed_package(tmp_path, name, module, checkout_first):
+    package, elsewhere = tmp_path / "site" / name, tmp_path / "elsewhere"
+    package.mkdir(parents=True)
+    elsewhere.mkdir()
+    (package / "__init__.py").write_text("def get_kernel(): return 'theirs'\n")
+    (package / "layer.py").write_text("")
+    places = [str(ROOT), str(tmp_path / "site")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places if checkout_first else places[::-1])}
+    command = [sys.executable, "-c", HIDDEN.format(name=name, module=module)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, cwd=elsewhere)
+    assert done.returncode == 0, done.stderr
+    theirs, ours, again = done.stdout.splitlines()
+    assert theirs == again == "theirs" and Path(ours) == ROOT / name / f"{module}.py"
+
+
 def test_the_version_stands_in_one_place():
     version = re.search(r'"([^"]+)"', (PACKAGE / "_version.py").read_text().split("__version__")[1]).group(1)
     for path in [*modules(), ROOT / "setup.py", ROOT / "pyproject.toml", ROOT / "CMakeLists.txt"]:
