@@ -37,6 +37,7 @@ class Suite(str, Enum):
     memory_kit = "memory-kit"
     training = "training"
     memory = "memory"
+    estimates = "estimates"
     generation = "generation"
     techniques = "techniques"
     fit = "fit"
@@ -52,7 +53,8 @@ def bench(
         typer.Argument(
             help="Every op; a sentence encoder end to end; shapes that no vector divides; products of other shapes and "
             "formats; codecs in the caches and what a call costs; convolutions; optimizers; mixed precision; "
-            "losses and attention without their largest tensor; what an estimate of memory is worth; plans for "
+            "losses and attention without their largest tensor; what an estimate of memory is worth, "
+            "on real models and op by op; plans for "
             "generation with a real model; each technique of saving memory; plans within a budget; bytes and time of "
             "training in each recipe; where that ends, with paired seeds; gradients in few bits on two processes; the "
             "kernels that would serve a GPU, compiled without one; how long the host takes for a layer there; "

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from lowbit.memory.measure import counting
-from lowbit.memory.runnable import FAILURES, MOST, Call, Kept, Made, directory, made, setting, within
+from lowbit.memory.runnable import FAILURES, MOST, Call, Kept, Made, directory, fewer_rows, made, setting, within
 
 __all__ = ["Footprint", "Footprints", "footprints"]
 
@@ -66,18 +66,31 @@ class Footprints:
         return {call: found for call in wanted if (found := self._known.get(call)) is not None}
 
     def _measure(self, calls: list[Call]) -> None:
-        parts = [within(call, MOST) for call in calls]
+        parts = [_within(call) for call in calls]
         # Gradients are on, as in a forward: some ops make their workspace only then. No tensor asks for one.
         with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
             found = _run([part if part.bytes <= MOST else None for part, _ in parts], self.device)
         for call, (_, share), footprint in zip(calls, parts, found, strict=True):
-            if footprint is not None and share == 1.0:
-                self._kept.put(call, footprint)
-            elif footprint is not None:
-                footprint = Footprint(int(footprint.scratch * share), ())
-                self._kept.put(call, footprint)
-            self._known[call] = footprint
+            whole = None if footprint is None else _whole(footprint, share, call)
+            self._known[call] = whole
+            if whole is not None:
+                self._kept.put(call, whole)
         self._kept.save()
+
+
+def _within(call: Call) -> tuple[Call, float]:
+    """A part of the call that can be run, and how many times as much the whole one allocates."""
+    part, share = within(call, MOST)
+    return (part, share) if part.bytes <= MOST else fewer_rows(call, MOST)
+
+
+def _whole(part: Footprint, share: float, call: Call) -> Footprint | None:
+    """The footprint of a call of which a part was run; None if its results do not grow with the part."""
+    if share == 1.0:
+        return part
+    if abs(sum(part.results) * share - call.results) > 0.02 * call.results:
+        return None
+    return Footprint(int(part.scratch * share), ())
 
 
 def _run(calls: list[Call | None], device: torch.device) -> list[Footprint | None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -20,22 +20,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from lowbit._version import __version__
 from lowbit.files import read_json, write_json
 from lowbit.machine import cpu_name
+from lowbit.memory import heap
 from lowbit.models.ties import storage
 
 __all__ = [
-    "FAILURES",
-    "MOST",
-    "Call",
-    "Kept",
-    "Like",
-    "Made",
-    "call_of",
-    "directory",
-    "made",
-    "setting",
-    "sources_of",
-    "within",
-]
+    "FAILURES", "MOST", "Call", "Kept", "Like", "Made", "call_of", "directory", "fewer_rows", "made", "setting",
+    "sources_of", "within",
+]  # fmt: skip
 
 #: The most bytes of the tensors of a call that is run, results included: a model may be far larger than the machine.
 MOST = 1 << 29
@@ -211,6 +202,36 @@ def within(call: Call, most: int) -> tuple[Call, float]:
     return call, 1.0
 
 
+def fewer_rows(call: Call, most: int) -> tuple[Call, float]:
+    """A call of the first rows of its tensors, with at most so many bytes, and how many times as much the whole has.
+
+    Rows are those of its largest tensor: every tensor with as many is cut, and every list of sizes that begins so. A
+    result that does not shrink with them shows that the op does otherwise.
+    """
+    largest = max((leaf for leaf in call.leaves if isinstance(leaf, Like)), key=Like.bytes, default=None)
+    rows = count = largest.shape[0] if largest is not None and largest.shape else 1
+    args, kwargs = tree_unflatten(list(call.leaves), call.tree)
+    while count > 1:
+        count = -(-count // 2)
+        leaves, tree = tree_flatten(_first_rows((args, kwargs), rows, count))
+        part = Call(call.op, tuple(leaves), tree, call.results * count // rows)
+        if part.bytes <= most:
+            return part, rows / count
+    return call, 1.0
+
+
+def _first_rows(value: Any, rows: int, count: int) -> Any:
+    if isinstance(value, Like):
+        return replace(value, shape=(count, *value.shape[1:])) if value.shape[:1] == (rows,) else value
+    if isinstance(value, dict):
+        return {name: _first_rows(item, rows, count) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        cut = [_first_rows(item, rows, count) for item in value]
+        sizes = isinstance(value, list) and len(value) > 1 and all(isinstance(item, int) for item in value)
+        return type(value)([count, *cut[1:]] if sizes and value[0] == rows else cut)
+    return value
+
+
 def _cut(value: Any, whole: int, count: int) -> Any:
     """The first ``count`` of each list of ``whole``, of tensors and of the numbers that go with them."""
     if isinstance(value, Like):
@@ -266,6 +287,7 @@ def setting(device: torch.device) -> str:
     decides = (
         kind, os.cpu_count(), torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), torch.__version__,
         torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(), __version__, *settings,
+        *(["freed memory goes back"] if heap.returns_freed() else []),
     )  # fmt: skip
     return " ".join(map(str, decides))
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import sys
 
 import torch
+
+from lowbit.memory.heap import trim
 
 __all__ = ["ran_out", "reclaim"]
 
@@ -30,6 +30,4 @@ def reclaim() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:  # musl has none
-        trim(0)
+    trim()

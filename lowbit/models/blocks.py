@@ -26,7 +26,7 @@ def stacks(model: nn.Module) -> list[list[nn.Module]]:
     whole, whatever their classes: hybrids have layers of several. Of other lists, such as a ``Sequential`` that begins
     with an embedding, the repeated modules are the stack.
 
-    Lists of single layers count where they hold more parameters than all stacks do: then the largest is the answer.
+    Lists of single layers count if there is no stack, or if they hold more parameters: then the largest is the answer.
 
     Args:
         model: the model, or a part of one.
@@ -49,7 +49,7 @@ def stacks(model: nn.Module) -> list[list[nn.Module]]:
             layers.append(list(module))
     largest = max(layers, key=_size, default=[])
     single = not any(isinstance(layer, nn.Embedding | nn.EmbeddingBag) for layer in largest) or not found
-    return [largest] if largest and single and _size(largest) > sum(map(_size, found)) else found
+    return [largest] if largest and single and (not found or _size(largest) > sum(map(_size, found))) else found
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

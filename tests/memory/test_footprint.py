@@ -114,6 +114,25 @@ def test_what_an_op_refuses_and_what_is_too_large_is_left_out(measured, monkeypa
     assert measured.of([call_of(torch.ops.aten.mm.default, (x, x), {}, x)]) == {}
 
 
+@pytest.mark.parametrize(
+    ("op", "given"),
+    [
+        (torch.ops.aten._log_softmax.default, lambda x: (x[:, :-1], -1, False)),
+        (torch.ops.aten.native_layer_norm.default, lambda x: (x[:, :-1], [x.shape[-1]], None, None, 1e-5)),
+        (torch.ops.aten.slice_backward.default, lambda x: (x[:, :-1], list(x.shape), 1, 0, -1, 1)),
+        (torch.ops.aten.convolution.default, lambda x: (x.reshape(len(x), 16, 16, -1), torch.ones(8, 16, 3, 3), None,
+                                                        [1, 1], [1, 1], [1, 1], False, [0, 0], 1)),
+    ],
+)  # fmt: skip
+def test_of_an_op_that_is_too_large_some_rows_are_run(op, given, measured, tmp_path, monkeypatch):
+    args = given(torch.rand(16, 64, 512))
+    large = call_of(op, args, {}, op(*args))
+    whole = measured.of([large])[large]
+    monkeypatch.setattr(footprint, "MOST", large.bytes // 3)
+    part = Footprints(CPU, tmp_path / "other.json").of([large])[large]
+    assert part.scratch == pytest.approx(whole.scratch, rel=0.05)
+
+
 def test_of_a_model_on_meta_nothing_is_run_and_the_estimate_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("LOWBIT_CACHE", str(tmp_path))
     footprint._footprints.cache_clear()

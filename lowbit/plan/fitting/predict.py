@@ -130,6 +130,11 @@ class Predictor:
         if self.is_recorded is None:
             self.is_recorded = is_mean_of_cross_entropies(value)
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the model trains in the process' own memory."""
+        return self._device.type == "cpu"
+
     def counts(self) -> list[int]:
         """The numbers of parts that a batch may be taken in: powers of two, and three times these."""
         if not self._splits:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lowbit.convert.select import check_model
 from lowbit.distributed.ways import WAYS
+from lowbit.memory import heap
 from lowbit.memory.fake import outlined
 from lowbit.models.batches import given
 from lowbit.plan.fitting.adapt import TRIES
@@ -197,6 +198,8 @@ def fits(
     progress("plain training", 0, 1)
     plain = predictor.whole(Settings(gpus=group.gpus))
     for limit in [budget.of(plain.peak_bytes) for budget in asked]:
+        if heap.is_scarce(limit, plain.peak_bytes) and predictor.on_cpu:
+            heap.return_freed()  # as it will be while the plan runs: ops are timed with the page faults that it costs
         for tried in _tried(choices, group.gpus):
             search = _Search(predictor, tried, limit, group, most, progress, asked=bool(keep or no))
             chosen = search.fastest()
