@@ -123,11 +123,11 @@ def _signs(node: Any, name: str) -> list[bool] | None:
         if all(operand is not None for operand in operands[:2]) and len(operands) > 1:
             return None  # a product of two things that need gradients
         if name == "Mul":
-            sign = _sign(node._saved_other if operands[0] is not None else node._saved_self)
+            sign = _sign(getattr(node, "_saved_other" if operands[0] is not None else "_saved_self", None))
             return None if sign is None else [sign] * len(operands)
         return [False] * len(operands) if operands[0] is not None else None  # by a count
     if name in ("Add", "Sub"):
-        alpha = _sign(node._saved_alpha)
+        alpha = _sign(getattr(node, "_saved_alpha", 1))
         return (
             None
             if alpha is None
@@ -143,7 +143,7 @@ def _sign(weight: Any) -> bool | None:
             return None
         with _disable_current_modes():  # within an estimate it is a real number still
             weight = weight.item()
-    return bool(weight < 0)
+    return None if weight is None else bool(weight < 0)
 
 
 def _depend_on_others(entropies: list[Any]) -> bool:

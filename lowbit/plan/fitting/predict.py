@@ -36,7 +36,7 @@ __all__ = ["Prediction", "Predictor"]
 
 
 #: The least rows by which precisions are compared, where a batch has as many and may be taken in parts.
-_COMPARED_ROWS = 8
+_COMPARED_ROWS = 4
 
 #: The fields of a ``BlockTable`` that are seconds.
 _TIMES = frozenset({"seconds", "recomputation"})
