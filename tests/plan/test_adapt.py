@@ -333,7 +333,7 @@ def predicted(settings: Settings) -> list[Prediction]:
     for index, (policy, away) in enumerate(product((None, "save_matmuls", "block"), (False, True))):
         for micro in (1, 2, 4, 8):
             one = replace(settings, checkpoint=policy, offload_states=away, micro=micro)
-            found.append(Prediction(one, 1000 - 100 * index - 10 * micro, 1.0 + index + micro / 10))
+            found.append(Prediction(one, 1000 * (1000 - 100 * index - 10 * micro), 1.0 + index + micro / 10))
     return [*found, Prediction(replace(settings, bits=8 if settings.bits == 32 else 32), 1, 0.1)]
 
 
@@ -351,7 +351,7 @@ def test_ten_budgets_lose_no_step_and_no_bit(case, tmp_path):
     losses, after = [plain.step(batch) for _ in range(10)], remembered(plain)
     seeded(9)
     for step, loss in enumerate(losses):
-        budget = (1000, 900, 500, 990, 650, 590, 800, 1200, 495, 700)[step]
+        budget = 1000 * (1000, 900, 500, 990, 650, 590, 800, 1200, 495, 700)[step]
         fit = [one for one in run._predictions if one.peak_bytes <= budget and one.settings.bits == settings.bits]
         assert run.refit(budget).settings == min(fit, key=lambda one: one.seconds).settings == run.settings
         taken.add(run.settings)
@@ -362,9 +362,9 @@ def test_ten_budgets_lose_no_step_and_no_bit(case, tmp_path):
 
 def test_other_parts_leave_losses_close(tmp_path):
     plain, run = made("plain", Settings()), made("plain", Settings(), tmp_path)
-    run._predictions, run._plain = predicted(Settings()), 990
+    run._predictions, run._plain = predicted(Settings()), 990_000
     run._whole = lambda batch: lambda one: one  # what is predicted is made up
-    for budget, micro in (("100%", 1), ("99%", 2), (965, 4), (925, 8), ("100%", 1)):
+    for budget, micro in (("100%", 1), ("99%", 2), (965_000, 4), (925_000, 8), ("100%", 1)):
         run.refit(budget)
         assert run.settings.micro == micro and run.step(ROWS) == pytest.approx(plain.step(ROWS), rel=1e-5)
 
