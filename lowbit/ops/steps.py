@@ -14,7 +14,7 @@ from torch import Tensor
 from lowbit.calls import fill
 from lowbit.ops.optim import REPLACED, OptimizerStep
 
-__all__ = ["SCHEMA", "OptimizerSteps", "each", "replaced", "step_"]
+__all__ = ["SCHEMA", "OptimizerSteps", "each", "step_"]
 
 #: The arguments as a torch schema has them.
 SCHEMA = (
@@ -50,12 +50,6 @@ class OptimizerSteps(NamedTuple):
     param_rounding: str
     rng: Tensor | None
     look: int
-
-
-def replaced(call: OptimizerSteps) -> tuple[Tensor, ...]:
-    """The tensors that the steps replace."""
-    lists = (call.params, call.masters, call.first, call.first_scale, call.second, call.second_scale)
-    return tuple([tensor for tensors in lists for tensor in tensors])
 
 
 def each(call: OptimizerSteps) -> Iterator[OptimizerStep]:

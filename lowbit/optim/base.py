@@ -5,7 +5,9 @@ A subclass names the rules of lowbit/ops/optim.py that it steps by, and computes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import islice
 from typing import Any, overload
 
 import torch
@@ -15,7 +17,8 @@ from lowbit.autograd import uncompiled
 from lowbit.backends import steps
 from lowbit.ops.optim import MASTERS, RULES
 from lowbit.optim import load, masters, watch
-from lowbit.optim.shards import Part, gradient, local
+from lowbit.optim.roster import Roster, Turn, held
+from lowbit.optim.shards import Part, local
 from lowbit.optim.states import FEW, Storage, find, is_aligned, zeros
 from lowbit.optim.step import Plan, Work, advance, advance_joined, advance_listed
 from lowbit.rounding import Rounding
@@ -96,6 +99,7 @@ class Optimizer(torch.optim.Optimizer):
         self._watch = watch.Watch(type(self).__name__)
         self._places: dict[Tensor, int] = {}
         self._plans: dict[Tensor, tuple[tuple[Any, ...], Plan]] = {}
+        self._rosters: dict[int, Roster] = {}  # by the group's id
         super().__init__(params, {**defaults, **own})
 
     # -- what a subclass says ------------------------------------------------------------------------------------
@@ -199,7 +203,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def settle(self) -> None:
         """Holds groups to the settings that their states are kept by, where there are states."""
-        self._plans = {}
+        self._plans, self._rosters = {}, {}
         for group in self.param_groups:
             for place, param in enumerate(group["params"]):
                 if self.state.get(param) and "bits" in group:  # not while torch loads another optimizer's groups
@@ -221,57 +225,78 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.advance((group, place) for group in self.param_groups for place in range(len(group["params"])))
+        self._advance([(group, range(len(group["params"]))) for group in self.param_groups])
         if self.in_backward:
             self.stepped = set()
         return loss
 
-    @uncompiled
-    @torch.no_grad()
     def advance(self, places: Iterable[tuple[dict[str, Any], int]]) -> None:
         """One step of those parameters, by their groups and places in them, that have a gradient."""
-        works = self._works(places)
-        if not works:
+        chosen: dict[int, tuple[dict[str, Any], list[int]]] = {}
+        for group, place in places:
+            chosen.setdefault(id(group), (group, []))[1].append(place)
+        self._advance(list(chosen.values()))
+
+    @uncompiled
+    @torch.no_grad()
+    def _advance(self, chosen: Sequence[tuple[dict[str, Any], Sequence[int]]]) -> None:
+        turns = self._turns(chosen)
+        counted = [state["step"] for turn in turns for state in turn.states]
+        if not counted:
             return
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"{type(self).__name__} cannot step while a CUDA graph is captured: learning rate, bias correction and "
-                "random seed are numbers of the host, which replays would repeat; capture forward and backward, and "
-                "step outside of the graph"
-            )
-        counted = [work.state["step"] for work in works]
         torch._foreach_add_(counted, 1)
-        settings: dict[Any, tuple[Tensor, tuple[float, ...]]] = {}
-        listed: dict[Any, list[Work]] = {}
+        numbers = iter(_numbers(counted))
+        for turn in turns:
+            steps = list(islice(numbers, len(turn.params)))
+            self._advance_alone(turn, steps)
+            self._advance_listed(turn, steps)
+            for param, step in zip(turn.params, steps, strict=True):
+                if step == 1:
+                    masters.forget(param)
+
+    def _advance_alone(self, turn: Turn, steps: Sequence[int]) -> None:
+        """Those that no list takes: each by itself, or small ones joined."""
         joined: dict[Any, list[Work]] = {}
-        for work, step in zip(works, _numbers(counted), strict=True):
-            plan, param = work.plan, work.param
-            work.step = step
-            key = (id(work.group), plan.rule, step, param.device)
-            known = settings.get(key)
-            if known is None:
-                rng = torch.tensor([work.group["seed"], step], device=param.device)
-                known = settings[key] = rng, self.factors(work.group, plan.rule, step)
-            work.rng, factors = known
-            if self._is_listed(work):
-                alike = key, param.dtype, plan.kinds, "master" in work.state
-                listed.setdefault(alike, []).append(work)
-            elif self._is_small(work):
-                joined.setdefault((key, work.param.dtype, work.grad.dtype), []).append(work)
+        settled = self._settled(turn.group)
+        for i in [i for i, kind in enumerate(turn.kinds) if kind is None]:
+            plan, mine = turn.plans[i], turn.mine[i]
+            key = plan.rule, steps[i], mine.device
+            rng, factors = settled(*key)
+            work = turn.work(i, steps[i], rng)
+            if self._is_small(work):
+                joined.setdefault((key, mine.dtype, work.grad.dtype), []).append(work)
             else:
                 with self._watch.moving([work]):
                     self.apply(work, factors)
                 self._watch.finite(work)
-        for (key, *_), many in listed.items():
-            with self._watch.moving(many):
-                finite = advance_listed(many, settings[key][1], self._watch.looks_up_to(many[0]))
-            self._watch.finite_listed(many, finite)
         for (key, *_), small in joined.items():
-            moments = advance_joined(small, settings[key][1])
+            moments = advance_joined(small, settled(*key)[1])
             self._watch.finite_joined(small, moments)
-        for work in works:
-            if work.step == 1:
-                masters.forget(work.source)
+
+    def _advance_listed(self, turn: Turn, steps: Sequence[int]) -> None:
+        """Those that step in one op with all that are like them."""
+        settled = self._settled(turn.group)
+        for (_, step, _), members in turn.alike(steps).items():
+            plan, device = turn.plans[members[0]], turn.mine[members[0]].device
+            rng, factors = settled(plan.rule, step, device)
+            first = turn.work(members[0], step, rng)
+            looked = [turn.work(i, step, rng) for i in members] if self._watch.looks_at(first) else []
+            with self._watch.moving(looked):
+                columns, places = turn.columns(members), turn.places(members)
+                finite = advance_listed(first, columns, places, factors, self._watch.looks_up_to(first))
+            if not finite.all():
+                for i, one in zip(members, finite.tolist(), strict=True):
+                    if not one:
+                        self._watch.finite(turn.work(i, step, rng))
+
+    def _settled(self, group: dict[str, Any]) -> Callable[..., tuple[Tensor, tuple[float, ...]]]:
+        """``f(rule, step, device)``: the random seed and the rule's factors, made once for all parameters."""
+
+        @cache
+        def settled(rule: str, step: int, device: torch.device) -> tuple[Tensor, tuple[float, ...]]:
+            return torch.tensor([group["seed"], step], device=device), self.factors(group, rule, step)
+
+        return settled
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -285,24 +310,48 @@ class Optimizer(torch.optim.Optimizer):
                         self.state[param] = self._init_state(group, param, self._plan(group, place, param))
                     masters.forget(param)
 
-    def _works(self, places: Iterable[tuple[dict[str, Any], int]]) -> list[Work]:
+    def _turns(self, chosen: Sequence[tuple[dict[str, Any], Sequence[int]]]) -> list[Turn]:
         """What a step is to do; raises before anything has changed."""
-        works, begun = [], {}
-        for group, place in places:
-            param = group["params"][place]
-            if param.grad is None or not param.numel():
+        turns: list[Turn] = []
+        begun: dict[Tensor, dict[str, Any]] = {}
+        for group, places in chosen:
+            given = group["params"]
+            now = [i for i in places if given[i].grad is not None and given[i].numel()]
+            params = [given[i] for i in now]
+            grads = [param.grad for param in params]
+            for i, grad in zip(now, grads, strict=True):
+                if grad.layout is not torch.strided:
+                    self._refuse_sparse(grad, self.name_of(group, i))
+            if not params:
                 continue
-            if param.grad.layout is not torch.strided:
-                self._refuse_sparse(param.grad, self.name_of(group, place))
-            plan = self._plan(group, place, param)
-            state = self.state.get(param)
-            if not state:
-                begun[param] = state = self._init_state(group, param, plan)
-            plain = plan.part.mesh is None
-            mine, grad = (param.detach(), param.grad) if plain else (local(param), gradient(param))
-            works.append(Work(plan, param, mine, grad.neg() if group["maximize"] else grad, state, group))
+            roster = self._roster(group, now, params)
+            states: list[Any] = list(map(self.state.get, params))
+            for i, (param, state) in enumerate(zip(params, states, strict=True)):
+                if not state:
+                    begun[param] = states[i] = self._init_state(group, param, roster.plans[i])
+            turns.append(Turn.of(group, roster, grads, states))
+        if turns and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{type(self).__name__} cannot step while a CUDA graph is captured: learning rate, bias correction and "
+                "random seed are numbers of the host, which replays would repeat; capture forward and backward, and "
+                "step outside of the graph"
+            )
         self.state.update(begun)
-        return works
+        return turns
+
+    def _roster(self, group: dict[str, Any], places: list[int], params: list[Tensor]) -> Roster:
+        """The one of the group's last step, unless what it holds by has changed."""
+        mine, rules = held(params), [self.rule(group, param) for param in params]
+        facts = Roster.facts_of(group, params, mine, rules)
+        known = self._rosters.get(id(group))
+        if known is None or not known.holds(params, facts):
+            plans = [self._plan(group, place, param) for place, param in zip(places, params, strict=True)]
+            kinds = [
+                (plan.rule, part.dtype, plan.kinds) if self._is_listed(plan, part) else None
+                for plan, part in zip(plans, mine, strict=True)
+            ]
+            known = self._rosters[id(group)] = Roster(params, facts, plans, kinds)
+        return known
 
     def _plan(self, group: dict[str, Any], place: int, param: Tensor) -> Plan:
         """Made once, unless the group's settings change. Raises ValueError where states are kept otherwise by now."""
@@ -377,13 +426,12 @@ class Optimizer(torch.optim.Optimizer):
             state["master"] = plan.part.tensor(masters.first(group["master"], param, plan.part), param.shape)
         return state
 
-    def _is_listed(self, work: Work) -> bool:
+    def _is_listed(self, plan: Plan, param: Tensor) -> bool:
         """Whether one C++ call steps this parameter and others like it."""
-        param = work.param
         return (
             param.device.type == "cpu"
-            and work.plan.aligned
-            and work.plan.rule not in self.ONE_BY_ONE
+            and plan.aligned
+            and plan.rule not in self.ONE_BY_ONE
             and param.is_contiguous()
             and param.numel() > 0
             and steps.is_native()

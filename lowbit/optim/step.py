@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from lowbit.calls import call
 from lowbit.functional.quantize import quantize
 from lowbit.ops.optim import OptimizerStep
-from lowbit.ops.steps import OptimizerSteps, replaced, step_
+from lowbit.ops.steps import OptimizerSteps, step_
 from lowbit.optim.shards import Part, local
 from lowbit.optim.states import Storage, Stored
 
@@ -136,24 +135,19 @@ def advance_joined(works: Sequence[Work], factors: Sequence[float]) -> list[Tens
     return moments
 
 
-def advance_listed(works: Sequence[Work], factors: Sequence[float], look: int) -> Tensor:
+def advance_listed(
+    first: Work, columns: Sequence[Sequence[Tensor]], places: Sequence[int], factors: Sequence[float], look: int
+) -> Tensor:
     """The same of parameters of one group, dtype and kind of states and masters, no block of which lies in several
-    parts: in one op, which says of which all states are finite (``OptimizerSteps``).
+    parts: in one op, which says of which all states are finite (``OptimizerSteps``, which begins with ``columns``).
     """
-    first = works[0]
-    plan, lists = first.plan, [[work.param for work in works], [work.grad for work in works]]
-    lists.append([work.local("master") for work in works] if "master" in first.state else [])
-    for name in plan.moments:
-        for part in (name, f"{name}_scale"):
-            lists.append([work.local(part) for work in works] if part in first.state else [])
-    lists += [[]] * (7 - len(lists))
+    plan = first.plan
     rounding, weights = _roundings(first, plan.kinds)
-    places = list(chain.from_iterable([work.plan.place for work in works]))
     rng = first.rng if "stochastic" in (rounding, weights) else None
     kinds = (*plan.kinds, "fp32", "fp32")[:2]
-    given = OptimizerSteps._make((*lists, places, plan.rule, factors, *kinds, rounding, weights, rng, look))
+    given = OptimizerSteps._make((*columns, places, plan.rule, factors, *kinds, rounding, weights, rng, look))
     finite: Tensor = call("optimizer_steps_", *given)
-    torch.autograd.graph.increment_version(replaced(given))
+    torch.autograd.graph.increment_version(given.params)  # no graph has states
     return finite
 
 

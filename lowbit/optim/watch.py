@@ -79,13 +79,6 @@ class Watch:
                 )  # fmt: skip
                 return
 
-    def finite_listed(self, works: Sequence[Work], finite: Tensor) -> None:
-        """The same by what ``OptimizerSteps`` answers."""
-        if not finite.all():
-            for work, one in zip(works, finite.tolist(), strict=True):
-                if not one:
-                    self.finite(work)
-
     def finite_joined(self, works: Sequence[Work], moments: Sequence[Tensor]) -> None:
         """The same of parameters that have stepped together, each of which is asked only where one is at fault."""
         looked = works[0].param.device.type == "cpu" or _sparse(works[0])

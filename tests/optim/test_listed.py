@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def give_gradients(params: list[nn.Parameter], step: int, without: tuple[int, ..
 
 def one_by_one(optimizer: lb.optim.Optimizer, monkeypatch: pytest.MonkeyPatch) -> lb.optim.Optimizer:
     """The optimizer with a step of ``optimizer_step`` for each parameter."""
-    monkeypatch.setattr(optimizer, "_is_listed", lambda work: False)
+    monkeypatch.setattr(optimizer, "_is_listed", lambda plan, param: False)
     monkeypatch.setattr(optimizer, "_is_small", lambda work: False)
     return optimizer
 
@@ -122,6 +123,62 @@ def test_what_changes_between_steps_is_seen(bits, monkeypatch):
                 group["maximize"] = True
             optimizer.step()
         assert_same(many, single, f"step {step}")
+
+
+def test_parameters_and_counters_that_change_between_steps_are_seen(monkeypatch):
+    """More parameters, others in place of some, another layout and dtype of one, counts of steps that differ."""
+    many, single = (lb.optim.AdamW8bit(parameters(), seed=5, master="fp32") for _ in range(2))
+    one_by_one(single, monkeypatch)
+    for step in range(1, 8):
+        for optimizer in (many, single):
+            group = optimizer.param_groups[0]
+            params = group["params"]
+            if step == 2:
+                optimizer.add_param_group({"params": parameters(torch.bfloat16), "lr": 0.1})
+            if step == 3:
+                params[4].data = params[4].detach().t()
+            if step == 4:
+                optimizer.state[params[3]]["step"].fill_(1000)
+                optimizer.state[params[4]]["step"] = torch.tensor(7.0)
+            if step == 5:
+                params[2].requires_grad_(False)
+            if step == 6:
+                optimizer.state.pop(params[7])
+            if step == 7:
+                params.reverse()
+            for group in optimizer.param_groups:
+                give_gradients(group["params"], step, without=(2,) if step in (5, 6) else ())
+            optimizer.step()
+        assert_same(many, single, f"step {step}")
+
+
+def test_the_dtype_of_a_parameter_that_has_stepped_stays():
+    optimizer = lb.optim.AdamW8bit(parameters())
+    params = optimizer.param_groups[0]["params"]
+    for step in (1, 2):
+        give_gradients(params, step)
+        optimizer.step()
+    params[3].grad, params[3].data = None, params[3].detach().bfloat16()
+    give_gradients(params, 3)
+    before = [param.detach().clone() for param in params]
+    with pytest.raises(ValueError, match="has stepped with rule, bits, master and dtype"):
+        optimizer.step()
+    for param, old in zip(params, before, strict=True):
+        assert_same_bits(param.detach(), old, "nothing has changed")
+
+
+def test_memory_of_what_is_replaced_is_freed_at_once():
+    """What is known of parameters from step to step holds neither their numbers, nor gradients, nor states."""
+    optimizer = lb.optim.AdamW8bit(parameters())
+    params = optimizer.param_groups[0]["params"]
+    give_gradients(params, 1)
+    optimizer.step()
+    param = params[4]
+    kept = [weakref.ref(x.untyped_storage()) for x in (param, param.grad, optimizer.state[param]["exp_avg"])]
+    assert all(storage() is not None for storage in kept)
+    param.data, param.grad = torch.zeros_like(param), None
+    optimizer.state[param]["exp_avg"] = optimizer.state[param]["exp_avg"].clone()
+    assert [storage() for storage in kept] == [None] * 3
 
 
 def test_parameters_that_share_memory_step_in_turns(monkeypatch):
