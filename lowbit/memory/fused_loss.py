@@ -21,12 +21,23 @@ from lowbit.convert.report import Report
 from lowbit.convert.select import check_model
 from lowbit.memory.fake import answer_without_data
 from lowbit.memory.loss import linear_cross_entropy
-from lowbit.nn.base import full_name, unwrap_forwards, wrap_forward, wrapped_forward
+from lowbit.nn.base import WrappedForward, full_name, unwrap_forwards, wrap_forward, wrapped_forward
 
-__all__ = ["answers_without_logits", "can_fuse_loss", "fuse_loss_", "has_causal_loss", "unfuse_loss_"]
+__all__ = [
+    "answers_without_logits",
+    "can_fuse_loss",
+    "fuse_loss_",
+    "fusing_libraries",
+    "has_causal_loss",
+    "unfuse_loss_",
+]
 
 #: The entry of a config by which a model caps its logits before the loss.
 _SOFTCAP = "final_logit_softcapping"
+
+#: Packages whose forward, in place of a model's own, computes the loss without logits. The trainers of trl (from 1.16)
+#: put theirs on the model.
+_FUSING = ("trl", "liger_kernel", "unsloth", "cut_cross_entropy")
 
 
 def fuse_loss_(model: nn.Module) -> Report:
@@ -39,13 +50,20 @@ def fuse_loss_(model: nn.Module) -> Report:
 
     Calls of a model with a soft cap wait for each other, since its config is another one meanwhile.
     Raises TypeError for what is no module; ValueError, with the model untouched, where there is no such model, its loss
-    is another, its last layer is no plain ``nn.Linear``, and where that is done already. The forward raises ValueError
+    is another, its last layer is no plain ``nn.Linear``, and where that is done already, by this function or by the
+    forward of another library (trl's trainers, Liger). The forward raises ValueError
     where the model changes its logits before the loss (a scale; the soft cap of Gemma and a cast to fp32 are served),
     and where the last layer has been replaced or sharded since. ``unfuse_loss_`` is the way back.
     """
     check_model(model)
     if _is_fused(model):
         raise ValueError("memory.fuse_loss_: the loss is fused already; call lowbit.memory.unfuse_loss_ first")
+    libraries = fusing_libraries(model)
+    if libraries:
+        raise ValueError(
+            f"memory.fuse_loss_: expected a model with a forward of its own, got one whose forward is that of "
+            f"{', '.join(libraries)}, which computes the loss without logits already; leave fuse_loss_ out"
+        )
     found, reasons = _found(model)
     if not found:
         raise ValueError(
@@ -87,7 +105,7 @@ def has_causal_loss(model: nn.Module) -> bool:
 
 def can_fuse_loss(model: nn.Module) -> bool:
     """Whether ``fuse_loss_`` takes ``model``."""
-    return not _is_fused(model) and bool(_found(model)[0])
+    return not _is_fused(model) and not fusing_libraries(model) and bool(_found(model)[0])
 
 
 def answers_without_logits(model: nn.Module, batch: Any) -> bool:
@@ -96,6 +114,30 @@ def answers_without_logits(model: nn.Module, batch: Any) -> bool:
         return False
     answer = answer_without_data(model, fuse_loss_, batch)
     return answer is not None and getattr(answer, "logits", answer) is None
+
+
+def fusing_libraries(model: nn.Module) -> list[str]:
+    """The libraries whose forwards compute the loss of causal language models inside without logits already."""
+    modeling: Any = sys.modules.get("transformers.modeling_utils")
+    models = model.modules() if modeling is not None else ()
+    found = {_fuses(module) for module in models if isinstance(module, modeling.PreTrainedModel)}
+    return sorted(library for library in found if library is not None)
+
+
+def _fuses(causal: nn.Module) -> str | None:
+    """Which of ``_FUSING`` has made a forward that a call of ``causal`` runs."""
+    for forward in (vars(causal).get("forward"), type(causal).forward):
+        while forward is not None:
+            if isinstance(forward, WrappedForward):
+                forward = forward.own
+                continue
+            # Decorators copy the module's name from the function that they wrap; its globals they cannot.
+            function = getattr(forward, "__func__", forward)
+            library = str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0]
+            if library in _FUSING:
+                return library
+            forward = getattr(function, "__wrapped__", None)
+    return None
 
 
 def _is_fused(model: nn.Module) -> bool:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from lowbit import memory, optim
 from lowbit.distributed.ways import WAYS, shard_
 from lowbit.memory.block_table import BlockOptions, blocks_of
+from lowbit.memory.fused_loss import fusing_libraries
 from lowbit.models.batches import call
+from lowbit.notice import warn
 from lowbit.processes import processes
 from lowbit.train import compress_activations_, mixed_, prepare_
 
@@ -112,7 +114,11 @@ def prepare_model_(model: nn.Module, settings: Settings) -> None:
     if settings.attention:
         memory.attention_(model)
     if settings.fused_loss:
-        memory.fuse_loss_(model)
+        libraries = fusing_libraries(model)
+        if libraries:
+            warn(f"plan: {', '.join(libraries)} computes the loss of this model without logits; lowbit leaves it so")
+        else:
+            memory.fuse_loss_(model)
     if settings.checkpoint is not None:
         memory.checkpoint_(model, policy_of(model, settings.checkpoint))
     if settings.recipe is not None:

@@ -313,6 +313,46 @@ def test_embeddings_and_experts_are_refused_by_name():
         peft.get_peft_model(model, peft.LoraConfig(target_modules=["embed_tokens"]))
 
 
+# -- evaluation in the middle of training ------------------------------------------------------------------------------
+def evaluate(model: nn.Module) -> None:
+    model.eval()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            model(input_ids=TOKENS, labels=TOKENS)
+        model.generate(input_ids=TOKENS, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    model.train()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpoints"])
+@pytest.mark.parametrize("recipe", [*RECIPES, "int8", "int8-weight-only", "nvfp4", "mxfp4"])
+def test_evaluation_changes_no_bit_of_training(recipe, checkpointed):
+    """Before the first step, between a forward and its backward, and between steps."""
+    model = peft.get_peft_model(llama(recipe), peft.LoraConfig(target_modules="all-linear", r=2)).train()
+    if checkpointed:
+        lb.memory.checkpoint_(model, "block")
+    stir(model, "default")
+    other = copy.deepcopy(model)
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    losses = {}
+    for trained, evaluates in ((model, True), (other, False)):
+        optimizer = lb.optim.AdamW([p for p in trained.parameters() if p.requires_grad], lr=1e-2)
+        losses[evaluates] = []
+        for step in range(3):
+            if evaluates:
+                evaluate(trained)
+            loss = trained(input_ids=TOKENS + step, labels=TOKENS + step).loss
+            if evaluates:
+                evaluate(trained)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[evaluates].append(loss.detach())
+    assert torch.equal(torch.stack(losses[True]), torch.stack(losses[False]))
+    same = dict(other.named_parameters())
+    assert all(torch.equal(p, same[name]) for name, p in model.named_parameters())
+    assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
+
+
 # -- calls of peft and trl, with nothing of lowbit but quantize_ ------------------------------------------------------
 def test_peft_itself_knows_quantized_layers(tmp_path):
     model = llama()
@@ -347,6 +387,24 @@ def test_trl_trains_adapters_on_quantized_layers(tmp_path):
     trainer.train()
     changed = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
     assert len(changed) == 14 and all("lora_B" in name for name in changed), "lora_A has no gradient while B is 0"
+
+
+@pytest.mark.parametrize("fused", ["not", "before", "after"])
+def test_fuse_loss_under_a_trainer_of_trl_that_fuses_the_loss_itself(tmp_path, fused):
+    sft = pytest.importorskip("trl.trainer.sft_trainer")
+    if not hasattr(sft, "add_fused_lm_head"):
+        pytest.skip("this trl does not fuse the loss")
+    model = llama()
+    plain = copy.deepcopy(model).train()
+    if fused == "before":
+        lb.memory.fuse_loss_(model)
+    sft.add_fused_lm_head(model.train())
+    sft.add_fused_lm_head(plain)
+    if fused == "after":
+        with pytest.raises(ValueError, match="whose forward is that of trl"):
+            lb.memory.fuse_loss_(model)
+    batch = {"input_ids": TOKENS, "labels": TOKENS, "fused_lm_head": True}
+    assert torch.equal(model(**batch).loss, plain(**batch).loss)
 
 
 def test_lowbit_imported_before_peft_does_the_same():

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import lowbit as lb
+from lowbit.plan.settings import Settings, prepare_model_
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -226,6 +227,47 @@ def test_adapters_on_the_last_layer_are_refused_whenever_they_come():
     adapted = peft.get_peft_model(model, config)
     with pytest.raises(ValueError, match=r"has become a peft\.\S+Linear; call lowbit\.memory\.unfuse_loss_"):
         adapted(input_ids=IDS, labels=LABELS)
+
+
+#: As trl's trainers put a fused loss on a model: by a function with the names of the model's own.
+FOREIGN = """
+import functools, types
+def add(model):
+    original = model.forward
+    @functools.wraps(type(model).forward)
+    def forward(self, *args, fused_lm_head=False, **kwargs):
+        return original(*args, **kwargs)
+    model.forward = types.MethodType(forward, model)
+"""
+
+
+@pytest.mark.parametrize("library", ["trl.trainer.utils", "liger_kernel.transformers", "unsloth"])
+@pytest.mark.parametrize("around", [None, "offload hook", "autocast"])
+def test_losses_that_another_library_fuses_are_not_fused_again(library, around):
+    model, names = made("llama").float(), {"__name__": library}
+    exec(FOREIGN, names)
+    names["add"](model)
+    if around == "offload hook":
+        hooks = pytest.importorskip("accelerate.hooks")
+        hooks.add_hook_to_module(model, hooks.ModelHook())
+    elif around == "autocast":
+        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    forward = model.forward
+    for inside in (model, nn.Sequential(model)):
+        with pytest.raises(ValueError, match=f"whose forward is that of {library.split('.')[0]}.*leave fuse_loss_ out"):
+            lb.memory.fuse_loss_(inside)
+    assert model.forward == forward
+    with pytest.warns(UserWarning, match="computes the loss of this model without logits"):
+        prepare_model_(model, Settings(fused_loss=True))
+    assert model.forward == forward
+
+
+def test_models_with_hooks_and_wrappers_of_other_libraries_are_fused():
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = made("llama")
+    hooks.add_hook_to_module(model, hooks.ModelHook())
+    lb.memory.fuse_loss_(model)
+    assert trained(model)[0].logits is None
 
 
 def quantized(model):
