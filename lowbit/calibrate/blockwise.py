@@ -291,14 +291,18 @@ class Blockwise:
 
     # -- a layer ------------------------------------------------------------------------------------------------------
     def _replace(self, root: nn.Module, layers: Sequence[Observed]) -> None:
-        """Solve the layers of ``root`` and put quantized ones in their place."""
+        """Solve the layers of ``root`` and put quantized ones in their place. Warns of those that no batch reaches."""
+        unreached = []
         for layer in layers:
             try:
                 if layer.weight_name not in self.found.rows:
+                    if _without_rows(layer) and self.method_for(layer).uses != "nothing":
+                        unreached.append(layer)
                     self._solve(layer)
                 self._choose_input_scales(layer)
             except (ValueError, TypeError) as error:
                 raise type(error)(f"layer {layer.name!r}: {error}") from error
+        _warn_of(unreached)
         self._put(root, layers)
 
     def _put(self, root: nn.Module, layers: Sequence[Observed]) -> None:
@@ -312,10 +316,8 @@ class Blockwise:
 
     def _solve(self, layer: Observed) -> None:
         scheme, method, statistics = layer.recipe.weight, self.method_for(layer), layer.statistics
-        if statistics is not None and not statistics.rows:
+        if _without_rows(layer):
             statistics = None
-            if method.uses != "nothing":
-                warn(f"calibrate: no batch reaches {layer.name}; its weight is chosen without data")
         if statistics is None and method.need != "nothing":
             method = METHODS["search"]
         if statistics is not None and NEEDS.index(statistics.need) < NEEDS.index(method.need):
@@ -344,6 +346,38 @@ class Blockwise:
             )
         observer = self.choice.inputs
         self.found.inputs[layer.name] = ranges.scales(*observer.range(ranges)), observer.name
+
+
+def _without_rows(layer: Observed) -> bool:
+    """Whether the layer's inputs are counted, and there were none."""
+    return layer.statistics is not None and not layer.statistics.rows
+
+
+def _warn_of(unreached: Sequence[Observed]) -> None:
+    """Warn of the layers that no batch reaches: once for all experts of a mixture, and else for each layer."""
+    names: dict[str, list[str]] = {}
+    for layer in unreached:
+        names.setdefault(_mixture(layer.name), []).append(layer.name)
+    for mixture, several in names.items():
+        if len(several) == 1:
+            warn(f"calibrate: no batch reaches {several[0]}; its weight is chosen without data")
+        else:
+            warn(
+                f"calibrate: no batch reaches {len(several)} layers in {mixture}, such as "
+                f"{several[0]}; their weights are chosen without data; give more batches to reach them"
+            )
+
+
+def _mixture(name: str) -> str:
+    """The module that holds experts or blocks: what comes before the number of one, and before its matrix."""
+    whole, _, part = name.partition("#")  # of a stack of experts: MODULE#NUMBER
+    if part:
+        return whole
+    words = name.split(".")
+    numbers = [place for place, word in enumerate(words) if word.isdigit()]
+    if not numbers:
+        return name
+    return ".".join(words[: numbers[-1] - (numbers[-1] == len(words) - 1)])
 
 
 def _worded(method: str, error: Exception) -> Exception:

@@ -12,12 +12,11 @@ from rich.text import Text
 from lowbit.calibrate import METHODS, OBSERVERS, TRANSFORMS
 from lowbit.calibrate import calibrate as run
 from lowbit.cli.console import errors, out, print_json, resumable, size
-from lowbit.cli.models import DEFAULT_METHOD, Dtype, cast_, load, methods_in, windows
+from lowbit.cli.models import DEFAULT_METHOD, Dtype, cast_, load, methods_in, recipe_in, windows
 from lowbit.convert.select import DEFAULT_SKIP
 from lowbit.memory.rss import peak_bytes, reset_peak
 from lowbit.progress import bar
 from lowbit.recipes import RECIPES
-from lowbit.recipes import recipe as find_recipe
 
 EPILOG = """
 **Examples**
@@ -59,7 +58,7 @@ def calibrate(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Choose codes and scales for a saved model by what it computes of a text, and save them for lowbit quantize."""
-    chosen, methods = find_recipe(recipe), methods_in(method, text)
+    chosen, methods = recipe_in(recipe, text), methods_in(method, text)
     if min(count, length) < 1:
         raise ValueError(f"--windows and --length must be 1 or more, got {count} and {length}")
     with errors.status(Text(f"loading {directory}")):

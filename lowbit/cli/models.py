@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from lowbit.calibrate.choice import choose
 from lowbit.datafree import DEFAULT, RULES
 from lowbit.evaluate.data import read
+from lowbit.recipes import RECIPES, Recipe, recipe
 from lowbit.serialize import load_model
 from lowbit.serialize.huggingface import from_directory, is_directory
 from lowbit.serialize.layout import CONFIG, our_config
 
-__all__ = ["DEFAULT_METHOD", "Dtype", "cast_", "load", "methods_in", "windows"]
+__all__ = ["DEFAULT_METHOD", "Dtype", "cast_", "load", "methods_in", "recipe_in", "windows"]
 
 #: What methods are where none is named, for people.
 DEFAULT_METHOD = f"with --text guided-gptq; without, {DEFAULT}"
@@ -73,6 +74,29 @@ def methods_in(method: str | None, text: Path | None) -> list[str] | None:
             f"--method {needing[0]} looks at data; give a text with --text FILE, or one of {', '.join(RULES)}"
         )
     return names
+
+
+def recipe_in(name: str, text: Path | None, calibrated: bool = False) -> Recipe:
+    """The recipe of that name.
+
+    Args:
+        name: As users write it.
+        text: The text of ``--text``.
+        calibrated: Whether ``--calibration`` has the scales that come from data.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        ValueError: The name is unknown, or the recipe needs data and the command has none.
+    """
+    found = recipe(name)
+    if found.static and text is None and not calibrated:
+        raise ValueError(
+            f"recipe {found.name!r} needs data, from which the scales of its inputs are made; give a text with --text "
+            f"FILE, or one of {', '.join(row.name for row in RECIPES.values() if row.dynamic)}"
+        )
+    return found
 
 
 def cast_(model: nn.Module, dtype: Dtype) -> None:

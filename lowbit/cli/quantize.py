@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lowbit.calibrate import Calibration, calibrate
 from lowbit.cli.budget import CANDIDATES, Budget
 from lowbit.cli.console import errors, out, print_json, resumable, size
-from lowbit.cli.models import DEFAULT_METHOD, Dtype, cast_, load, methods_in, windows
+from lowbit.cli.models import DEFAULT_METHOD, Dtype, cast_, load, methods_in, recipe_in, windows
 from lowbit.convert import quantize_
 from lowbit.convert.engine import quantized_layers
 from lowbit.convert.report import Report
@@ -26,7 +26,6 @@ from lowbit.memory.rss import available_bytes, peak_bytes, reset_peak
 from lowbit.out_of_core import quantize_files
 from lowbit.progress import bar
 from lowbit.recipes import RECIPES, Plan, Recipe
-from lowbit.recipes import recipe as find_recipe
 from lowbit.serialize import huggingface, save_model
 from lowbit.serialize.layout import CONFIG, our_config
 
@@ -125,7 +124,7 @@ def quantize(
     started = time.perf_counter()
     reset_peak()
     budget = Budget(bits, total, plot)
-    chosen = _recipe(recipe, budget, calibration)
+    chosen = _recipe(recipe, budget, calibration, text)
     if calibration is not None and (text is not None or method is not None):
         raise ValueError("--calibration has chosen the codes; leave out --method and --text")
     candidates = budget.check(text, recipe, method) if budget.given else []
@@ -175,15 +174,19 @@ quantize.__doc__ = f"{quantize.__doc__}\n{EPILOG}".format(
 )
 
 
-def _recipe(recipe: str | None, budget: Budget, calibration: Path | None) -> Recipe | None:
+def _recipe(recipe: str | None, budget: Budget, calibration: Path | None, text: Path | None) -> Recipe | None:
     """The recipe of all layers; None where a budget chooses one for each."""
     if budget.given:
         if calibration is not None:
             raise ValueError("--calibration is for recipes that are chosen already; leave out --bits and --size")
         return None
     if recipe is None:
-        raise ValueError(f"give a recipe, one of {', '.join(RECIPES)}, or a budget: --bits 4.5 --text FILE")
-    return find_recipe(recipe)
+        able = ", ".join(name for name, row in RECIPES.items() if row.dynamic)
+        with_text = ", ".join(name for name, row in RECIPES.items() if row.static)
+        raise ValueError(
+            f"give a recipe, one of {able}, with --text FILE one of {with_text}, or a budget: --bits 4.5 --text FILE"
+        )
+    return recipe_in(recipe, text, calibration is not None)
 
 
 def _loaded(directory: Path, dtype: Dtype) -> nn.Module:

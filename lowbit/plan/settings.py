@@ -144,9 +144,10 @@ def policy_of(model: nn.Module, checkpoint: str | tuple[str, ...]) -> Any:
 
 
 def make_optimizer(parameters: Iterable[Tensor], settings: Settings, **options: Any) -> torch.optim.Optimizer:
-    """The AdamW of the settings."""
+    """The AdamW of the settings. Codes of quantized layers are parameters too, and are left out, as none trains."""
     cls, own = optimizer_class(settings)
-    made: torch.optim.Optimizer = cls(parameters, **own, **options)
+    trained = (parameter for parameter in parameters if parameter.is_floating_point())
+    made: torch.optim.Optimizer = cls(trained, **own, **options)
     return made
 
 

@@ -298,7 +298,27 @@ def refuse_beyond(
                 )
         for name, value in casts[role].chosen().items() if role in casts else ():
             if name != "history" and value not in able.get(name, ()):
+                if name == "scale":
+                    raise ValueError(f"recipe {recipe.name!r}: {_scales_refused(recipe, what, str(value))}")
                 can = listed([*(f.default for f in fields(Cast) if f.name == name), *able.get(name, ())])
                 raise ValueError(
                     f"recipe {recipe.name!r}: {what} does not do {name}={value!r}, which {role} asks for; it does {can}"
                 )
+
+
+def _scales_refused(recipe: Recipe, what: str, scale: str) -> str:
+    """Why ``what`` does not take a recipe with delayed or static scales, and what to use."""
+    from lowbit.recipes.table import RECIPES  # made of this file
+
+    schemes = (recipe.input, recipe.weight)
+    others = [row.name for row in RECIPES.values() if row.dynamic and (row.input, row.weight) == schemes]
+    instead = f", such as {others[0]!r}" if others else ""
+    if scale == "delayed":
+        return (
+            f"its scales follow from earlier steps of training (delayed scaling), which {what} does not take; use it "
+            f"with lowbit.train.prepare_, or give a recipe whose scales follow from each input{instead}"
+        )
+    return (
+        f"the scales of its inputs come from data (lowbit.calibrate, then lowbit.quantize_), which {what} does not "
+        f"take; give a recipe whose scales follow from each input{instead}"
+    )

@@ -94,7 +94,7 @@ def recipe(name: str | Recipe, *, group: int | None = None) -> Recipe:
     if known is None and spelled(base).endswith(_WEIGHT_ONLY):
         return _weight_only(base.lower()[: -len(_WEIGHT_ONLY)], f"group{group}" if group is not None else scaling)
     if known is None:
-        raise ValueError(f"unknown recipe {name!r}{_meant(name)}; expected one of {', '.join(RECIPES)}")
+        raise ValueError(f"unknown recipe {name!r}{_meant(name)}; expected one of {_known()}")
     if group is not None:
         if scaling:
             raise ValueError(f"recipe {name!r} already says {scaling!r}; leave out group={group} or the suffix")
@@ -146,6 +146,17 @@ def _rescaled(base: Recipe, scaling: str) -> Recipe:
     output = replace(base.output, b=replace(base.output.b, scheme=weight))
     # Backward products depend on the scalings of the table.
     return Recipe(output, about=base.about, name=f"{base.name}:{scaling}")
+
+
+def _known() -> str:
+    """The names of recipes, and what those need that cannot be used at once."""
+    at_once = [name for name, row in RECIPES.items() if row.dynamic]
+    with_data = [name for name, row in RECIPES.items() if row.static]
+    training = [name for name in RECIPES if name not in (*at_once, *with_data)]
+    return (
+        f"{', '.join(at_once)}; with calibration data {', '.join(with_data)}; for train.prepare_ alone "
+        f"{', '.join(training)}"
+    )
 
 
 def _meant(name: str) -> str:

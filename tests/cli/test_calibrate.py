@@ -96,7 +96,7 @@ def test_without_data_and_with_other_layers_left(run, llama):
 def test_errors_say_what_to_give(run, llama):
     root, _, _ = llama
     model, found = str(root / "llama"), str(root / "found")
-    assert "give batches" in run("calibrate", model, "int8-static", "--out", found, code=1)
+    assert "--text FILE, or one of int8" in run("calibrate", model, "int8-static", "--out", found, code=1)
     assert "unknown method 'gtpq' (did you mean gptq?)" in run(
         "calibrate", model, "int8", "--method", "gtpq", "--out", found, code=1
     )

@@ -188,8 +188,12 @@ def test_calibration_of_experts_that_no_token_reaches():
     gate = model.model.layers[0].mlp.gate
     gate.weight.data.zero_()
     gate.weight.data[:2] = 1.0  # ties: only some experts are chosen
-    with pytest.warns(UserWarning, match=r"no batch reaches model.layers.0.mlp.experts"):
+    with pytest.warns(UserWarning) as caught:
         found = lb.calibrate(model, "int4-weight-only:group32", [IDS], "gptq")
+    told = [str(one.message) for one in caught if "no batch reaches" in str(one.message)]
+    first = [message for message in told if "layers in model.layers.0.mlp.experts, such as" in message]
+    assert len(first) == 1 and len(told) <= len(model.model.layers), "one for each layer, not for each matrix"
+    assert int(first[0].split("reaches ")[1].split()[0]) >= 2, "which says of how many matrices"
     lb.quantize_(model, "int4-weight-only:group32", found)
     assert all(type(layer) is QuantLinear for layer in model.model.layers[0].mlp.experts.down)
     assert bool(model(IDS).logits.isfinite().all())

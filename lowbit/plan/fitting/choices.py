@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -53,6 +53,11 @@ class Choice(NamedTuple):
     applies: Callable[[nn.Module, Any, Any], bool] = lambda model, batch, loss: True
     least: float = 0.0
 
+    def reason(self, model: nn.Module) -> str:
+        """Why it does nothing for ``model``, to end a sentence; nothing where no words are known."""
+        why = self.applies.reason(model) if isinstance(self.applies, _Prepares) else None
+        return "" if why is None else f": {why.splitlines()[0]}"
+
     @property
     def counted(self) -> float:
         """The percent of loss that a plan counts: a recorded gain is noise of one run, and no reason for a choice."""
@@ -63,21 +68,30 @@ class Choice(NamedTuple):
         return self._replace(loss=100 * losses[self.name], least=0.0) if self.name in losses else self
 
 
-def _prepares(**changes: Any) -> Callable[[nn.Module, Any, Any], bool]:
+@dataclass(frozen=True)
+class _Prepares:
     """Whether a model has what ``changes`` of the settings look for, such as matrices in fp32."""
 
-    def applies(model: nn.Module, batch: Any, loss: Any) -> bool:
+    changes: Mapping[str, Any]
+
+    def __call__(self, model: nn.Module, batch: Any, loss: Any) -> bool:
+        return self.reason(model) is None
+
+    def reason(self, model: nn.Module) -> str | None:
+        """Why not, in the words of the function that would prepare it."""
         with torch.inference_mode(False), fake_tensors() as mode:
             copied = fake_model(model, mode, None)
-            settings = Settings(**changes)
+            settings = Settings(**self.changes)
             try:
                 prepare_model_(copied, settings)
                 make_optimizer(copied.parameters(), settings)
-            except (ValueError, TypeError):
-                return False
-        return True
+            except (ValueError, TypeError) as error:
+                return str(error)
+        return None
 
-    return applies
+
+def _prepares(**changes: Any) -> _Prepares:
+    return _Prepares(changes)
 
 
 def has_half(model: nn.Module) -> bool:

@@ -224,7 +224,7 @@ def _applicable(
                 )
             raise ValueError(
                 f"fit: {names} does nothing for this {type(model).__name__}, its batch and its loss; leave it out of "
-                f"keep"
+                f"keep{row[0].reason(model)}"
             )
         yield dimension, found
 
