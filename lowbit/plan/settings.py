@@ -80,8 +80,8 @@ def arrange_(model: nn.Module, settings: Settings, where: str, **options: Any) -
     if settings.offload_weights:
         memory.stream_blocks_(model, where)
     optimizer = make_optimizer(model.parameters(), settings, **options)
-    if isinstance(optimizer, optim.Optimizer):
-        optimizer.begin()
+    if isinstance(optimizer, optim.Optimizer) and (settings.offload_states or settings.master == "stochastic"):
+        optimizer.begin()  # the bits that bf16 lacks go with the states, or are not needed
     if settings.offload_states:
         optim.offload_(optimizer, where, gradients=settings.offload_weights)
     return optimizer

@@ -162,16 +162,24 @@ def test_frozen_weights_keep_nothing():
     assert masters.of(model[0].weight) is None and masters.of(model[3].weight) is not None
 
 
-@pytest.mark.parametrize("kind", ["residual", "stochastic"])
-@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize(("kind", "on_disk"), [("residual", True), ("stochastic", False), ("stochastic", True)])
 def test_settings_hand_it_over_before_the_first_step(kind: str, on_disk: bool, tmp_path):
-    """So that a plan's memory holds in its first step too."""
+    """So that a plan's memory holds in its first step too; in memory a residual is as large as what becomes of it."""
     model = layers()
     settings = Settings(mixed="bf16", bits=8, master=kind, offload_states=on_disk)
     optimizer = arrange_(model, settings, str(tmp_path), lr=1e-4)
     assert all(masters.of(p) is None for p in model.parameters())
     held = optimizer.state.get(model[0].weight, {}).get("master")
     assert (held is not None and bool(held.any())) == (kind == "residual")
+
+
+def test_an_optimizer_that_replaces_that_of_a_plan_has_it(tmp_path):
+    model, plain = layers(), layers()
+    arrange_(model, Settings(mixed="bf16", bits=8), str(tmp_path), lr=1e-4)
+    optimizer = lb.optim.SGD(model.parameters(), lr=0.0, bits=32, master="residual")
+    step_(model, optimizer)
+    for number, weight in zip(numbers(model, optimizer), plain.parameters(), strict=True):
+        assert bool(((number - weight).abs() <= 2.0**-15 * weight.abs()).all())
 
 
 def test_a_model_that_goes_frees_it():

@@ -197,9 +197,13 @@ def fits(
     predictor = Predictor(model, batch, loss, group.bandwidth, parts=parts)
     progress("plain training", 0, 1)
     plain = predictor.whole(Settings(gpus=group.gpus))
-    for limit in [budget.of(plain.peak_bytes) for budget in asked]:
-        if heap.is_scarce(limit, plain.peak_bytes) and predictor.on_cpu:
-            heap.return_freed()  # as it will be while the plan runs: ops are timed with the page faults that it costs
+    limits = [budget.of(plain.peak_bytes) for budget in asked]
+    scarce = predictor.on_cpu and heap.is_scarce(min(limits), plain.peak_bytes)
+    if scarce and not heap.returns_freed() and heap.return_freed():
+        # As it will be while a plan runs: times of ops, of plain training too, are those with its page faults.
+        predictor = Predictor(model, batch, loss, group.bandwidth, parts=parts)
+        plain = predictor.whole(Settings(gpus=group.gpus))
+    for limit in limits:
         for tried in _tried(choices, group.gpus):
             search = _Search(predictor, tried, limit, group, most, progress, asked=bool(keep or no))
             chosen = search.fastest()
