@@ -207,6 +207,28 @@ def test_large_matrices_equal_the_reference(variant: Variant):
         assert_same_bits(codes, lb.encode(x, "fp8_e5m2", rounding=lb.Rounding(seed=1, offset=13)))
 
 
+@pytest.mark.parametrize("variant", NATIVE)
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+def test_one_subnormal_among_normals_wherever_it_is(variant: Variant, name):
+    """Kernels take vectors of normals apart; the least normal, what is below it, zeros and specials in each place."""
+    f = lb.FORMATS[name]
+    least = float(lb.decode(torch.tensor([1 << f.mantissa], dtype=torch.uint8), f))
+    odd = torch.tensor([least, least * (1 - 2**-24), least / 2, least * 2**-7, 1e-40, 0.0, torch.inf, torch.nan])
+    odd = torch.stack([odd, -odd], 1).view(-1, 1)
+    normals = (torch.rand(64 * len(odd), 64, generator=torch.Generator().manual_seed(1)) + 1) * 8 * least
+    normals[::2] *= -1
+    x = torch.where(torch.eye(64, dtype=torch.bool).repeat(len(odd), 1), odd.repeat_interleave(64, 0), normals)
+    x[range(len(x)), [(row + 1) % 64 for row in range(len(x))]] = f.max  # whose scale is 1
+    rounding, scheme = lb.Rounding(seed=4), f"{name}:row"
+    with lb.use_backend("reference"):
+        codes, quantized = lb.encode(x, f, rounding), lb.quantize(x[x.isfinite().all(1)], scheme, rounding=rounding)
+    with variant.use():
+        assert_same_bits(lb.encode(x, f, rounding), codes, name)
+        again = lb.quantize(x[x.isfinite().all(1)], scheme, rounding=rounding)
+    for part, value in again.parts.items():
+        assert_same_bits(value, quantized.parts[part], f"{scheme}: {part}")
+
+
 @functools.cache
 def coded() -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randn(29, 83, generator=torch.Generator().manual_seed(8))

@@ -77,14 +77,39 @@ struct FloatStochastic : FloatCodes {
           above(held(static_cast<uint32_t>(7 - mantissa))),
           units((F)held(bits_of(65536.0f / float_of(grid_value(1, grid_of(e.format)))))) {}
 
+    LOWBIT_INLINE U normal(U a, U random) const { return ((a + (random << above)) >> drop) - base; }
     template <bool finite>
     LOWBIT_INLINE U codes(const Quotient& q, F, U random) const {
         const U a = smaller(q.magnitude, limit);
-        const U normal = ((a + (random << above)) >> drop) - base;
         const U subnormal = (U) __builtin_convertvector((F)smaller(a, least) * units, I);
-        return finish<finite>(q, a < least ? (subnormal + random) >> 16 : normal);
+        return finish<finite>(q, a < least ? (subnormal + random) >> 16 : normal(a, random));
+    }
+    // Quads seldom have subnormals, whose codes are half of the work.
+    template <bool finite>
+    LOWBIT_INLINE void quad(const Quotient (&q)[4], const U (&random)[4], U (&code)[4]) const {
+        const U low = smaller(smaller(q[0].magnitude, q[1].magnitude), smaller(q[2].magnitude, q[3].magnitude));
+        if (__builtin_expect(any_byte_above((U)((I)low < (I)least), U{}), 0)) {
+            for (int k = 0; k < 4; ++k) code[k] = codes<finite>(q[k], F{}, random[k]);
+            return;
+        }
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; ++k)
+            code[k] = finish<finite>(q[k], normal(smaller(q[k].magnitude, limit), random[k]));
     }
 };
+
+// Four vectors of codes: each by itself, unless a format has quad().
+template <bool finite, class Codes>
+LOWBIT_INLINE inline void code_quad(const Codes& make, const Quotient (&q)[4], const Factor (&factor)[4],
+                                    const U (&random)[4], U (&code)[4]) {
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) code[k] = make.template codes<finite>(q[k], factor[k].zero, random[k]);
+}
+template <bool finite>
+LOWBIT_INLINE inline void code_quad(const FloatStochastic& make, const Quotient (&q)[4], const Factor (&)[4],
+                                    const U (&random)[4], U (&code)[4]) {
+    make.quad<finite>(q, random, code);
+}
 
 struct IntegerCodes {
     const F low, high;
@@ -284,11 +309,10 @@ void encode_row(const Encoder& e, const typename Type::Element* x, int64_t n, co
             U v[4], random[4] = {}, code[4];
             Type::read_quad(x + i, v);
             if (Codes::kRandom) noise_quad<Type::kZipped>(noise + i, random);
+            Quotient q[4];
 #pragma GCC unroll 4
-            for (int k = 0; k < 4; ++k) {
-                const Quotient q = divide.by<mode, finite>(v[k], factor[k]);
-                code[k] = make.template codes<finite>(q, factor[k].zero, random[k]);
-            }
+            for (int k = 0; k < 4; ++k) q[k] = divide.by<mode, finite>(v[k], factor[k]);
+            code_quad<finite>(make, q, factor, random, code);
             store(codes + i, join_bytes(code[0], code[1], code[2], code[3], Type::kZipped));
         },
         [&](int64_t i, const Factor& factor) LOWBIT_INLINE {
