@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
@@ -120,11 +119,13 @@ def remove_one(directory: Path) -> None:
     """Remove a directory that was found to be a checkpoint, or is one by now."""
     if directory.exists():
         _refuse_strangers(directory, "remove")
-        shutil.rmtree(directory)
+        _empty(directory)
+        directory.rmdir()
 
 
 def _empty(directory: Path) -> None:
-    for path in directory.iterdir():
+    """The listing goes last: a process that is killed meanwhile leaves what is known to be a checkpoint."""
+    for path in sorted(directory.iterdir(), key=lambda path: path.name == _LISTING):
         path.unlink()
 
 

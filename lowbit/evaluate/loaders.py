@@ -138,7 +138,8 @@ def held(directory: Path) -> tuple[Recipe, ...]:
 def _pretrained(directory: Path) -> Any:
     """The model in ``directory``, in fp32 and eval mode, with every tensor from its files."""
     if our_config(directory) is not None:
-        saved: Any = load_model(directory).float().eval()
+        saved: Any = load_model(directory)
+        saved.float().eval()
         return saved if causal(directory) else saved.base_model  # as AutoModel, without the head
     from transformers import AutoModel, AutoModelForCausalLM
 

@@ -321,7 +321,13 @@ class _Cast:
         self._model, self._name = weakref.ref(model), name
 
     def __call__(self) -> Any:
-        return getattr(nn.Module, self._name)(self._model())
+        model = self._model()
+        if model is None:
+            raise RuntimeError(
+                f"{self._name}(): the quantized model is gone, as nothing holds it in a chain of calls; give it a name "
+                f"first: model = ..., then model.{self._name}()"
+            )
+        return getattr(nn.Module, self._name)(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Cast:
         model = self._model()

@@ -143,12 +143,20 @@ def policy_of(model: nn.Module, checkpoint: str | tuple[str, ...]) -> Any:
     return BlockOptions(dict(zip(blocks, checkpoint, strict=True)))
 
 
-def make_optimizer(parameters: Iterable[Tensor], settings: Settings, **options: Any) -> torch.optim.Optimizer:
+def make_optimizer(parameters: Iterable[Any], settings: Settings, **options: Any) -> torch.optim.Optimizer:
     """The AdamW of the settings. Codes of quantized layers are parameters too, and are left out, as none trains."""
     cls, own = optimizer_class(settings)
-    trained = (parameter for parameter in parameters if parameter.is_floating_point())
-    made: torch.optim.Optimizer = cls(trained, **own, **options)
+    made: torch.optim.Optimizer = cls(_floats(parameters), **own, **options)
     return made
+
+
+def _floats(parameters: Iterable[Any]) -> list[Any]:
+    """Parameters, or groups of them, without those that are codes."""
+    return [
+        {**one, "params": _floats(one["params"])} if isinstance(one, dict) else one
+        for one in parameters
+        if isinstance(one, dict) or one.is_floating_point()
+    ]
 
 
 def optimizer_class(settings: Settings) -> tuple[Any, dict[str, Any]]:

@@ -528,7 +528,7 @@ def test_estimates_know_it_and_doctor_and_fit_choose_it():
         loss(used(*batch), batch).backward()
 
     measured = lb.memory.profile(used, batch, train)
-    assert measured.peak_bytes < 1.3 * less.peak_bytes
+    assert measured.peak_bytes - measured.by_kind.get("other", 0) < 1.3 * less.peak_bytes
 
 
 def test_doctor_and_fit_choose_it_where_it_spares_scores():

@@ -337,7 +337,7 @@ def test_an_estimate_of_a_step_with_offload_is_what_it_holds_at_most(tmp_path, p
     held_bytes = held.peak_bytes - held.by_kind.get("other", 0)
     largest = 512 * 256 * 4  # the last copy may be on its way, or done
     assert expected.peak_bytes - largest <= held_bytes <= 1.01 * expected.peak_bytes
-    assert expected.peak_bytes < (0.7 if policy is None else 1) * plain.peak_bytes
+    assert expected.peak_bytes <= (0.7 if policy is None else 1) * plain.peak_bytes
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.01])
