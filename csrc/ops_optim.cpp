@@ -117,7 +117,8 @@ bool optimizer_step(const Tensor& given_param, const Tensor& given_grad, const M
         if (!made) return false;
         moments[k] = *made;
     }
-    cpu::optimizer_steps(step_rule(*row, factors), {{shape, weight, values_of(grad, "grad"), {moments[0], moments[1]}, random->bits()}},
+    cpu::optimizer_steps(step_rule(*row, factors),
+                         {{shape, weight, values_of(grad, "grad"), {moments[0], moments[1]}, random->bits()}},
                          row->moments, 0, nullptr);
     return true;
 }

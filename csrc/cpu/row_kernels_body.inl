@@ -1,15 +1,16 @@
 // Row kernels in vectors of kLanes 32-bit lanes; included by row_kernels_<isa>.cpp inside its own namespace, after
-//   LOWBIT_REGISTER, kLanes, kRegisters (of vectors, that there are), and the types F, U, I (float, uint32_t, int32_t), H, B (uint16_t, uint8_t), all of kLanes
-//   lanes, W (uint64_t, kLanes / 2 lanes); F widen_half(H), H narrow_half(F); int32_t largest(I); I evens(I, I) and
-//   odds(I, I) of the lanes of two vectors; F root(F); F fused(a, b, c), which is a * b + c rounded once; W multiply(W,
-//   W) of the low 32 bits of each lane; F lookup(Table, U index) in 16 entries, of whose index the low four bits count;
-//   U gather(words, U index); gather_pairs(uint64_t words, U index, U (&pairs)[2]), in order;
-//   pack_group(), unpack_group() of eight codes; I rounded(F) to nearest even; F larger(F, F), smaller(F, F), the
-//   second where the first is NaN, or NaN; U zip_low(U, U), zip_high(U, U) of 16-bit words, in each 16 bytes; U
-//   join_bytes(U, U, U, U, zipped) of lanes below 256, in order, or in that in which zip_low(v, 0) and zip_high(v, 0)
-//   leave the words of v; U join_words(U, U) of lanes below 65536; U widen_words(p) of bytes, widen_signed(p) with
-//   signs; bool any_byte_above(U, U), in any place; F one_nan(F) replaces every NaN by kNan; store_threes(p, U) and U
-//   load_threes(p) of the low three bytes of each lane; F first_halves(U), second_halves(U) of words that are fp16.
+//   LOWBIT_REGISTER, kLanes, kRegisters (of vectors, that there are), and the types F, U, I (float, uint32_t, int32_t),
+//   H, B (uint16_t, uint8_t), all of kLanes lanes, W (uint64_t, kLanes / 2 lanes); F widen_half(H), H narrow_half(F);
+//   int32_t largest(I); I evens(I, I) and odds(I, I) of the lanes of two vectors; F root(F); F fused(a, b, c), which is
+//   a * b + c rounded once; W multiply(W, W) of the low 32 bits of each lane; F lookup(Table, U index) in 16 entries,
+//   of whose index the low four bits count; U gather(words, U index); gather_pairs(uint64_t words, U index, U
+//   (&pairs)[2]), in order; pack_group(), unpack_group() of eight codes; I rounded(F) to nearest even; F larger(F, F),
+//   smaller(F, F), the second where the first is NaN, or NaN; U zip_low(U, U), zip_high(U, U) of 16-bit words, in each
+//   16 bytes; U join_bytes(U, U, U, U, zipped) of lanes below 256, in order, or in that in which zip_low(v, 0) and
+//   zip_high(v, 0) leave the words of v; U join_words(U, U) of lanes below 65536; U widen_words(p) of bytes,
+//   widen_signed(p) with signs; bool any_byte_above(U, U), in any place; F one_nan(F) replaces every NaN by kNan;
+//   store_threes(p, U) and U load_threes(p) of the low three bytes of each lane; F first_halves(U), second_halves(U) of
+//   words that are fp16.
 // Everything else is GCC's vector extension, so that one body serves every instruction set.
 
 // GCC leaves what several loops call out of them, and then loads its constants each time.
@@ -111,8 +112,9 @@ inline auto dispatch(Dtype dtype, Function function) {
 // -- noise (section 7)
 // -------------------------------------------------------------------------------------------------
 
-// Several vectors of counters at once hide the multiplications' latency, as many as registers hold. A counter's words lie in the low halves of 64-bit
-// lanes; what the products leave in the high halves is ignored by multiply() and cut off at the end.
+// Several vectors of counters at once hide the multiplications' latency, as many as registers hold. A counter's words
+// lie in the low halves of 64-bit lanes; what the products leave in the high halves is ignored by multiply() and cut
+// off at the end.
 constexpr int kChains = kRegisters < 32 ? 3 : 4, kCounters = kLanes / 2;
 
 inline void philox_vectors(uint64_t block, const Rng& rng, uint16_t* out) {

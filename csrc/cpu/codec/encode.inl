@@ -93,8 +93,7 @@ struct FloatStochastic : FloatCodes {
             return;
         }
 #pragma GCC unroll 4
-        for (int k = 0; k < 4; ++k)
-            code[k] = finish<finite>(q[k], normal(smaller(q[k].magnitude, limit), random[k]));
+        for (int k = 0; k < 4; ++k) code[k] = finish<finite>(q[k], normal(smaller(q[k].magnitude, limit), random[k]));
     }
 };
 
