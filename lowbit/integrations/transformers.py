@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import re
-import weakref
 from collections.abc import Mapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -310,39 +310,24 @@ def _unshare_config(model: Any) -> None:
             module.config = new
 
 
-class _Cast:
-    """``half`` or ``float`` of one quantized model: it casts every tensor that is floating point, which codes are not.
+def _casting(name: str) -> None:
+    """Let ``PreTrainedModel`` cast models of lowbit. It refuses every quantizer, but codes are not floating point."""
+    refuses, casts = getattr(transformers.PreTrainedModel, name), getattr(nn.Module, name)
 
-    The class's own refuse every quantizer. The model is held weakly: a reference from its own dict would be a cycle.
-    """
+    @wraps(refuses)
+    def cast(self: Any, *args: Any) -> Any:
+        mine = isinstance(getattr(self, "hf_quantizer", None), LowbitHfQuantizer)
+        return (casts if mine else refuses)(self, *args)
 
-    def __init__(self, model: nn.Module | None, name: str) -> None:
-        assert model is not None
-        self._model, self._name = weakref.ref(model), name
-
-    def __call__(self) -> Any:
-        model = self._model()
-        if model is None:
-            raise RuntimeError(
-                f"{self._name}(): the quantized model is gone, as nothing holds it in a chain of calls; give it a name "
-                f"first: model = ..., then model.{self._name}()"
-            )
-        return getattr(nn.Module, self._name)(model)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Cast:
-        model = self._model()
-        return _Cast(memo.get(id(model), model), self._name)  # a copy of the model has begun, or it stays the same
-
-    def __reduce__(self) -> Any:
-        return _Cast, (self._model(), self._name)
+    setattr(transformers.PreTrainedModel, name, cast)
 
 
-#: The methods that ``PreTrainedModel`` refuses for every quantized model.
-_CASTS = ("half", "float")
+for _name in ("half", "float"):
+    _casting(_name)
 
 
 def mark(model: nn.Module) -> None:
-    """Give the models of transformers inside ``model`` the quantizer that saves them and casts, or take them away.
+    """Give the models of transformers inside ``model`` the quantizer that saves them, or take it away.
 
     Every conversion of lowbit does this. A quantizer of another library stays, unless it has no layers in the model:
     that of a GGUF file whose weights transformers read as plain ones.
@@ -360,10 +345,6 @@ def mark(model: nn.Module) -> None:
             module.is_quantized, module.quantization_method = True, METHOD  # Trainer asks for adapters
         elif not layers and isinstance(given, LowbitHfQuantizer):
             given.remove_quantization_config(module)
-            for name in _CASTS:
-                vars(module).pop(name, None)
-        if layers and isinstance(module.hf_quantizer, LowbitHfQuantizer):
-            vars(module).update({name: _Cast(module, name) for name in _CASTS})
         tied = getattr(module, "all_tied_weights_keys", None)
         if tied and layers:
             known = {name for name, _ in module.named_parameters(remove_duplicate=False)}

@@ -7,13 +7,16 @@ Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
+from torch.backends import mkldnn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from lowbit.convert.report import LayerReport, Report
@@ -82,11 +85,27 @@ _MATRICES: dict[type[nn.Module], tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class _Setting:
-    """How a model is mixed; ``copies``: by name, what was cut off parameters that were stored in 16 bits."""
+    """How a model is mixed; ``copies``: by name, what was cut off parameters that were stored in 16 bits.
+    ``around``: makes a context of each forward.
+    """
 
     precision: str
     copies: dict[str, masters.Remainder]
     fp32_gradients: bool
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+class _LSTMsWithoutOneDNN(TorchFunctionMode):
+    """LSTMs by torch's own kernels: under autocast oneDNN's raise if the processor has no instructions for 16 bits."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.lstm or not mkldnn.enabled:
+            return func(*args, **(kwargs or {}))
+        mkldnn.enabled = False  # type: ignore[assignment]
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            mkldnn.enabled = True  # type: ignore[assignment]
 
 
 def mixed_(
@@ -134,10 +153,12 @@ def mixed_(
         )
     _require_plain(model, [*short, *copies.values()] if wide else list(copies.values()))
     remainders = {name: masters.store_short(param, dtype) for name, param in copies.items()}
-    wrap_forward(model, _mixed, _Setting(precision, remainders, wide))
+    slowness = _slowness(model, precision)
+    lacks = bool(slowness) and any(isinstance(module, nn.LSTM) for module in model.modules())
+    wrap_forward(model, _mixed, _Setting(precision, remainders, wide, _LSTMsWithoutOneDNN if lacks else nullcontext))
     if wide:
         _widen_gradients(model)
-    notes = ("floats in 16 bits come back in fp32", *_slowness(model, precision))
+    notes = ("floats in 16 bits come back in fp32", *slowness)
     report = _report("train.mixed_", model, sizes, f"multiply in {precision}")
     return replace(report, recipe=precision, left=left, notes=notes)
 
@@ -187,7 +208,8 @@ def _mixed(forward: Callable[..., Any], model: nn.Module, setting: _Setting, /, 
             _refuse_ddp()
             _widen_gradients(model)
         _attach(model, setting)
-    with torch.autocast(_device_type(model, (*args, *kwargs.values())), PRECISIONS[setting.precision]):
+    short = torch.autocast(_device_type(model, (*args, *kwargs.values())), PRECISIONS[setting.precision])
+    with short, setting.around():
         return _widened(forward(*args, **kwargs))
 
 

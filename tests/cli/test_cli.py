@@ -50,7 +50,9 @@ def test_the_version_is_printed(run):
 )
 def test_mistakes_are_one_message(run, tmp_path, arguments, message):
     told = run(*(a.format(tmp=tmp_path / "run") for a in arguments), code=1)
-    assert told.startswith("error: ") and message in told
+    *warnings, error = told.splitlines()
+    assert error.startswith("error: ") and message in error
+    assert all(line.startswith("warning: train.mixed_: this processor has no") for line in warnings)
     assert not (tmp_path / "run").exists(), "a mistake must leave nothing behind"
 
 

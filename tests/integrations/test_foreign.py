@@ -78,8 +78,22 @@ def test_a_quantized_model_casts_itself_and_no_other(tmp_path, way):
     assert model.float() is model and model.lm_head.weight.dtype == torch.float32
 
     lb.dequantize_(model)
-    assert not {"half", "float"} & vars(model).keys()
     assert model.half().model.layers[0].mlp.up_proj.weight.dtype == torch.float16
+
+
+def test_a_chain_of_calls_casts_a_model_that_nothing_else_holds(tmp_path):
+    quantized().save_pretrained(tmp_path / "theirs")
+    half = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "theirs").half()
+    assert half.lm_head.weight.dtype == torch.float16 and half.float() is half
+    lb.save_model(quantized(), tmp_path / "own")
+    assert lb.load_model(tmp_path / "own").half().lm_head.weight.dtype == torch.float16
+
+
+def test_another_quantizer_goes_on_to_refuse_casts():
+    model = quantized()
+    model.hf_quantizer = object()
+    with pytest.raises(ValueError, match="not supported for quantized model"):
+        model.half()
 
 
 def test_a_model_that_casts_itself_is_freed_at_once():

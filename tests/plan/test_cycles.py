@@ -71,12 +71,12 @@ def test_a_step_of_a_model_of_transformers_leaves_none(name, tmp_path):
 
 
 def test_every_technique_is_here():
-    """Those of one process; ``half`` is a property of the model, and parts are in several rows."""
+    """Those of one process; ``half`` and ``loaded`` are properties of the model, and parts are in several rows."""
     changed = {
         field.name for field in fields(Settings) for one in TECHNIQUES.values()
         if getattr(one, field.name) != getattr(Settings(), field.name)
     }  # fmt: skip
-    assert changed | {"attention", "fused_loss", "gpus", "way", "group_size", "half"} == {
+    assert changed | {"attention", "fused_loss", "gpus", "way", "group_size", "half", "loaded"} == {
         field.name for field in fields(Settings)
     }
 

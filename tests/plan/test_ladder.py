@@ -91,6 +91,7 @@ def test_an_allocation_beyond_the_limit_fails_and_one_within_it_does_not():
         ),
         (RuntimeError("std::bad_alloc"), True),
         (RuntimeError("could not create a primitive"), True),
+        (RuntimeError("could not create a primitive descriptor for the LSTM forward propagation primitive"), False),
         (RuntimeError("can't start new thread"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("can't allocate memory"), False),

@@ -46,7 +46,9 @@ def test_4_bits_are_taken_only_if_8_do_not_fit():
 def test_losses_of_a_caller_replace_the_records(tmp_path):
     assert most_of((), 0.3, {"bf16": 0.02}).lost(Settings(mixed="bf16")) == 2.0
     plan = planned("100%", losses={"bf16": 0.02})
-    assert plan.settings.mixed is None
+    assert plan.settings.mixed is None  # nor fp8, whose other ops are in bf16
+    given = {one.name: one.by({"bf16": 0.02, "fp8": 0.03}).counted for one in CHOICES["precision"]}
+    assert given["fp32"] == 0 and given["bf16"] == given["mxfp8"] == 2 and given["fp8"] == given["fp8-compressed"] == 3
     asked = planned("100%", keep=("bf16",), losses={"bf16": 0.02, "adamw8bit": -0.5})
     assert asked.settings.mixed == "bf16" and "+2.00% (given)" in str(asked) and "given: bf16" in str(asked)
     loaded = Plan.load(asked.save(tmp_path / "plan.json"))

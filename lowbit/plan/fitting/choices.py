@@ -64,8 +64,14 @@ class Choice(NamedTuple):
         return max(self.loss, self.least, 0.0)
 
     def by(self, losses: Mapping[str, float]) -> Choice:
-        """This choice with the loss change, a fraction, that a caller has measured for it."""
-        return self._replace(loss=100 * losses[self.name], least=0.0) if self.name in losses else self
+        """This choice with the loss change, a fraction, that a caller has measured for it. A choice with more changes
+        than a measured one counts for at least as much: fp8 computes in bf16 what it does not encode.
+        """
+        if self.name in losses:
+            return self._replace(loss=100 * losses[self.name], least=0.0)
+        part_of = [one for row in CHOICES.values() for one in row if one.name in losses and one.changes]
+        measured = [100 * losses[one.name] for one in part_of if one.changes.items() < self.changes.items()]
+        return self._replace(least=max(self.least, *measured)) if measured else self
 
 
 @dataclass(frozen=True)
@@ -111,9 +117,10 @@ def _is_contrastive(batch: Any) -> bool:
 
 
 def _recipe(name: str, loss: float, compress: bool = False) -> Choice:
-    about = f"products of Linear layers by the recipe {name.partition('-compressed')[0]}, the rest in bf16"
+    recipe = name.partition("-compressed")[0]
+    about = f"products of Linear layers by the recipe {recipe}, the rest in bf16"
     more = ", and codes of activations for backward" if compress else ""
-    changes = {"mixed": "bf16", "recipe": name.partition("-compressed")[0], "compress": compress}
+    changes = {"mixed": "bf16", "recipe": recipe} | ({"compress": True} if compress else {})
     return Choice(name, changes, about + more, loss, applies=_prepares(**changes))
 
 

@@ -175,7 +175,7 @@ class Plan(BasePlan[Prediction, Settings]):
             "ways": [plain_values(one) for one in self.ways],
             "beside": {name: plain_values(one) for name, one in self.beside.items()},
             "refits": [plain_values(one) for one in self._refits()],
-            "subject": self.subject._asdict(),
+            "subject": self.subject.as_dict(),
             "machine": self._machine, "losses": self.losses,
             "compared": self.compared and self.compared._asdict(),
         }  # fmt: skip

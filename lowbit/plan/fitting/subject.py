@@ -29,6 +29,10 @@ class Subject(NamedTuple):
     loss: str | None
     rows: Rows | None = None
 
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {**self._asdict(), "rows": self.rows and list(self.rows)}
+
     def check(self, model: nn.Module, who: str) -> None:
         """Raises ValueError for another model, one that trains by a plan already, and one without numbers."""
         if model in PLANNED:
