@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from io import StringIO
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from lowbit.sizes import amount
 from lowbit.tables import rich_table
@@ -30,7 +31,8 @@ class LayerReport:
     ``kind``: the class it had. ``weights``: how many numbers its weights hold; ``bits`` a weight, scales included.
     ``bytes_before``, ``bytes_after``: of its parameters and buffers. ``sqnr``: 10 log10 of the weights' energy over
     that of the error of quantization, in dB, where the conversion measures it (inf: no error). ``consumers``: after
-    ``join_``, the layers that take this layer's codes.
+    ``join_``, the layers that take this layer's codes. ``activations_before``, ``activations_after``: bytes that the
+    layer makes and keeps for backward, where they were estimated.
     """
 
     name: str
@@ -42,6 +44,8 @@ class LayerReport:
     bytes_after: int
     sqnr: float | None = None
     consumers: tuple[str, ...] = ()
+    activations_before: int | None = None
+    activations_after: int | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,6 +55,12 @@ class Report:
     ``layers``: the layers that it changed, and ``done`` what was done to them, for people. ``skipped``: names left
     because the caller asked for it. ``left``: names left for another reason, with the reason. ``notes``: what else is
     worth knowing. ``bytes_before`` and ``bytes_after`` are of the whole model, tensors that are shared counted once.
+
+    Functions that take ``batch`` and change the memory of a step give estimates in bytes. ``activations_before`` and
+    ``activations_after`` are kept for backward when the forward ends. ``peak_before`` and ``peak_after`` are the peak
+    of forward and backward. They are None without a batch, and if the model has no estimate, for a reason in ``notes``.
+
+    The printed table has no column that is empty, and no bytes of weights if none changed.
     """
 
     what: str
@@ -62,6 +72,10 @@ class Report:
     bytes_before: int = 0
     bytes_after: int = 0
     done: str = "converted"
+    activations_before: int | None = None
+    activations_after: int | None = None
+    peak_before: int | None = None
+    peak_after: int | None = None
 
     @property
     def converted(self) -> tuple[str, ...]:
@@ -111,23 +125,25 @@ class Report:
         """``layers`` as a table of rich. ``every_layer``: a row for each (None: where they are few)."""
         each = len(self.layers) <= _MOST_ROWS if every_layer is None else every_layer
         rows = [(layer.name, [layer]) for layer in self.layers] if each else families(list(self.layers))
-        measured = any(layer.sqnr is not None for layer in self.layers)
-        joined = any(layer.consumers for layer in self.layers)
-        numbers = ("bits a weight", "before", "after", *(("SQNR dB",) if measured else ()))
-        head = ("layer", "class", "recipe", *numbers, *(("codes go to",) if joined else ()))
-        cells = (
-            [*_row(name, layers, measured), *([", ".join(layers[0].consumers)] if joined else [])]
-            for name, layers in rows
-        )
-        return rich_table(head, cells, numbers=range(3, 3 + len(numbers)), boxed=True)
+        columns = [column for column in _COLUMNS if column.shown(self.layers)]
+        head = ("layer", *(column.title for column in columns))
+        cells = ([_named(name, layers), *(column.cell(layers) for column in columns)] for name, layers in rows)
+        numbers = [place for place, column in enumerate(columns, 1) if column.number]
+        return rich_table(head, cells, numbers=numbers, boxed=True)
 
     def _headline(self) -> str:
         some = f"{len(self.layers)} layer{'' if len(self.layers) == 1 else 's'}"
-        whole = f"{amount(self.bytes_before)} -> {amount(self.bytes_after)} in all"
-        return f"{self.what}{f' {self.recipe}' if self.recipe else ''}: {some} {self.done}, {whole}"
+        parts = [f"{self.what}{f' {self.recipe}' if self.recipe else ''}: {some} {self.done}"]
+        if self.bytes_before != self.bytes_after:
+            parts.append(f"{amount(self.bytes_before)} -> {amount(self.bytes_after)} in all")
+        if self.activations_before is not None and self.activations_after is not None:
+            parts.append(f"activations kept for backward: {_change(self.activations_before, self.activations_after)}")
+        return ", ".join(parts)
 
     def _remarks(self) -> list[str]:
         lines = [f"skipped: {', '.join(_shortened(list(self.skipped)))}"] if self.skipped else []
+        if self.peak_before is not None and self.peak_after is not None:
+            lines.append(f"peak of forward and backward, estimated: {_change(self.peak_before, self.peak_after)}")
         return [*lines, *left_lines(self.left), *self.notes]
 
 
@@ -145,21 +161,68 @@ def family(name: str) -> str:
     return ".".join("*" if word.isdigit() else word for word in name.split("."))
 
 
-def _row(name: str, layers: list[LayerReport], measured: bool) -> list[str]:
-    first = layers[0]
-    cells = [
-        name or "the model itself" if len(layers) == 1 else f"{len(layers)} x {name}",
-        first.kind,
-        first.recipe or "",
-        f"{first.bits:.2f}",
-        amount(sum(layer.bytes_before for layer in layers)),
-        amount(sum(layer.bytes_after for layer in layers)),
-    ]
-    if measured:
-        values = [layer.sqnr for layer in layers if layer.sqnr is not None and not math.isnan(layer.sqnr)]
-        low, high = (f"{min(values):.1f}", f"{max(values):.1f}") if values else ("", "")
-        cells.append(low if low == high else f"{low} to {high}")
-    return cells
+# -- columns ----------------------------------------------------------------------------------------------------------
+class _Column(NamedTuple):
+    """A column of the table: ``shown(layers)`` says whether it tells anything, ``cell`` writes it for some layers."""
+
+    title: str
+    shown: Callable[[Sequence[LayerReport]], bool]
+    cell: Callable[[Sequence[LayerReport]], str]
+    number: bool = True
+
+
+def _named(name: str, layers: Sequence[LayerReport]) -> str:
+    return name or "the model itself" if len(layers) == 1 else f"{len(layers)} x {name}"
+
+
+def _change(before: int, after: int) -> str:
+    return f"{amount(before)} as before" if before == after else f"{amount(before)} -> {amount(after)}"
+
+
+def _weights_changed(layers: Sequence[LayerReport]) -> bool:
+    return any(layer.bytes_before != layer.bytes_after for layer in layers) or _is_measured(layers)
+
+
+def _is_measured(layers: Sequence[LayerReport]) -> bool:
+    return any(layer.sqnr is not None for layer in layers)
+
+
+def _activations_changed(layers: Sequence[LayerReport]) -> bool:
+    return any(layer.activations_before != layer.activations_after for layer in layers)
+
+
+def _sum_of(field: str) -> Callable[[Sequence[LayerReport]], str]:
+    return lambda layers: amount(sum(getattr(layer, field) or 0 for layer in layers))
+
+
+def _range_of_sqnr(layers: Sequence[LayerReport]) -> str:
+    values = [layer.sqnr for layer in layers if layer.sqnr is not None and not math.isnan(layer.sqnr)]
+    low, high = (f"{min(values):.1f}", f"{max(values):.1f}") if values else ("", "")
+    return low if low == high else f"{low} to {high}"
+
+
+#: After the layer's name. The first layer stands for a family, whose layers are alike in what is no sum.
+_COLUMNS = (
+    _Column("class", lambda layers: True, lambda layers: layers[0].kind, number=False),
+    _Column(
+        "recipe",
+        lambda layers: any(layer.recipe for layer in layers),
+        lambda layers: layers[0].recipe or "",
+        number=False,
+    ),
+    _Column("bits a weight", _weights_changed, lambda layers: f"{layers[0].bits:.2f}"),
+    _Column("before", _weights_changed, _sum_of("bytes_before")),
+    _Column("after", _weights_changed, _sum_of("bytes_after")),
+    _Column("SQNR dB", _is_measured, _range_of_sqnr),
+    _Column("activations before", _activations_changed, _sum_of("activations_before")),
+    _Column("activations after", _activations_changed, _sum_of("activations_after")),
+    _Column(
+        "codes go to",
+        lambda layers: any(layer.consumers for layer in layers),
+        lambda layers: ", ".join(layers[0].consumers),
+        number=False,
+    ),
+)
 
 
 def left_lines(left: dict[str, str]) -> list[str]:

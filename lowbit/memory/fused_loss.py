@@ -20,6 +20,7 @@ from lowbit.convert.engine import report_on
 from lowbit.convert.report import Report
 from lowbit.convert.select import check_model
 from lowbit.memory.fake import answer_without_data
+from lowbit.memory.kept import Kept
 from lowbit.memory.loss import linear_cross_entropy
 from lowbit.nn.base import WrappedForward, full_name, unwrap_forwards, wrap_forward, wrapped_forward
 
@@ -40,13 +41,16 @@ _SOFTCAP = "final_logit_softcapping"
 _FUSING = ("trl", "liger_kernel", "unsloth", "cut_cross_entropy")
 
 
-def fuse_loss_(model: nn.Module) -> Report:
+def fuse_loss_(model: nn.Module, *, batch: Any = None, loss: Callable[[Any, Any], Tensor] | None = None) -> Report:
     """Have ``model`` compute its loss and its last layer together by ``lb.memory.linear_cross_entropy``, in place.
 
     ``model``: a causal language model of transformers, or a module that has one inside, such as one of peft. In
     training mode, where it is given ``labels``, it answers with ``loss`` and with ``logits=None``; in evaluation, and
     without labels, it is as before. The loss is that of ``ForCausalLMLoss`` within the rounding of sums, with
     ``num_items_in_batch``, ``ignore_index`` and ``shift_labels``; logits in half precision are rounded as they are.
+
+    ``batch`` and ``loss``: as ``lb.memory.estimate`` takes them. With a batch the report says what activations are kept
+    for backward, before and after, as estimated.
 
     Calls of a model with a soft cap wait for each other, since its config is another one meanwhile.
     Raises TypeError for what is no module; ValueError, with the model untouched, where there is no such model, its loss
@@ -71,7 +75,7 @@ def fuse_loss_(model: nn.Module) -> Report:
             f"{type(model).__name__}{': ' + '; '.join(reasons) if reasons else ''}; call "
             f"lowbit.memory.linear_cross_entropy(hidden, weight, targets) where the loss is computed"
         )
-    heads = {}
+    kept, heads = Kept(model, batch, loss), {}
     for causal in found:
         head = causal.get_output_embeddings()
         fused = _Fused(causal.loss_function)
@@ -79,7 +83,7 @@ def fuse_loss_(model: nn.Module) -> Report:
         wrap_forward(head, _head, fused)
         causal.loss_function = partial(_loss, fused, head)
         heads.update({name: module for name, module in model.named_modules() if module is head})
-    return report_on("memory.fuse_loss_", model, heads, "fused with the loss")
+    return kept.told(report_on("memory.fuse_loss_", model, heads, "fused with the loss"))
 
 
 def unfuse_loss_(model: nn.Module) -> Report:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,9 +17,11 @@ from lowbit.convert.engine import report_on
 from lowbit.convert.report import Report
 from lowbit.convert.select import check_model
 from lowbit.memory.estimate import usual_loss
+from lowbit.memory.kept import Kept
 from lowbit.models.batches import feed
 from lowbit.models.ties import tensor_bytes
 from lowbit.models.writes import held_buffers
+from lowbit.sizes import amount
 
 __all__ = ["Verdict", "inplace_", "safe_inplace"]
 
@@ -120,7 +122,8 @@ def inplace_(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | 
     the mode that the model trains in. Gradients, buffers and the random state are left as they are. What a forward hook
     of the caller keeps without reading it is not seen.
 
-    Reports what changed, with the bytes that each writes over in ``notes``, and why others stay. Raises ValueError
+    Reports what changed, with the bytes that each writes over in ``notes``, what activations are kept for backward
+    before and after, and why others stay. Raises ValueError
     for a compiled model, TypeError for a batch that cannot be passed and for what is no module.
     """
     check_model(model)
@@ -144,13 +147,13 @@ def inplace_(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | 
     for name in _changing(chosen, run, expected):
         left[name] = "the loss, a gradient or a buffer comes out with other bits"
         del chosen[name]
+    kept = Kept(model, batch, loss)
     for module in chosen.values():
         module.inplace = True  # type: ignore[assignment]
     report = report_on("memory.inplace_", model, chosen, "in place")
-    notes = tuple(f"{name or 'the model itself'} writes over {watch.bytes[name]} bytes" for name in chosen)
-    return Report(
-        report.what, None, report.layers, (), left, notes, report.bytes_before, report.bytes_after, "in place"
-    )
+    notes = tuple(f"{name or 'the model itself'} writes over {amount(watch.bytes[name])}" for name in chosen)
+    # What an activation function made is then made by the layer before it, so that rows would mislead.
+    return kept.told(replace(report, left=left, notes=notes), layers=False)
 
 
 def _changing(chosen: dict[str, nn.Module], run: Callable[[], list[Tensor]], expected: list[Tensor]) -> list[str]:

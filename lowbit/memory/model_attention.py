@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from lowbit.convert.report import Report
 from lowbit.convert.select import check_model
 from lowbit.memory.attention import attention
 from lowbit.memory.fake import answer_without_data
+from lowbit.memory.kept import Kept
 from lowbit.memory.multihead import is_switched, multihead_layers, put_back, put_on
 
 __all__ = ["IMPLEMENTATION", "attends_without_scores", "attention_", "register", "register_mask", "unattention_"]
@@ -34,7 +36,7 @@ IMPLEMENTATION = "lowbit"
 _BEFORE = "_lowbit_attention"
 
 
-def attention_(model: nn.Module) -> Report:
+def attention_(model: nn.Module, *, batch: Any = None, loss: Callable[[Any, Any], Tensor] | None = None) -> Report:
     """Have the attention of ``model`` computed by ``lb.memory.attention``, in place: scores are never held as a whole.
 
     Serves Hugging Face models that can choose their implementation of attention, and every ``nn.MultiheadAttention``
@@ -52,6 +54,9 @@ def attention_(model: nn.Module) -> Report:
 
     Args:
         model: A model that is or contains one of these.
+        batch: A batch as ``lb.memory.estimate`` takes it. The report then says what activations are kept for backward,
+            before and after, as estimated.
+        loss: The loss of output and batch, as ``lb.memory.estimate`` takes it.
 
     Returns:
         A report of the models and layers that changed. Those that ``attention_`` has changed before are not in it.
@@ -70,6 +75,7 @@ def attention_(model: nn.Module) -> Report:
         )
     models = {path: module for path, module in choosing.items() if _implementation(module) != IMPLEMENTATION}
     layers = {path: layer for path, layer in layers.items() if not is_switched(layer)}
+    kept = Kept(model, batch, loss)
     if models:
         register(sys.modules["transformers.modeling_utils"])
         register_mask(sys.modules["transformers.masking_utils"])
@@ -77,7 +83,7 @@ def attention_(model: nn.Module) -> Report:
         vars(module)[_BEFORE] = _implementation(module)
         module.set_attn_implementation(IMPLEMENTATION)
     put_on(model, layers)
-    return report_on("memory.attention_", model, {**models, **layers}, "attention without scores")
+    return kept.told(report_on("memory.attention_", model, {**models, **layers}, "attention without scores"))
 
 
 def unattention_(model: nn.Module) -> Report:

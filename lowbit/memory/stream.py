@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -51,6 +52,7 @@ def stream_blocks_(
     as do those that something outside of the block shares. torch.compile leaves the blocks out of its graphs. Files
     belong to this process: save the model with ``state_dict`` or ``lowbit.save_model``.
 
+    The bytes after in the report are those that stay in memory between calls.
     Raises ValueError for a model without blocks, one that is streamed already, one on the meta device, and ``"cpu"``
     for one that is on the CPU; TypeError for what is no module; OSError, with the model untouched, where the disk has
     no room.
@@ -80,7 +82,8 @@ def stream_blocks_(
         stream.blocks[index].attach()
         wrap_forward(block, _streamed, stream, index)
     stream.evict_all()
-    return report_on("memory.stream_blocks_", model, {names[id(block)]: block for block in chosen}, "streamed")
+    report = report_on("memory.stream_blocks_", model, {names[id(block)]: block for block in chosen}, "streamed")
+    return _without(report, "bytes_after", stream.blocks)
 
 
 def unstream_(model: nn.Module) -> Report:
@@ -91,11 +94,24 @@ def unstream_(model: nn.Module) -> Report:
     check_model(model)
     found = unwrap_forwards(model, _streamed, "memory.unstream_")
     blocks = {path: model.get_submodule(path) for path in found}
-    for forward in found.values():
-        stream, index = forward.settings
-        stream.blocks[index].restore()
+    streamed = [stream.blocks[index] for stream, index in (forward.settings for forward in found.values())]
+    for block in streamed:
+        block.restore()
     stack_experts_(model)
-    return report_on("memory.unstream_", model, blocks, "in memory")
+    report = report_on("memory.unstream_", model, blocks, "in memory")
+    return _without(report, "bytes_before", streamed)
+
+
+def _without(report: Report, side: str, blocks: Iterable[_Mapped | _Copied]) -> Report:
+    """``report``, in which one side, ``bytes_before`` or ``bytes_after``, is without what blocks keep in ``where``.
+
+    A block's tensors are in memory only while it computes.
+    """
+    away = [sum(tensor.nbytes for tensor in block.tensors) for block in blocks]
+    rows = tuple(
+        replace(row, **{side: getattr(row, side) - size}) for row, size in zip(report.layers, away, strict=True)
+    )
+    return replace(report, layers=rows, **{side: getattr(report, side) - sum(away)})
 
 
 def is_streamed(model: nn.Module) -> bool:

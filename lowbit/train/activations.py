@@ -49,7 +49,13 @@ FUNCTIONS = frozenset(
 _LEAST_COLS = 16
 
 
-def compress_activations_(model: nn.Module, scheme: str | Scheme = ACTIVATIONS) -> Report:
+def compress_activations_(
+    model: nn.Module,
+    scheme: str | Scheme = ACTIVATIONS,
+    *,
+    batch: Any = None,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+) -> Report:
     """Let norms, activation functions and products in ``model`` keep their inputs for backward as codes, in place.
 
     ``scheme``: how they are quantized, without a global scale; any shape will do. The functions are those of
@@ -57,6 +63,9 @@ def compress_activations_(model: nn.Module, scheme: str | Scheme = ACTIVATIONS) 
     ``silu(gate) * up``, gate, silu(gate) and up are kept so. Losses keep their bits; gradients of these functions are
     those at the decoded inputs. Checkpointed modules recompute the same bits. Compiled code keeps what its partitioner
     chooses instead, and takes no part.
+
+    ``batch`` and ``loss``: as ``lb.memory.estimate`` takes them. With a batch the report says what activations are kept
+    for backward, before and after, as estimated.
 
     Raises ValueError for a model whose activations are compressed already, for one without such modules, and for a
     scheme with a global scale; TypeError for what is no module.
@@ -80,10 +89,13 @@ def compress_activations_(model: nn.Module, scheme: str | Scheme = ACTIVATIONS) 
             f"train.compress_activations_: {type(model).__name__} has no module without children, and none with a "
             f"Linear; there is nothing whose inputs could be kept in few bits"
         )
+    from lowbit.memory.kept import Kept  # memory imports this package
+
+    kept = Kept(model, batch, loss)
     for module in model.modules():
         if _computes(module) or not isinstance(module, nn.Linear | nn.Embedding | nn.ModuleList | nn.ModuleDict):
             wrap_forward(module, _compressing, kind if _computes(module) else None)
-    return report_on("train.compress_activations_", model, modules, f"inputs kept as {kind}")
+    return kept.told(report_on("train.compress_activations_", model, modules, f"inputs kept as {kind}"))
 
 
 def uncompress_activations_(model: nn.Module) -> Report:

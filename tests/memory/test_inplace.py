@@ -152,7 +152,7 @@ def test_activations_are_in_place_where_that_is_safe_and_bits_stay():
     assert set(report.left) == set(reasons)
     for name, words in reasons.items():
         assert words in report.left[name], (name, report.left[name])
-    assert "plain writes over 192 bytes" in report.notes and "2 layers in place" in str(report)
+    assert "plain writes over 192 B" in report.notes and "2 layers in place" in str(report)
     plain = Net()
     plain.load_state_dict(model.state_dict())
     given = x.clone()

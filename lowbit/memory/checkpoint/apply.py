@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lowbit.convert.engine import report_on
 from lowbit.convert.report import Report
 from lowbit.convert.select import check_model
 from lowbit.memory.checkpoint.caches import place_of
-from lowbit.memory.checkpoint.policies import Choice, choose
+from lowbit.memory.checkpoint.policies import Choice, choose, settings_of
 from lowbit.memory.checkpoint.segment import Offload, Recomputed, Segment
+from lowbit.memory.kept import Kept
 from lowbit.models.surround import surround, surrounding, unsurround
 
 __all__ = ["checkpoint_", "recomputing", "uncheckpoint_"]
 
 
 def checkpoint_(
-    model: nn.Module, policy: Choice = "block", *, offload: str | os.PathLike[str] | None = None, **settings: Any
+    model: nn.Module,
+    policy: Choice = "block",
+    *,
+    offload: str | os.PathLike[str] | None = None,
+    batch: Any = None,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    **settings: Any,
 ) -> Report:
     """Checkpoint the parts of ``model`` that ``policy`` says, in place: of such a part backward has its inputs alone,
     and computes its inside again. No bit of losses and gradients changes. Another policy replaces the one before.
@@ -31,6 +39,9 @@ def checkpoint_(
     (``lowbit.models.names``); ``{pattern: policy or None}``, for the modules that each pattern names; or a function
     ``(module, path) -> bool``. Of nested modules the outermost is taken, but for modules of a list.
     ``"planned"`` takes ``budget=``, ``batch=`` and other settings of ``plan_checkpoints``, whose plan is a policy too.
+
+    ``batch`` and ``loss``: as ``estimate`` takes them. With a batch the report says what activations are kept for
+    backward, before and after, as estimated.
 
     ``offload``: ``"cpu"`` or a directory, where the kept inputs are moved until backward (``offload_activations``).
 
@@ -54,9 +65,10 @@ def checkpoint_(
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
     """
     check_model(model)
-    chosen = choose(model, policy, settings)
+    chosen = choose(model, policy, settings | settings_of(policy, {"batch": batch, "loss": loss}))
     place = None if offload is None else Offload(offload)
     names = {id(module): name for name, module in model.named_modules()}
+    kept = Kept(model, batch, loss)
     uncheckpoint_(model)
     notes = _switch_off(model)
     numbered = place_of(model) is not None
@@ -66,8 +78,7 @@ def checkpoint_(
             surround(module, Recomputed(names[id(module)], segment, index, numbered))
     layers = {names[id(module)]: module for one in chosen for module in one.modules}
     report = report_on("memory.checkpoint_", model, layers, "checkpointed")
-    notes += _saves_little(model, layers.values())
-    return report if not notes else Report(**{**vars(report), "notes": notes})
+    return kept.told(replace(report, notes=notes + _saves_little(model, layers.values())))
 
 
 def uncheckpoint_(model: nn.Module) -> Report:

@@ -18,7 +18,7 @@ from lowbit.models.names import matches, named, patterns_in, plain_name, shown, 
 from lowbit.models.surround import plain_class
 from lowbit.named import did_you_mean
 
-__all__ = ["POLICIES", "Choice", "Policy", "choose"]
+__all__ = ["POLICIES", "Choice", "Policy", "choose", "settings_of"]
 
 #: What ``checkpoint_`` takes.
 Choice = Any
@@ -115,6 +115,12 @@ def _check_settings(name: str, row: Policy, settings: Mapping[str, Any]) -> None
         raise ValueError(f"memory.checkpoint_: {name!r} needs {', '.join(f'{key}=' for key in missing)}")
     if settings and not row.settings:
         raise ValueError(f"memory.checkpoint_: {name!r} takes no settings, got {', '.join(settings)}; leave them out")
+
+
+def settings_of(policy: Choice, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of ``given`` that are settings of ``policy`` and not None."""
+    row = POLICIES.get(policy) if isinstance(policy, str) else None
+    return {name: value for name, value in given.items() if row and row.settings and value is not None}
 
 
 def _stacks(model: nn.Module) -> list[list[nn.Module]]:
