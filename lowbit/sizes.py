@@ -1,4 +1,4 @@
-"""Numbers of bytes, read from text and written for people."""
+"""Numbers of bytes, read from text and written for people, and changes in words: ``46% less``, ``1.50 MiB more``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from numbers import Integral
 from typing import Any, NamedTuple
 
-__all__ = ["Budget", "amount", "budget_in", "bytes_in", "is_bytes"]
+__all__ = ["Budget", "amount", "amount_changed", "budget_in", "bytes_in", "is_bytes", "share_changed"]
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -79,3 +79,35 @@ def amount(size: int) -> str:
     """A number of bytes in the binary unit that suits it."""
     unit = next((unit for unit in ("GiB", "MiB", "KiB") if abs(size) >= _UNITS[unit]), "B")
     return f"{size} B" if unit == "B" else f"{size / _UNITS[unit]:.2f} {unit}"
+
+
+def amount_changed(change: int) -> str:
+    """A change of bytes in words.
+
+    Args:
+        change: The bytes after, less those before.
+
+    Returns:
+        ``"1.50 MiB less"``, ``"1.50 MiB more"`` or ``"the same"``.
+    """
+    return "the same" if not change else f"{amount(abs(change))} {_direction(change)}"
+
+
+def share_changed(change: float, digits: int = 0) -> str:
+    """A relative change in words.
+
+    Args:
+        change: The change as a fraction of what it is relative to: -0.46 for 54 in place of 100.
+        digits: Digits after the point of the percentage.
+
+    Returns:
+        ``"46% less"``, ``"12% more"``, or ``"the same"`` for what rounds to 0%. Of NaN ``"unknown"``.
+    """
+    if math.isnan(change):
+        return "unknown"
+    share = f"{abs(change):.{digits}%}"
+    return f"{share} {_direction(change)}" if float(share[:-1]) else "the same"
+
+
+def _direction(change: float) -> str:
+    return "less" if change < 0 else "more"

@@ -12,7 +12,7 @@ import lowbit as lb
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.memory import plan_checkpoints
 from lowbit.memory.offload.places import place
-from lowbit.sizes import Budget, budget_in, bytes_in
+from lowbit.sizes import Budget, amount_changed, budget_in, bytes_in, share_changed
 
 NO_SIZES = ("6", "60", "0", "nan", "inf", "much", "", "-1GiB", "1e3", "6 parsec", "0x10MB", "9" * 400 + "GiB", "٦GiB")
 NO_BUDGETS = (*NO_SIZES, "0%", "-5%", "nan%", "%", "0GiB", "6B", "0.0001KiB", 6, 0, -1, 0.6, math.nan, True, b"6GiB")
@@ -25,6 +25,15 @@ def test_sizes_have_a_unit():
             bytes_in(text)
     with pytest.raises(ValueError, match=r"'6' is no size, since it has no unit; write for instance 80MB or 1\.5GiB"):
         bytes_in("6")
+
+
+def test_changes_are_written_without_signs():
+    shares = {-0.46: "46% less", 0.12: "12% more", 0.004: "the same", -0.004: "the same", 0.0: "the same"}
+    assert {share: share_changed(share) for share in shares} == shares
+    assert share_changed(-0.004, 2) == "0.40% less" and share_changed(1.5) == "150% more"
+    assert share_changed(math.nan) == "unknown" and share_changed(math.inf) == "inf% more"
+    changes = {3 << 19: "1.50 MiB more", -512: "512 B less", 0: "the same"}
+    assert {change: amount_changed(change) for change in changes} == changes
 
 
 def test_budgets_are_sizes_or_shares():

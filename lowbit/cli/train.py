@@ -31,7 +31,7 @@ from lowbit.machine import float_precision
 from lowbit.plan import Plan
 from lowbit.plan.fitting.choices import words
 from lowbit.progress import bar as planning_bar
-from lowbit.sizes import amount
+from lowbit.sizes import amount, share_changed
 from lowbit.tables import rich_table
 from lowbit.train.mixed import PARTS
 
@@ -412,7 +412,7 @@ def _finish(settings: experiment.Settings, corpus: Corpus, runs: list[Trainer], 
                 out.print(f"\nmemory of step {PROFILED} in {run.config.precision}:\n{run.memory}\n", markup=False)
         for claim in report.claims(runs, rows, memory):
             verdict = "holds" if claim.holds else Text("fails", "bold red")
-            out.print(f"{claim.name}: {claim.measured:+.2%}, at most {claim.allowed:+.1%}:", verdict, soft_wrap=True)
+            out.print(f"{claim.name}: {share_changed(claim.measured, 2)}, {claim.bound}:", verdict, soft_wrap=True)
         out.print(f"report: {path}", soft_wrap=True)
         out.print(
             f"model:  {directory / 'model'}   (quantize it: lowbit quantize {directory / 'model'} int4-weight-only)",

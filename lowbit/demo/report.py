@@ -19,6 +19,7 @@ from lowbit.demo.explain import Held
 from lowbit.demo.loop import Trainer
 from lowbit.files import write_atomically
 from lowbit.machine import provenance
+from lowbit.sizes import share_changed
 from lowbit.tables import markdown
 from lowbit.train.watch import HEAD, NUMBERS, Watch, written
 
@@ -184,6 +185,16 @@ class Claim(NamedTuple):
     def holds(self) -> bool:
         return self.measured <= self.allowed
 
+    @property
+    def bound(self) -> str:
+        """What is allowed, in words."""
+        return _bound(self.allowed)
+
+
+def _bound(allowed: float) -> str:
+    """A largest change in words: ``at most 1.0% more``, ``at least 25.0% less``, ``no more``."""
+    return f"at {'least' if allowed < 0 else 'most'} {share_changed(allowed, 1)}" if allowed else "no more"
+
 
 def claims(runs: list[Trainer], rows: list[Measurement], memory: list[Held]) -> list[Claim]:
     """Those claims that the runs and recipes at hand can be held to."""
@@ -223,10 +234,10 @@ def claims(runs: list[Trainer], rows: list[Measurement], memory: list[Held]) -> 
 
 def _verdicts(runs: list[Trainer], rows: list[Measurement], memory: list[Held]) -> list[str]:
     verdicts = [
-        (claim.name, f"{claim.measured:+.2%}", f"{claim.allowed:+.1%}", "holds" if claim.holds else "**fails**")
+        (claim.name, share_changed(claim.measured, 2), claim.bound, "holds" if claim.holds else "**fails**")
         for claim in claims(runs, rows, memory)
     ]
-    return [markdown(("claim", "measured", "at most", ""), verdicts, numbers=(1, 2)), ""] if verdicts else []
+    return [markdown(("claim", "measured", "allowed", ""), verdicts, numbers=(1, 2)), ""] if verdicts else []
 
 
 def baseline(rows: list[Measurement], outside: str) -> Measurement:
@@ -245,7 +256,7 @@ def _runs(corpus: Corpus, runs: list[Trainer]) -> str:
     def row(run: Trainer) -> tuple[str, ...]:
         loss, history = run.history.held_out[-1][1], run.history
         return (
-            run.config.precision, run.config.optimizer, f"{loss:.4f}", f"{loss / base - 1:+.2%}",
+            run.config.precision, run.config.optimizer, f"{loss:.4f}", share_changed(loss / base - 1, 2),
             f"{bits_per_byte(loss, corpus):.3f}", f"{run.tokens_per_second:,.0f}", f"{history.seconds:.1f}",
         )  # fmt: skip
 
@@ -301,7 +312,7 @@ def _recipes(rows: list[Measurement], outside: str) -> str:
     cells = (
         (
             row.recipe, f"{row.linear_bytes / 1024:,.0f}", f"{row.bytes / 1024:,.0f}", f"{row.perplexity:.3f}",
-            f"{change(row, base):+.2%}", f"{row.tokens_per_second:,.0f}",
+            share_changed(change(row, base), 2), f"{row.tokens_per_second:,.0f}",
         )
         for row in rows
     )  # fmt: skip
@@ -372,10 +383,11 @@ def _loss_plot(axes: Sequence[Axes], runs: list[Trainer]) -> None:
 def _recipe_plot(axes: Sequence[Axes], rows: list[Measurement], base: Measurement) -> None:
     names = [row.recipe for row in rows]
     worse = [change(row, base) for row in rows]
-    allowed = [f"  (at most {PERPLEXITY_TARGETS[n]:+.1%})" if n in PERPLEXITY_TARGETS else "" for n in names]
+    allowed = [f"  ({_bound(PERPLEXITY_TARGETS[n])})" if n in PERPLEXITY_TARGETS else "" for n in names]
+    changes = [f"{share_changed(w, 2)}{a}" for w, a in zip(worse, allowed, strict=True)]
     sizes, speeds = [row.linear_bytes / 1024 for row in rows], [row.tokens_per_second for row in rows]
     panels = [
-        (f"perplexity, against {base.recipe}", worse, [f"{w:+.2%}{a}" for w, a in zip(worse, allowed, strict=True)]),
+        (f"perplexity, against {base.recipe}", worse, changes),
         ("size of the blocks, KiB", sizes, [f"{size:,.0f}" for size in sizes]),
         ("generation, tokens/s", speeds, [f"{speed:,.0f}" for speed in speeds]),
     ]

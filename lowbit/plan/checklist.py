@@ -18,7 +18,7 @@ from lowbit.memory import Estimate, attention_, estimate, fuse_loss_
 from lowbit.memory.fused_loss import answers_without_logits
 from lowbit.memory.model_attention import attends_without_scores
 from lowbit.memory.offload.bandwidth import bandwidth
-from lowbit.sizes import amount
+from lowbit.sizes import amount_changed, share_changed
 from lowbit.tables import aligned
 from lowbit.train import compress_activations_
 
@@ -95,11 +95,11 @@ class Checklist:
         return {"plain": self.plain.as_dict(), "advice": [row._asdict() for row in self.advice]}
 
     def __str__(self) -> str:
-        rows = [("technique", "saves", "of the peak", "more time", "how known", "code or reason")]
+        rows = [("technique", "peak", "in percent", "time", "how known", "code or reason")]
         peak = max(self.plain.peak_bytes, 1)
         for row in self.advice:
             figures = ("-", "-", "-") if row.note else (
-                amount(row.saves), f"{row.saves / peak:.0%}", f"{row.time:+.0%}"
+                amount_changed(-row.saves), share_changed(-row.saves / peak), share_changed(row.time)
             )  # fmt: skip
             rows.append((row.name, *figures, row.how, row.note or row.code))
         return aligned(rows, (1, 2, 3))

@@ -75,6 +75,11 @@ def test_recipes_are_held_to_the_model_in_the_precision_that_they_have_outside(o
     assert (int4.measured, int4.allowed, int4.holds) == (0.06, 0.05, False)
 
 
+def test_bounds_of_claims_are_written_without_signs():
+    bounds = {-0.25: "at least 25.0% less", 0.01: "at most 1.0% more", 0.0: "no more"}
+    assert {allowed: report.Claim("", 0.0, allowed).bound for allowed in bounds} == bounds
+
+
 def test_a_claim_at_its_limit_holds_and_one_that_is_no_number_does_not():
     assert report.Claim("", 0.01, 0.01).holds and not report.Claim("", math.nan, 0.01).holds
     runs = [ran("bf16", 2.0), ran("fp8", math.nan)]

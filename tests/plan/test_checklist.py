@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 
 import pytest
 import torch
@@ -53,6 +54,8 @@ def test_what_is_said_is_what_is_saved():
     assert said["states of the optimizer elsewhere"].saves == found.plain.by_kind["optimizer state"]
     assert said["checkpoints: blocks"].time > said["checkpoints: attention"].time > 0
     assert said["a smaller batch: half"].time < -0.3
+    (line,) = (line for line in str(found).splitlines() if line.startswith("a smaller batch: half"))
+    assert re.match(r"a smaller batch: half +\S+ [KM]iB less +\d+% less +\d+% less +estimated", line), line
 
 
 def test_what_does_nothing_comes_last_with_its_reason():

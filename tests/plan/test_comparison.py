@@ -14,6 +14,7 @@ from lowbit.memory.fake import fake_tensors
 from lowbit.plan import Plan
 from lowbit.plan.fitting.comparison import compare, is_mean_of_cross_entropies
 from lowbit.plan.settings import Settings
+from lowbit.sizes import share_changed
 
 TOKENS = torch.randint(50, (16, 24), generator=torch.Generator().manual_seed(0))
 
@@ -128,8 +129,8 @@ def test_a_plan_says_what_the_precision_makes_of_a_preference_loss(tmp_path):
         lb.train.mixed_(model, "bf16")
         lower = of_answers(preference)(model(TOKENS), TOKENS).item()
     assert (plan.compared.reference, plan.compared.lower) == (reference, lower) and reference != lower
-    said = f"gives {reference:.4g} in fp32 and {lower:.4g} in bf16, {100 * (lower - reference) / reference:+.2f}%"
-    assert said in str(plan) and f"{plan.compared.change:+.2f}% (one forward)" in str(plan)
+    said = f"gives {reference:.4g} in fp32 and {lower:.4g} in bf16, {share_changed((lower - reference) / reference, 2)}"
+    assert said in str(plan) and f"{share_changed(plan.compared.change / 100, 2)} (one forward)" in str(plan)
     loaded = Plan.load(plan.save(tmp_path / "plan.json"))
     assert loaded.compared == plan.compared and str(loaded) == str(plan)
 

@@ -50,7 +50,7 @@ def test_losses_of_a_caller_replace_the_records(tmp_path):
     given = {one.name: one.by({"bf16": 0.02, "fp8": 0.03}).counted for one in CHOICES["precision"]}
     assert given["fp32"] == 0 and given["bf16"] == given["mxfp8"] == 2 and given["fp8"] == given["fp8-compressed"] == 3
     asked = planned("100%", keep=("bf16",), losses={"bf16": 0.02, "adamw8bit": -0.5})
-    assert asked.settings.mixed == "bf16" and "+2.00% (given)" in str(asked) and "given: bf16" in str(asked)
+    assert asked.settings.mixed == "bf16" and "2.00% more (given)" in str(asked) and "given: bf16" in str(asked)
     loaded = Plan.load(asked.save(tmp_path / "plan.json"))
     assert loaded.losses == asked.losses == {"bf16": 0.02, "adamw8bit": -0.5} and str(loaded) == str(asked)
 

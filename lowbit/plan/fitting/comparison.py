@@ -23,6 +23,7 @@ from lowbit.memory.accumulate import samples
 from lowbit.models.batches import call, copied
 from lowbit.plan.fitting.adapt import Before
 from lowbit.plan.settings import Settings
+from lowbit.sizes import share_changed
 from lowbit.train import mixed_, prepare_
 
 __all__ = ["Comparison", "compare", "is_mean_of_cross_entropies"]
@@ -59,7 +60,7 @@ class Comparison(NamedTuple):
         aside = "" if is_chosen else ", which is not chosen"
         if self.reference is None or self.lower is None:
             return f"the loss is no mean of cross-entropies; {self.precision}{aside} was not compared: {self.why}"
-        change = "" if self.change is None else f", {self.change:+.2f}%"
+        change = "" if self.change is None else f", {share_changed(self.change / 100, 2)}"
         return (
             f"the loss is no mean of cross-entropies: one forward of {self.rows} rows gives {self.reference:.4g} in "
             f"fp32 and {self.lower:.4g} in {self.precision}{aside}{change}"

@@ -24,7 +24,7 @@ from lowbit.plan.fitting.run import Run
 from lowbit.plan.fitting.subject import Subject
 from lowbit.plan.settings import Settings
 from lowbit.processes import processes
-from lowbit.sizes import amount
+from lowbit.sizes import amount, amount_changed, share_changed
 from lowbit.tables import aligned
 
 __all__ = ["Plan"]
@@ -114,7 +114,8 @@ class Plan(BasePlan[Prediction, Settings]):
             f"budget {amount(self.budget)}: a step holds {amount(self.peak_bytes)}{each}"
             + (f" in {self.chosen.moment}" if self.chosen.moment else "")
             + f", plain training {amount(self.plain.peak_bytes)}",
-            f"the choices count for {quality_of(self.settings, self.losses):+.2f}% of loss together, a gain as none; "
+            f"loss by the choices together: {share_changed(quality_of(self.settings, self.losses) / 100, 2)}, a gain "
+            f"counts as none; "
             f"recorded: language model cross-entropy of the demo's GPT"
             + (f", given: {', '.join(self.losses)}" if self.losses else ""),
         ]
@@ -125,12 +126,12 @@ class Plan(BasePlan[Prediction, Settings]):
             lines.append(
                 "on a CPU the process holds about as much above its imports: freed memory goes back to the system"
             )
-        rows = [("choice", "is", "saves", "takes", "loss change", "which means")]
+        rows = [("choice", "is", "peak", "time", "loss", "which means")]
         for dimension, choice in described(self.settings, self.losses).items():
-            loss = f"{choice.loss:+.2f}%" if choice.loss or choice.name in self.losses else ""
+            loss = share_changed(choice.loss / 100, 2) if choice.loss or choice.name in self.losses else ""
             loss += " (given)" if choice.name in self.losses else ""
             if compared is not None and compared.precision == choice.name and compared.change is not None:
-                loss = f"{compared.change:+.2f}% (one forward)"
+                loss = f"{share_changed(compared.change / 100, 2)} (one forward)"
             name = str(self.settings.micro) if dimension == PARTS else choice.name
             rows.append((dimension, name, *self._beside(dimension), loss, choice.about))
         ways = ["", self._of_ways()] if self.ways else []
@@ -147,12 +148,12 @@ class Plan(BasePlan[Prediction, Settings]):
         return aligned(rows, (1, 3))
 
     def _beside(self, dimension: str) -> tuple[str, str]:
-        """Bytes saved, and time taken, beside the plain choice."""
+        """The changes of the peak and of the time from the plain choice."""
         other = self.beside.get(dimension)
         if other is None:
             return "", ""
         time = (self.seconds - other.seconds) / max(other.seconds, 1e-12)
-        return amount(other.peak_bytes - self.peak_bytes), f"{time:+.0%}"
+        return amount_changed(self.peak_bytes - other.peak_bytes), share_changed(time)
 
     def table(self) -> str:
         """The frontier and what is chosen: peaks and times, smallest first."""
