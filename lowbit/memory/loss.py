@@ -139,7 +139,9 @@ def _gradients(
     of_hidden = torch.zeros_like(hidden, dtype=sums) if wanted[0] else None
     of_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format) if wanted[1] else None
     of_bias = torch.zeros_like(bias) if bias is not None and wanted[2] else None
-    for columns in _column_tiles(len(hidden), len(weight), options.tile):
+    # Of few rows a tile of logits has more classes than a tile of the weight's gradient.
+    height = max(min(len(hidden), _ROWS), weight.shape[1])
+    for columns in _column_tiles(height, len(weight), options.tile):
         weight_sum: Tensor | None = None
         bias_sum: Tensor | None = None
         for rows in _row_tiles(len(hidden), options.tile):
@@ -182,13 +184,13 @@ def _row_tiles(rows: int, tile: int) -> Iterator[slice]:
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-def _column_tiles(rows: int, columns: int, tile: int) -> Iterator[slice]:
-    step = max(1, tile // max(1, min(rows, _ROWS, tile)))
+def _column_tiles(height: int, columns: int, tile: int) -> Iterator[slice]:
+    step = max(1, tile // max(1, min(height, tile)))
     return (slice(start, min(start + step, columns)) for start in range(0, columns, step))
 
 
 def _tiles(rows: int, columns: int, tile: int) -> Iterator[tuple[slice, slice]]:
-    return ((r, c) for c in _column_tiles(rows, columns, tile) for r in _row_tiles(rows, tile))
+    return ((r, c) for c in _column_tiles(min(rows, _ROWS), columns, tile) for r in _row_tiles(rows, tile))
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, options: _Options) -> Tensor:

@@ -92,7 +92,7 @@ def unstream_(model: nn.Module) -> Report:
     Raises ValueError, with the model untouched, where a forward has been replaced since.
     """
     check_model(model)
-    found = unwrap_forwards(model, _streamed, "memory.unstream_")
+    found = unwrap_forwards(model, "memory.unstream_", _streamed)
     blocks = {path: model.get_submodule(path) for path in found}
     streamed = [stream.blocks[index] for stream, index in (forward.settings for forward in found.values())]
     for block in streamed:

@@ -160,14 +160,19 @@ def wrapped_forward(module: nn.Module, around: Callable[..., Any]) -> WrappedFor
     return None
 
 
-def unwrap_forwards(model: nn.Module, around: Callable[..., Any], who: str) -> dict[str, WrappedForward]:
-    """Undo ``wrap_forward`` in all modules of ``model``; by their paths the forwards that they had.
+def unwrap_forwards(model: nn.Module, who: str, *arounds: Callable[..., Any]) -> dict[str, WrappedForward]:
+    """Undo ``wrap_forward`` with one of ``arounds`` in all modules of ``model``; by their paths the forwards that they
+    had.
 
     Raises ValueError, with the model untouched, where such a forward has been replaced since.
     """
     modules = dict(model.named_modules())
-    wrapped = {path: wrapped_forward(module, around) for path, module in modules.items()}
-    forwards = {path: forward for path, forward in wrapped.items() if forward is not None}
+    forwards = {
+        path: forward
+        for path, module in modules.items()
+        for around in arounds
+        if (forward := wrapped_forward(module, around)) is not None
+    }
     later = [path or "the model" for path, forward in forwards.items() if vars(modules[path])["forward"] is not forward]
     if later:
         raise ValueError(f"{who}: the forward of {', '.join(later)} has been replaced since; undo that first")

@@ -104,7 +104,7 @@ def uncompress_activations_(model: nn.Module) -> Report:
     Raises ValueError, with the model untouched, where a forward has been replaced since.
     """
     check_model(model)
-    found = unwrap_forwards(model, _compressing, "train.uncompress_activations_")
+    found = unwrap_forwards(model, "train.uncompress_activations_", _compressing)
     modules = {path: model.get_submodule(path) for path in found}
     computing = {path: module for path, module in modules.items() if _computes(module)}
     return report_on("train.uncompress_activations_", model, computing, "inputs kept as they are")
