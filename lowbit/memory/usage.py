@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from lowbit.files import write_atomically
 from lowbit.memory.ledger import KINDS, OUTSIDE, Op
 from lowbit.sizes import amount
 from lowbit.tables import aligned
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["Holding", "Moment", "Usage", "kinds_of"]
 
@@ -26,6 +29,8 @@ _COLORS = {
     "temporaries": "#d9480f", "other": "#ced4da",
 }  # fmt: skip
 
+#: Of the strip below a plot, in the order of a step.
+_PHASES = {"forward": "#9aa5b1", "recomputation": "#f2c14e", "backward": "#52606d", "step": "#1f2933"}
 
 _Usage = TypeVar("_Usage", bound="Usage")
 
@@ -201,26 +206,59 @@ class Usage:
         return target
 
     def plot(self, path: str | Path) -> Path:
-        """Draw the bytes of each kind over the ops. Raises ImportError without matplotlib."""
+        """Draw the bytes of each kind over the ops, their peak, and the phases below. Raises ImportError without
+        matplotlib.
+        """
         try:
+            from matplotlib import rc_context
             from matplotlib.figure import Figure
         except ImportError:
             raise ImportError("memory.Usage.plot needs matplotlib: pip install matplotlib") from None
-        figure = Figure(figsize=(10, 4.5), layout="constrained")
-        axes = figure.subplots()
+        with rc_context(
+            {"font.size": 9, "axes.titlesize": 10, "xtick.labelsize": 8, "ytick.labelsize": 8, "legend.fontsize": 8}
+        ):
+            figure = Figure(figsize=(8.5, 4.5), layout="constrained")
+            axes, strip = figure.subplots(2, 1, sharex=True, height_ratios=(24, 1))
+            self._draw_kinds(axes)
+            self._draw_phases(strip)
+            style = {"frameon": False, "alignment": "left", "borderaxespad": 0}
+            # As areas are stacked, from top to bottom. The second legend is beside the first panel too: it has room.
+            kinds, phases = (part.get_legend_handles_labels() for part in (axes, strip))
+            first = axes.legend(
+                kinds[0][::-1], kinds[1][::-1], title="kind", bbox_to_anchor=(1.02, 1), loc="upper left", **style
+            )
+            axes.legend(*phases, title="phase (strip below)", bbox_to_anchor=(1.02, 0), loc="lower left", **style)
+            axes.add_artist(first)
+            figure.savefig(path, dpi=150)
+        return Path(path)
+
+    def _draw_kinds(self, axes: Axes) -> None:
         times = np.array(self._times[self._since :])
         kinds = [kind for kind in KINDS if any(h.kind == kind for h in self._holdings)]
         areas = [self._over_time(kind, times) / 2**20 for kind in kinds]
         axes.stackplot(range(len(times)), areas, labels=kinds, colors=[_COLORS[kind] for kind in kinds], step="post")
-        phases = [op.phase for op in self._ops[self._since :]]
-        for index in range(1, len(phases)):
-            if phases[index] != phases[index - 1]:
-                axes.axvline(index, color="#1f2933", linewidth=0.4, alpha=0.4)
-        axes.set(xlabel="op", ylabel="MiB", title=f"peak {amount(self.peak_bytes)} in {self.moment}")
-        axes.margins(x=0)
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-        figure.savefig(path, dpi=120)
-        return Path(path)
+        timeline, peak = self.timeline, self.peak_bytes
+        at = max(range(len(timeline)), key=lambda index: timeline[index].bytes, default=0)
+        axes.plot(at, peak / 2**20, "v", color="#1f2933", ms=6, label=f"peak, {amount(peak)}")
+        layer = "code outside of the model" if self.moment.layer == OUTSIDE else self.moment.layer
+        where = f"{self.moment.phase} of {layer}, op {self.moment.op}"
+        axes.set_title(f"Memory held, by kind\npeak in {where}", loc="left")
+        axes.set_ylabel("memory held, MiB")
+        axes.set_xlim(0, max(len(times), 1))
+        axes.set_ylim(0, 1.08 * peak / 2**20 or 1)
+
+    def _draw_phases(self, strip: Axes) -> None:
+        """A strip in the colour of the phase that each op is of."""
+        phases = [op.phase for op in self.ops]
+        starts = [index for index, phase in enumerate(phases) if not index or phase != phases[index - 1]]
+        ends = [*starts[1:], len(phases)]
+        for phase, colour in _PHASES.items():
+            spans = [(start, end - start) for start, end in zip(starts, ends, strict=False) if phases[start] == phase]
+            if spans:
+                # Recomputation comes in runs of few ops between those of backward, and would be lost below them.
+                width, order = (0.6, 3) if phase == "recomputation" else (0, 2)
+                strip.broken_barh(spans, (0, 1), color=colour, linewidth=width, zorder=order, label=phase)
+        strip.set(xlabel="ops, in the order in which they ran", yticks=[], ylim=(0, 1))
 
     def _over_time(self, kind: str, times: np.ndarray) -> np.ndarray:
         chosen = [h for h in self._holdings if h.kind == kind]

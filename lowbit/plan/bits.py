@@ -22,6 +22,9 @@ FLOAT = "float"
 #: The columns of the table.
 _HEAD = ("layer", "recipe", "bits", "SQNR dB: weight", "input", "output", "loss")
 
+#: A plot has so many layers at most, with room for a name each.
+_MOST_DRAWN = 40
+
 
 @dataclass(frozen=True)
 class Score:
@@ -151,19 +154,24 @@ class Sensitivity:
             from matplotlib.figure import Figure
         except ImportError:
             raise ImportError("Sensitivity.plot needs matplotlib: pip install matplotlib") from None
-        figure = Figure(figsize=(max(8.0, len(self.scores) / 8), 8), layout="constrained")
+        names = list(self.scores)
+        worst = {score.name for score in self.worst(_MOST_DRAWN)}
+        shown = [name for name in names if name in worst]
+        figure = Figure(figsize=(8.5, 8), layout="constrained")
         losses, outputs = figure.subplots(2, 1, sharex=True)
         for recipe in self.recipes:
             if recipe == FLOAT:
                 continue
-            rows = [rows[recipe] for rows in self.scores.values()]
+            rows = [self.scores[name][recipe] for name in shown]
             losses.semilogy([row.loss for row in rows], marker=".", label=recipe)
             outputs.plot([row.output for row in rows], marker=".", label=recipe)
         losses.set_ylabel("loss" if self.by == "loss" else "error of the output")
+        some = "all layers" if len(shown) == len(names) else f"the {len(shown)} worst of {len(names)} layers"
+        losses.set_title(f"What each layer loses by each recipe, {some}", loc="left", size=10)
         losses.legend()
         outputs.set_ylabel("SQNR of the output, dB")
-        outputs.set_xticks(range(len(self.scores)), list(self.scores), rotation=90, fontsize=5)
-        figure.savefig(path, dpi=120)
+        outputs.set_xticks(range(len(shown)), shown, rotation=90, fontsize=8)
+        figure.savefig(path, dpi=150)
 
 
 def _range(values: Sequence[float]) -> str:

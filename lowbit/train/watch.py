@@ -7,11 +7,11 @@ of training, and follows stochastic rounding, delayed scales and scales that are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,7 @@ from lowbit.tensor.quantized import Quantized
 from lowbit.train.linear import TrainLinear, state
 from lowbit.train.rules import quantized
 from lowbit.train.view import View
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from lowbit.train.watch_plot import drawn
 
 __all__ = ["HEAD", "NUMBERS", "Row", "Watch", "observed", "watch", "written"]
 
@@ -210,11 +208,16 @@ class Watch:
         self._before, self._sums = [Row(**row) for row in state["rows"]], {}
 
     def plot(self, path: str | Path) -> None:
-        """Draw the SQNR of each layer over steps, a panel for each role, and underflow as a heat map, to an image.
+        """Draw the SQNR of layers over steps and a heat map of underflow, a row of panels for each role, to an image.
 
-        Raises ImportError without matplotlib; ValueError where no step was watched.
+        Of many layers the heat maps show the worst. Names of layers are without the beginning that all have in common.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: No step was watched.
         """
-        _draw(self.rows, path)
+        figure = drawn(self.rows)
+        write_atomically(Path(path), lambda file: figure.savefig(file, format="png", dpi=150))
 
 
 def watch(model: nn.Module, every: int = 100) -> Watch:
@@ -309,51 +312,7 @@ def _badness(by: str, row: Row) -> tuple[bool, float]:
     return math.isnan(value), value if by == "sqnr" else -value
 
 
-# -- text and image --------------------------------------------------------------------------------------------------
+# -- text --------------------------------------------------------------------------------------------------
 def written(row: Row) -> tuple[str, ...]:
     """The cells of a row, below ``HEAD``."""
     return tuple(format(getattr(row, name), style) for _, name, style in _COLUMNS)
-
-
-def _draw(rows: Sequence[Row], path: str | Path) -> None:
-    """As ``Watch.plot``."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("train.watch: a plot needs matplotlib: pip install matplotlib") from None
-    found: dict[str, dict[str, dict[int, Row]]] = {}
-    for row in rows:
-        found.setdefault(row.role, {}).setdefault(row.layer, {})[row.step] = row
-    if not found:
-        raise ValueError("train.watch: no step was watched, so there is nothing to draw; train with the watch open")
-    roles, layers = list(found), list(dict.fromkeys(row.layer for row in rows))
-    figure = Figure(figsize=(4 * len(roles), 4 + 0.14 * len(layers)), layout="constrained")
-    top, bottom = figure.subplots(2, len(roles), squeeze=False, height_ratios=(3, 1 + 0.14 * len(layers)))
-    most = max(row.underflow for row in rows)
-    for role, lines, heat in zip(roles, top, bottom, strict=True):
-        _draw_lines(lines, role, found[role])
-        shown = _draw_heat(heat, layers, found[role], max(100 * most, 1e-3))
-    top[0].set_ylabel("SQNR, dB")
-    bottom[0].set_yticks(range(len(layers)), layers, fontsize=5)
-    figure.colorbar(shown, ax=list(bottom), label="underflow, %")
-    write_atomically(Path(path), lambda file: figure.savefig(file, format="png", dpi=120))
-
-
-def _draw_lines(axes: Axes, role: str, by_layer: dict[str, dict[int, Row]]) -> None:
-    worst = min(by_layer, key=lambda layer: min(_badness("sqnr", row) for row in by_layer[layer].values()))
-    for layer, steps in by_layer.items():
-        named = {"label": f"worst: {layer}", "lw": 1.5} if layer == worst else {"lw": 0.7, "alpha": 0.5}
-        axes.plot(list(steps), [row.sqnr for row in steps.values()], marker=".", **named)
-    axes.set_title(role, loc="left")
-    axes.set_xlabel("step")
-    axes.legend(fontsize=6)
-
-
-def _draw_heat(axes: Axes, layers: list[str], by_layer: dict[str, dict[int, Row]], most: float) -> Any:
-    steps = sorted({step for rows in by_layer.values() for step in rows})
-    held = [by_layer.get(layer, {}) for layer in layers]
-    shares = [[100 * rows[step].underflow if step in rows else math.nan for step in steps] for rows in held]
-    axes.set_yticks([])
-    axes.set_xticks(range(len(steps)), [str(step) for step in steps], rotation=90, fontsize=5)
-    axes.set_xlabel("step")
-    return axes.imshow(shares, aspect="auto", interpolation="nearest", vmin=0, vmax=most, cmap="magma_r")

@@ -128,6 +128,9 @@ def test_a_plot_shows_budget_and_choice(mine, tmp_path, monkeypatch):
     (ring,) = (line for line in axes.lines if line.get_markerfacecolor() == "none")
     assert (ring.get_xdata()[0], ring.get_ydata()[0]) == (plan.peak_bytes / 2**20, plan.seconds / plan.plain.seconds)
     assert {words(plan.settings), "plain training"} <= {text.get_text() for text in axes.texts}
+    (legend,) = drawn[0].legends
+    assert {text.get_text() for text in legend.texts} == {"chosen", "budget", "plain training", "least time for a peak"}
+    assert min(text.get_fontsize() for text in (*axes.texts, *legend.texts)) >= 8
     (frontier,) = (line for line in axes.lines if line.get_linestyle() == "-")
     points = {(one.peak_bytes / 2**20, one.seconds / plan.plain.seconds) for one in plan.frontier}
     assert set(zip(frontier.get_xdata(), frontier.get_ydata(), strict=True)) == points

@@ -42,16 +42,25 @@ def plot(plan: Plan, path: Path) -> Path:
     )
     figure = Figure(figsize=(8, 4.8), layout="constrained")
     axes = figure.subplots()
-    axes.step([point.peak for point in points], [point.time for point in points], "o-", where="post", color=_LINE, lw=1)
-    axes.plot(plain.peak, plain.time, "s", color=_PALE)
-    axes.plot(chosen.peak, chosen.time, "o", ms=11, mfc="none", mec=_CHOSEN, mew=2)
-    axes.axvline(plan.budget / unit, color=_INK, ls="--", lw=1)
+    axes.step(
+        [point.peak for point in points],
+        [point.time for point in points],
+        "o-",
+        where="post",
+        color=_LINE,
+        lw=1,
+        label="least time for a peak",
+    )
+    axes.plot(plain.peak, plain.time, "s", color=_PALE, label="plain training")
+    axes.plot(chosen.peak, chosen.time, "o", ms=11, mfc="none", mec=_CHOSEN, mew=2, label="chosen")
+    axes.axvline(plan.budget / unit, color=_INK, ls="--", lw=1, label="budget")
     for point in _apart([chosen, plain, points[0], *points[::-1]]):
         _label(axes, point, bold=point is chosen)
-    axes.set(xlabel=f"peak of a step, {name} (dashed: the budget)", ylabel="time beside plain training's, predicted")
+    axes.set(xlabel=f"peak memory of a step, {name}", ylabel="time of a step, relative to plain training")
     axes.set_title(f"{words(plan.settings)}: {amount(plan.peak_bytes)} of {amount(plan.budget)}", loc="left", size=10)
     axes.margins(x=0.22, y=0.12)
     axes.set_xlim(left=0)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=150))
@@ -71,6 +80,6 @@ def _apart(points: list[_Point]) -> list[_Point]:
 
 def _label(axes: Any, point: _Point, bold: bool) -> None:
     axes.annotate(
-        point.text, (point.peak, point.time), xytext=(6, 6), textcoords="offset points", size=7.5, color=_INK,
+        point.text, (point.peak, point.time), xytext=(6, 6), textcoords="offset points", size=8, color=_INK,
         weight="bold" if bold else "normal", bbox={"fc": "white", "ec": "none", "pad": 0.5},
     )  # fmt: skip

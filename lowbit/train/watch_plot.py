@@ -1,0 +1,150 @@
+"""What ``Watch`` saw, drawn: for each operand of the matmuls SQNR over steps, and underflow of the worst layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from lowbit.train.watch import Row
+
+__all__ = ["drawn"]
+
+#: By layer and step, what was seen of one role.
+_Seen = Mapping[str, "Mapping[int, Row]"]
+
+#: What each role is, in words: the operand, and the matmul that it is an operand of.
+_TITLES = {
+    "output.a": ("Input of the layer", "in the matmul for its output"),
+    "output.b": ("Weight", "in the matmul for the output"),
+    "grad_input.a": ("Gradient of the output", "in the matmul for the input's gradient"),
+    "grad_input.b": ("Weight", "in the matmul for the input's gradient"),
+    "grad_weight.a": ("Gradient of the output", "in the matmul for the weight's gradient"),
+    "grad_weight.b": ("Input of the layer", "in the matmul for the weight's gradient"),
+}
+#: Sizes in points, at the figure's width in inches, which a page has room for.
+_STYLE = {
+    "font.size": 9, "axes.titlesize": 9, "axes.labelsize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8,
+    "legend.fontsize": 8, "axes.spines.top": False, "axes.spines.right": False,
+}  # fmt: skip
+_WIDTH = 8.5
+#: The worst layers, which have a colour each, and what all others are drawn in.
+_COLOURS, _PALE = ("#d9480f", "#2f6fde", "#862e9c"), "#9aa5b1"
+#: A heat map has at most so many layers, and so many of its steps have a number.
+_MOST_LAYERS, _MOST_STEPS = 10, 8
+#: Longer names lose their middle.
+_LONGEST = 28
+
+
+def drawn(rows: Sequence[Row]) -> Figure:
+    """The figure of what was watched.
+
+    Args:
+        rows: Of all steps.
+
+    Returns:
+        A figure with a row of two panels for each role: lines, and a heat map.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: There are no rows.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("train.watch: a plot needs matplotlib: pip install matplotlib") from None
+    found: dict[str, dict[str, dict[int, Row]]] = {}
+    for row in rows:
+        found.setdefault(row.role, {}).setdefault(row.layer, {})[row.step] = row
+    if not found:
+        raise ValueError("train.watch: no step was watched, so there is nothing to draw; train with the watch open")
+    common, names = _short_names(list(dict.fromkeys(row.layer for row in rows)))
+    most = max(100 * max(row.underflow for row in rows), 1e-3)
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH, 0.6 + 2.6 * len(found)), layout="constrained")
+        panels = figure.subplots(len(found), 2, squeeze=False, width_ratios=(1.2, 1))
+        for (role, seen), (lines, heat) in zip(found.items(), panels, strict=True):
+            _draw_lines(lines, role, seen, names)
+            shown = _draw_heat(heat, seen, names, most)
+        for axes in panels[-1]:
+            axes.set_xlabel("training step")
+        figure.colorbar(shown, ax=list(panels[:, 1]), label="elements that became zero (underflow), %", aspect=40)
+        named = f"\nlayers are named without '{common}.'" if common else ""
+        figure.suptitle(f"Quantization error of each matmul operand{named}", size=10)
+    return figure
+
+
+def _draw_lines(axes: Axes, role: str, seen: _Seen, names: Mapping[str, str]) -> None:
+    """SQNR over steps: the worst layers in colours, the others pale."""
+    worst = sorted(seen, key=lambda layer: _least_sqnr(seen[layer]))[: len(_COLOURS)]
+    others = [layer for layer in seen if layer not in worst]
+    for place, (layer, colour) in enumerate(zip(worst, _COLOURS, strict=False)):
+        label = names[layer] + (" (worst)" if others and not place else "")
+        _line(axes, seen[layer], color=colour, lw=1.6, ms=4, zorder=3, label=label)
+    for place, layer in enumerate(others):
+        count = f"{len(others)} other layer{'s' if len(others) > 1 else ''}"
+        _line(axes, seen[layer], color=_PALE, lw=0.7, ms=2, label=None if place else count)
+    operand, matmul = _TITLES.get(role, (role, ""))
+    axes.set_title(f"{operand}\n{matmul} ({role})", loc="left")
+    axes.set_ylabel("SQNR, dB (more is better)")
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high + 0.5 * (high - low))  # room for the legend
+    axes.legend(loc="upper left", ncols=2, frameon=False, handlelength=1.5, columnspacing=1)
+    _whole_steps(axes)
+
+
+def _line(axes: Axes, steps: Mapping[int, Row], **style: Any) -> None:
+    axes.plot(list(steps), [row.sqnr for row in steps.values()], marker="o", **style)
+
+
+def _least_sqnr(steps: Mapping[int, Row]) -> float:
+    """Inf without figures."""
+    return min((row.sqnr for row in steps.values() if not math.isnan(row.sqnr)), default=math.inf)
+
+
+def _whole_steps(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(_MOST_STEPS, integer=True))
+
+
+def _draw_heat(axes: Axes, seen: _Seen, names: Mapping[str, str], most: float) -> Any:
+    """Underflow over steps, of all layers or of those that have most of it, in the order of the model."""
+    largest = {layer: max(row.underflow for row in steps.values()) for layer, steps in seen.items()}
+    worst = set(sorted(seen, key=lambda layer: -largest[layer])[:_MOST_LAYERS])
+    layers = [layer for layer in names if layer in worst]
+    steps = sorted({step for rows in seen.values() for step in rows})
+    shares = [
+        [100 * seen[name][step].underflow if step in seen[name] else math.nan for step in steps] for name in layers
+    ]
+    every = -(-len(steps) // _MOST_STEPS)
+    axes.set_yticks(range(len(layers)), [names[layer] for layer in layers])
+    axes.set_xticks(range(0, len(steps), every), [str(step) for step in steps[::every]])
+    few = len(layers) == len(seen)
+    which = "all layers" if few else f"the {len(layers)} worst of {len(seen)} layers"
+    axes.set_title(f"Became zero (underflow)\n{which}", loc="left")
+    return axes.imshow(shares, aspect="auto", interpolation="nearest", vmin=0, vmax=most, cmap="magma_r")
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+def _short_names(layers: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """The path that all layers begin with, and by layer the rest of its name."""
+    paths = [layer.split(".") for layer in layers]
+    shared = 0
+    while all(len(path) > shared + 1 and path[shared] == paths[0][shared] for path in paths):
+        shared += 1
+    shared = shared if len(paths) > 1 else 0
+    return ".".join(paths[0][:shared]), {
+        layer: _shortened(".".join(path[shared:]) or "the model") for layer, path in zip(layers, paths, strict=True)
+    }
+
+
+def _shortened(name: str) -> str:
+    """A name without its middle, if it is long: the number of the block is in its beginning."""
+    head = _LONGEST // 3
+    return name if len(name) <= _LONGEST else f"{name[:head]}…{name[-(_LONGEST - head - 1) :]}"
