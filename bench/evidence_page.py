@@ -2,72 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from lowbit.bench.evidence_cells import ROUNDS, STUDIES, Cell, Study, Variation, cells
+from lowbit.bench.recorded import Difference, difference
 from lowbit.demo.gpt import GPT
 from lowbit.tables import markdown
 
-__all__ = ["Difference", "difference", "write"]
+__all__ = ["write"]
 
 #: Lines of the record by digest.
 Record = Mapping[str, Mapping[str, Any]]
-
-#: Student's t for 95%, two-sided, by degrees of freedom; beyond the last the normal distribution's, and a little more.
-_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-_T_BEYOND = 2.2
-#: What a study should resolve, in percent.
-RESOLUTION = 0.2
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Of pairs, in percent of the other's loss: mean, standard deviation of one pair, and how many pairs."""
-
-    mean: float
-    deviation: float
-    count: int
-
-    @property
-    def error(self) -> float:
-        """The standard error of the mean."""
-        return self.deviation / math.sqrt(self.count)
-
-    @property
-    def half_width(self) -> float:
-        """Of the 95% interval."""
-        return math.inf if self.count < 2 else student(self.count - 1) * self.error
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        return self.mean - self.half_width, self.mean + self.half_width
-
-    def needed(self, width: float = RESOLUTION) -> int:
-        """How many pairs make the half-width of the interval at most ``width``, if the deviation stays."""
-        count = 2
-        while student(count - 1) * self.deviation / math.sqrt(count) > width:
-            count += 1
-        return count
-
-
-def student(freedom: int) -> float:
-    """The quantile for 95%; infinite without a degree of freedom."""
-    if freedom < 1:
-        return math.inf
-    return _T[freedom - 1] if freedom <= len(_T) else _T_BEYOND
-
-
-def difference(pairs: Sequence[tuple[float, float]]) -> Difference | None:
-    """Of (loss, other loss) by seed. None: there is no pair."""
-    if not pairs:
-        return None
-    changes = [100 * (loss / other - 1) for loss, other in pairs]
-    return Difference(statistics.fmean(changes), statistics.stdev(changes) if len(changes) > 1 else 0.0, len(changes))
 
 
 class Runs:

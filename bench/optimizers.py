@@ -17,6 +17,7 @@ from torch import nn
 
 import lowbit as lb
 from lowbit.bench import probe, runs
+from lowbit.bench.recorded import losses_table
 from lowbit.bench.timing import Budget, Case, Group, measure, usable
 from lowbit.demo.data import Corpus
 from lowbit.demo.gpt import GPT, GPTConfig
@@ -282,15 +283,15 @@ def _about(run: Run, seed: int) -> dict[str, Any]:
     return {**asdict(run), "settings": settings, "states": states, "seed": seed, "steps": LENGTH, "batch": BATCH}
 
 
-def _rows(directory: Path) -> Iterator[tuple[str, list[float]]]:
+def _rows(directory: Path) -> Iterator[tuple[str, dict[int, float]]]:
     for run in RUNS:
-        yield run.name, [_cell(run, seed, directory) for seed in SEEDS]
+        yield run.name, {seed: _cell(run, seed, directory) for seed in SEEDS}
 
 
 def run(directory: Path) -> Path:
     """Measure, and write ``optimizers.md``."""
     directory.mkdir(parents=True, exist_ok=True)
-    rows = list(_rows(directory / "optimizers"))
+    rows = dict(_rows(directory / "optimizers"))
     about = provenance(packages=("torchao", "bitsandbytes"))
     text = [
         "# Optimizers of few bits\n",
@@ -308,9 +309,9 @@ def run(directory: Path) -> Path:
         models_table(),
         "\n## Where training ends\n",
         f"The demo's GPT, {LENGTH:,} steps of {BATCH} x {GPTConfig().context} tokens, held-out loss in nats a token. "
-        "Standard deviations are those of the first row over its seeds. bf16 weights: the whole model is bf16, without "
-        "autocast; else weights are fp32 under bf16 autocast.\n",
-        runs.losses_table(rows, SEEDS),
+        "Changes are from the first row over the seeds of both: mean ± standard error, and Student's 95% interval. "
+        "bf16 weights: the whole model is bf16, without autocast; else weights are fp32 under bf16 autocast.\n",
+        f"<!-- table: optimizer_runs -->\n{losses_table(rows, RUNS[0].name)}\n<!-- end -->",
     ]
     path = directory / "optimizers.md"
     path.write_text("\n".join(text) + "\n")

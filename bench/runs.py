@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lowbit.demo.data import Corpus
 from lowbit.demo.loop import Trainer
-from lowbit.tables import markdown
 
-__all__ = ["file_name", "losses_table", "there", "trained"]
+__all__ = ["file_name", "there", "trained"]
 
 
 def file_name(run: str, seed: int) -> str:
@@ -53,25 +51,3 @@ def trained(path: Path, about: dict[str, Any], vocab: int, make: Callable[[Corpu
         shutil.rmtree(scratch)
     row: dict[str, Any] = json.loads(path.read_text())
     return row
-
-
-def losses_table(rows: Sequence[tuple[str, Sequence[float | None]]], seeds: Sequence[int]) -> str:
-    """Last losses by run and seed, beside the first run's mean and its standard deviation over seeds.
-
-    None is a run that is not there, or whose loss became NaN. Runs are compared over the seeds that both have.
-    """
-    base = rows[0][1]
-    known = [loss for loss in base if loss is not None]
-    spread = statistics.stdev(known) if len(known) > 1 else None
-    head = ("run", *(f"seed {seed}" for seed in seeds), "mean", "change", "standard deviations")
-    cells = []
-    for name, losses in rows:
-        both = [(mine, other) for mine, other in zip(losses, base, strict=True) if None not in (mine, other)]
-        shown = ["-" if loss is None else f"{loss:.4f}" for loss in losses]
-        if not both:
-            cells.append((name, *shown, "-", "-", "-"))
-            continue
-        mean, middle = (statistics.mean(side) for side in zip(*both, strict=True))
-        away = "-" if spread is None else f"{(mean - middle) / spread:+.1f}"
-        cells.append((name, *shown, f"{mean:.4f}", f"{mean / middle - 1:+.2%}", away))
-    return markdown(head, cells, numbers=range(1, len(head)))

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lowbit.checkout import adopt
 from lowbit.combinations import COMBINATIONS
 from lowbit.evaluate import models
 from lowbit.evaluate.cell import FLOATS, Request
@@ -28,13 +29,19 @@ from lowbit.recipes import OPTIONS, RECIPES
 from lowbit.scaling import SCALINGS, SHORT_NAMES, Scaling, find_scaling, scheme
 from lowbit.tables import markdown
 
+adopt("bench")
+from lowbit.bench import loss_tables  # noqa: E402
+
 ROOT = Path(__file__).resolve().parent.parent
 FILES = (
     "README.md",
     "ARCHITECTURE.md",
+    "docs/distributed.md",
     "docs/formats.md",
     "docs/memory.md",
     "docs/optimizers.md",
+    "bench/results/convergence.md",
+    "bench/results/optimizers.md",
     "bench/results/calibrate/README.md",
 )
 
@@ -203,14 +210,6 @@ class _Evaluated:
         return f"{max(rates) / float(self.base[column]):.2g}x" if rates else "-"
 
 
-def _trained(recipe: str) -> str:
-    """How far the held-out loss of the demo's GPT is from that of the run beside it, by the recorded report."""
-    report = (ROOT / "bench" / "results" / "demo" / "report.md").read_text()
-    found = re.search(rf"^\| {recipe} training, held-out loss against (\S+) \| (\S+) \|", report, re.MULTILINE)
-    assert found is not None
-    return f"{found[2]} from {found[1]}'s"
-
-
 def choose() -> str:
     """Which recipe to take for which goal, with the recorded figures that say so."""
     plain, calibrated = _Evaluated(), _calibrated()
@@ -253,7 +252,8 @@ def choose() -> str:
             ),
             (
                 "FP8, in training too", "`fp8`",
-                f"{language('fp8')}; trained in FP8, the demo's GPT has a held-out loss {_trained('fp8')}",
+                f"{language('fp8')}; training the demo's GPT in FP8 changes its held-out loss relative to bf16 by "
+                f"{loss_tables.in_words(loss_tables.recipe_changes()['fp8'])}",
             ),
         ),
     )  # fmt: skip
@@ -273,6 +273,29 @@ def evaluate() -> str:
             for name in SHOWN_RECIPES
         ),
     )  # fmt: skip
+
+
+#: What the README shows of EfficientNet-Lite0 with static scales: recipe, method, both in words, and the record's name.
+SHOWN_NETWORKS = (
+    ("`int8-static`", '`("nearest", "mse")`', "int8-static", "fold+nearest+mse"),
+    ("`int8-static`", "the same, and `correct_bias_`", "int8-static", "fold+nearest+mse+bias"),
+    ("`int8-static-affine`", "the same, and `correct_bias_`", "int8-static-affine", "fold+nearest+mse+bias"),
+    ("`int8-static-affine:tensor`, one scale for a weight", "`nearest`", "int8-static-affine:tensor", "fold+nearest"),
+)
+
+
+def networks() -> str:
+    """Static scales of a convolutional network, by recipe and method, and what training brings on top."""
+    found, name = _calibrated(), "efficientnet-lite0"
+
+    def row(recipe: str, shown: str, key: str, method: str) -> tuple[str, ...]:
+        record = found[key, method][name]
+        return recipe, shown, _quality(record, name, True), f"{record['cosine to fp32']:.3f}"
+
+    steps = "60 steps of training ([qat_conv.md](bench/results/qat_conv.md))"
+    trained = ("the same", f"`guided-gptq`, `correct_bias_`, then {steps}", *loss_tables.trained_network())
+    head = ("recipe", "method", "same top class", "cosine")
+    return markdown(head, (*(row(*shown) for shown in SHOWN_NETWORKS), trained))
 
 
 def _calibrated() -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
@@ -420,11 +443,12 @@ TABLES: dict[str, Callable[[], str]] = {
         calibrate,
         combinations,
         confirm,
+        networks,
         others,
         methods,
         states,
     )
-}
+} | dict(loss_tables.TABLES)
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

@@ -61,6 +61,13 @@ def test_tables_are_current(name):
     assert _tables().filled(text) == text, f"{name} has a table that the code has outgrown; run `make tables`"
 
 
+@pytest.mark.parametrize("name", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+def test_changes_in_percent_are_quoted_by_tables_that_read_the_record(name):
+    """A figure that is typed stays as it was when the record grows: whoever quotes one adds a table of it."""
+    prose = re.sub(r"<!-- table: \w+ -->.*?<!-- end -->", "", (ROOT / name).read_text(), flags=re.DOTALL)
+    assert re.findall(r"(?<![\w.])[+\-−±] ?\d+(?:\.\d+)? ?%", prose) == []
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path):
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text()):

@@ -14,7 +14,7 @@ from lowbit.demo.data import Corpus
 from lowbit.demo.gpt import GPTConfig
 
 adopt("bench")
-from lowbit.bench import evidence, evidence_cells, evidence_page  # noqa: E402
+from lowbit.bench import evidence, evidence_cells, evidence_page, recorded  # noqa: E402
 from lowbit.bench.evidence_cells import Cell, Round, Study, Variation  # noqa: E402
 
 TINY = Study(
@@ -126,16 +126,12 @@ def test_two_processes_do_not_train_one_list(tmp_path):
 
 
 def test_intervals_are_those_of_students_t():
-    change = evidence_page.difference([(1.01, 1.0), (2.04, 2.0), (1.03, 1.0)])
+    change = recorded.difference([(1.01, 1.0), (2.04, 2.0), (1.03, 1.0)])
     assert change.mean == pytest.approx(2.0) and change.deviation == pytest.approx(1.0)
     assert change.half_width == pytest.approx(4.303 / math.sqrt(3))
-    assert evidence_page.difference([(1.01, 1.0)]).half_width == math.inf
+    assert recorded.difference([(1.01, 1.0)]).half_width == math.inf
     count = change.needed(1.0)
-    assert (
-        evidence_page.student(count - 1) / math.sqrt(count)
-        <= 1
-        < evidence_page.student(count - 2) / math.sqrt(count - 1)
-    )
+    assert recorded.student(count - 1) / math.sqrt(count) <= 1 < recorded.student(count - 2) / math.sqrt(count - 1)
 
 
 def test_wide_products_are_those_of_bf16(monkeypatch):

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import gc
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,15 +14,19 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowbit as lb
+from lowbit.checkout import adopt
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.memory import profile
 from lowbit.memory.block_table import BlockTable
 from lowbit.plan import Plan
 from lowbit.plan.fitting import CHOICES, Run
-from lowbit.plan.fitting.choices import WAY
+from lowbit.plan.fitting.choices import NOISE, WAY
 from lowbit.plan.fitting.predict import Predictor, _Line
 from lowbit.plan.fitting.search import fits
 from lowbit.plan.settings import Settings
+
+adopt("bench")
+from lowbit.bench import loss_tables  # noqa: E402
 
 CONFIG = GPTConfig(vocab=1024, layers=3, heads=2, dim=96, hidden=256)
 BATCH = torch.randint(1024, (8, 128), generator=torch.Generator().manual_seed(0))
@@ -326,31 +329,27 @@ def test_a_plan_in_words_names_each_choice(plans):
     assert "(chosen)" in plans[20].table()
 
 
-#: Where each recorded loss is: a table of bench/results, and the row of the run.
+#: The run that each recorded loss is of.
 RECORDED = {
-    "fp8": ("convergence", "fp8"),
-    "fp8-compressed": ("convergence", "fp8, compressed activations"),
-    "fp8-tensor": ("convergence", "fp8-tensor"),
-    "fp8-block": ("convergence", "fp8-block"),
-    "mxfp8": ("convergence", "mxfp8"),
-    "int8-stochastic": ("convergence", "int8-stochastic"),
-    "nvfp4": ("convergence", "nvfp4"),
-    "adamw8bit": ("optimizers", "AdamW, 8 bits"),
-    "adamw4bit": ("optimizers", "AdamW, 4 bits"),
-    "stochastic": ("optimizers", "AdamW, 8 bits, bf16 weights, stochastic"),
+    "fp8": "fp8",
+    "fp8-compressed": "fp8, compressed activations",
+    "fp8-tensor": "fp8-tensor",
+    "fp8-block": "fp8-block",
+    "mxfp8": "mxfp8",
+    "int8-stochastic": "int8-stochastic",
+    "nvfp4": "nvfp4",
+    "adamw8bit": "AdamW, 8 bits",
+    "adamw4bit": "AdamW, 4 bits",
+    "stochastic": "AdamW, 8 bits, bf16 weights, stochastic",
 }
 
 
 def test_the_losses_of_choices_are_those_that_are_recorded():
-    results = Path(__file__).parents[2] / "bench" / "results"
+    changes = loss_tables.recipe_changes() | loss_tables.optimizer_changes()
     for choice in (choice for row in CHOICES.values() for choice in row):
-        if choice.name not in RECORDED:
-            assert choice.loss == 0
-            continue
-        file, run = RECORDED[choice.name]
-        rows = [line.split("|") for line in (results / f"{file}.md").read_text().splitlines()]
-        change = next(row[6] for row in rows if len(row) == 9 and row[1].strip() == run)
-        assert choice.loss == pytest.approx(float(change.strip().rstrip("%")), abs=1e-9), choice.name
+        recorded = changes[RECORDED[choice.name]].mean if choice.name in RECORDED else 0.0
+        assert choice.loss == pytest.approx(round(recorded, 2), abs=1e-9), choice.name
+    assert NOISE == round(abs(changes["fp32"].mean), 2)
 
 
 def test_a_model_without_parameters_is_refused():

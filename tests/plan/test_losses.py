@@ -8,7 +8,7 @@ from torch import nn
 
 import lowbit as lb
 from lowbit.plan import Plan
-from lowbit.plan.fitting.choices import CHOICES, described, most_of, quality_of
+from lowbit.plan.fitting.choices import CHOICES, NOISE, described, most_of, quality_of
 from lowbit.plan.settings import Settings
 
 ROWS = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
@@ -56,7 +56,9 @@ def test_losses_of_a_caller_replace_the_records(tmp_path):
 
 
 def test_the_table_says_whose_loss_was_recorded():
-    assert "recorded: language model cross-entropy of the demo's GPT" in str(planned("100%", keep=("fp32",)))
+    text = str(planned("100%", keep=("fp32",)))
+    assert "recorded: language model cross-entropy of the demo's GPT, mean over seeds" in text
+    assert f"fp32 is {NOISE}% from bf16 there, by noise" in text
 
 
 @pytest.mark.parametrize(

@@ -26,14 +26,16 @@ from lowbit.plan.allowed import left, names_in
 from lowbit.plan.settings import Settings, make_optimizer, prepare_model_
 
 __all__ = [
-    "CHOICES", "LAST", "PARTS", "PLANNED", "QUALITY", "WAY", "Choice", "Most", "allowed", "combinations", "described",
-    "has_half", "loaded", "most_of", "plainer_by_dimension", "possible", "quality_of", "words",
+    "CHOICES", "LAST", "NOISE", "PARTS", "PLANNED", "QUALITY", "WAY", "Choice", "Most", "allowed", "combinations",
+    "described", "has_half", "loaded", "most_of", "plainer_by_dimension", "possible", "quality_of", "words",
 ]  # fmt: skip
 
 #: The most that choices may add to the loss together, in percent, where the caller says nothing, and what their sum may
 #: be above it by rounding.
 QUALITY, _ROUNDING = 0.3, 1e-9
 
+#: By how many percent plain fp32 differs from bf16 in the record of recipes, and so what rounding alone may do.
+NOISE = 0.42
 
 #: Precisions that weights come in.
 _LOADED = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
@@ -41,9 +43,10 @@ _LOADED = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
 class Choice(NamedTuple):
     """``changes``: of the settings. ``about``: what it does, for people. ``loss``: by how many percent the held-out
-    loss of the demo's GPT changed with this choice alone, as recorded in bench/results (convergence.md, optimizers.md);
-    0 where no number differs, or nothing but the order of sums. ``applies``: whether it does anything for a model,
-    batch and loss. ``least``: what it counts for at least, the record of a choice with more bits.
+    loss of the demo's GPT changed with this choice alone, the mean over all seeds of the record (convergence.md and
+    optimizers.md of bench/results); 0 where no number differs, or nothing but the order of sums. ``applies``: whether
+    it does anything for a model, batch and loss. ``least``: what it counts for at least, the record of a choice with
+    more bits.
     """
 
     name: str

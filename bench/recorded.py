@@ -1,0 +1,138 @@
+"""Losses of recorded training runs over their seeds, and what one run changes of another: mean, error, interval.
+
+Every loss change that a document or a plan quotes is read from here, over all seeds that the record has.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowbit.tables import markdown
+
+__all__ = ["Difference", "change", "difference", "losses", "losses_table", "student"]
+
+#: Student's t for 95%, two-sided, by degrees of freedom; beyond the last the normal distribution's, and a little more.
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+_T_BEYOND = 2.2
+#: What a study should resolve, in percent.
+RESOLUTION = 0.2
+
+#: Last held-out losses by seed; None: the run failed.
+BySeed = Mapping[int, float | None]
+
+
+def student(freedom: int) -> float:
+    """The quantile for 95%; infinite without a degree of freedom."""
+    if freedom < 1:
+        return math.inf
+    return _T[freedom - 1] if freedom <= len(_T) else _T_BEYOND
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of pairs, in percent of the other's loss: mean, standard deviation of one pair, and how many pairs."""
+
+    mean: float
+    deviation: float
+    count: int
+
+    def __str__(self) -> str:
+        """In percent, with the standard error if there is more than one pair."""
+        return f"{_signed(self.mean)}%" + (f" ± {self.error:.2f}%" if self.count > 1 else "")
+
+    @property
+    def error(self) -> float:
+        """The standard error of the mean."""
+        return self.deviation / math.sqrt(self.count)
+
+    @property
+    def half_width(self) -> float:
+        """Of the 95% interval."""
+        return math.inf if self.count < 2 else student(self.count - 1) * self.error
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        return self.mean - self.half_width, self.mean + self.half_width
+
+    @property
+    def verdict(self) -> str:
+        """Whether the change can be told from the noise of seeds, for people."""
+        if self.count < 2:
+            return "unknown: one seed"
+        low, high = self.interval
+        return "yes" if low <= 0 <= high else "no"
+
+    def needed(self, width: float = RESOLUTION) -> int:
+        """How many pairs make the half-width of the interval at most ``width``, if the deviation stays."""
+        count = 2
+        while student(count - 1) * self.deviation / math.sqrt(count) > width:
+            count += 1
+        return count
+
+
+def _signed(percent: float) -> str:
+    """With two decimals; a change that rounds to zero has no minus sign."""
+    return f"{round(percent, 2) + 0.0:+.2f}"
+
+
+def difference(pairs: Sequence[tuple[float, float]]) -> Difference | None:
+    """Of (loss, other loss) by seed. None: there is no pair."""
+    if not pairs:
+        return None
+    changes = [100 * (loss / other - 1) for loss, other in pairs]
+    return Difference(statistics.fmean(changes), statistics.stdev(changes) if len(changes) > 1 else 0.0, len(changes))
+
+
+def losses(directory: Path) -> dict[str, dict[int, float | None]]:
+    """The last held-out losses of a directory of runs, one JSON file per run and seed.
+
+    Args:
+        directory: Such as ``bench/results/convergence/demo``.
+
+    Returns:
+        By name of the run, then by seed; None for a run that failed.
+
+    Raises:
+        ValueError: The directory has no record.
+    """
+    found: dict[str, dict[int, float | None]] = {}
+    for path in sorted(directory.glob("*.json")):
+        record = json.loads(path.read_text())
+        about = record["about"]
+        found.setdefault(about.get("run") or about["name"], {})[about["seed"]] = record["held_out"][-1][1]
+    if not found:
+        raise ValueError(f"{directory} has no record of a training run; expected JSON files that lowbit bench writes")
+    return found
+
+
+def change(run: BySeed, base: BySeed) -> Difference | None:
+    """The loss of a run relative to another, over the seeds that both have. None: they share no seed."""
+    return difference(
+        [
+            (mine, other)
+            for seed in sorted(run.keys() & base.keys())
+            if (mine := run[seed]) is not None and (other := base[seed]) is not None
+        ]
+    )
+
+
+def losses_table(rows: Mapping[str, BySeed], base: str) -> str:
+    """Last losses by run and seed, and the change from the run ``base`` over the seeds that both have."""
+    seeds = sorted({seed for row in rows.values() for seed in row})
+    head = ("run", *(f"seed {seed}" for seed in seeds), "change", "95% interval, %", "within the noise of seeds")
+    cells = []
+    for name in sorted(rows, key=lambda name: (name != base, name)):
+        shown = ["-" if (loss := rows[name].get(seed)) is None else f"{loss:.4f}" for seed in seeds]
+        found = None if name == base else change(rows[name], rows[base])
+        cells.append((name, *shown, *(_compared(found) if found else ("", "", ""))))
+    return markdown(head, cells, numbers=range(1, len(seeds) + 3))
+
+
+def _compared(found: Difference) -> tuple[str, str, str]:
+    low, high = found.interval
+    return str(found), "-" if found.count < 2 else f"{_signed(low)} to {_signed(high)}", found.verdict
