@@ -30,17 +30,19 @@ from lowbit.scaling import SCALINGS, SHORT_NAMES, Scaling, find_scaling, scheme
 from lowbit.tables import markdown
 
 adopt("bench")
-from lowbit.bench import loss_tables  # noqa: E402
+from lowbit.bench import llama7b, loss_tables  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = (
     "README.md",
     "ARCHITECTURE.md",
+    "docs/7b-on-24gb.md",
     "docs/distributed.md",
     "docs/formats.md",
     "docs/memory.md",
     "docs/optimizers.md",
     "bench/results/convergence.md",
+    "bench/results/llama7b.md",
     "bench/results/optimizers.md",
     "bench/results/calibrate/README.md",
 )
@@ -397,6 +399,11 @@ def others() -> str:
     )
 
 
+def llama7b_ways() -> str:
+    """The memory of training a 7B model by the way to train it."""
+    return llama7b.table(json.loads((ROOT / "bench" / "results" / "llama7b.json").read_text()))
+
+
 def states() -> str:
     """Rows of lb.optim, with the bytes that they take a parameter of AdamW."""
 
@@ -448,7 +455,7 @@ TABLES: dict[str, Callable[[], str]] = {
         methods,
         states,
     )
-} | dict(loss_tables.TABLES)
+} | {"llama7b": llama7b_ways, **loss_tables.TABLES}
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import io
 import re
 import socket
 from pathlib import Path
 
 import pytest
+
+import lowbit as lb
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "bench").rglob("*.md")])
@@ -19,7 +22,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 @pytest.mark.parametrize("page, needs", [
     ("README.md", ()), ("docs/formats.md", ()), ("docs/answers.md", ()),
     ("docs/optimizers.md", ("transformers",)), ("docs/training.md", ()), ("docs/ladder.md", ()),
-    ("docs/memory.md", ("transformers",)),
+    ("docs/memory.md", ("transformers",)), ("docs/7b-on-24gb.md", ("transformers",)),
     ("docs/with-other-libraries.md", ("transformers", "peft", "accelerate")), ("docs/distributed.md", ()),
 ])  # fmt: skip
 def test_code_prints_what_it_shows(tmp_path, monkeypatch, page, needs):
@@ -73,3 +76,39 @@ def test_links_lead_somewhere(path):
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text()):
         if not target.startswith(("http://", "https://")):
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def _public():
+    """By the name that users write, the functions of lowbit and of its subpackages, each once."""
+    # lowbit.reference is the specification of ops by the same names.
+    parts = {name: one for name, one in vars(lb).items() if inspect.ismodule(one) and name != "reference"}
+    packages = {"lb": lb} | {f"lb.{name}": one for name, one in parts.items()}
+    found = {}
+    for prefix, package in packages.items():
+        for name in getattr(package, "__all__", ()):
+            thing = getattr(package, name)
+            if package.__name__.startswith("lowbit") and inspect.isfunction(thing):
+                found.setdefault(thing, f"{prefix}.{name}")
+    return set(found.values())
+
+
+def test_every_way_back_is_in_the_tables_of_answers():
+    """A function with a counterpart by name (unX and X, deX and X or enX) is in a row with it; whatever else changes
+    its argument in place is in a row, or among those that nothing undoes."""
+    section = (
+        (ROOT / "docs" / "answers.md").read_text().partition("## How do I undo a change?")[2].partition("\n## ")[0]
+    )
+    rows = [line for line in section.splitlines() if line.startswith("| `")]
+    public, missing = _public(), []
+    for way in public:
+        package, _, name = way.rpartition(".")
+        stem = re.fullmatch(r"(?:un|de)(\w+)", name)
+        if stem is None:
+            continue
+        made = [f"{package}.{prefix}{stem[1]}" for prefix in ("", "en")]
+        made += [other for other in public if other.startswith(f"{package}.{stem[1].rstrip('_')}_")]
+        if public & set(made) and not any(f"`{way}" in row and any(f"`{m}`" in row for m in made) for row in rows):
+            missing.append(way)
+    assert missing == []
+    assert {"lb.train.uncompress_activations_", "lb.memory.unstream_", "lb.decode", "lb.dequantize_"} <= public
+    assert [way for way in sorted(public) if way.endswith("_") and f"`{way}" not in section] == []

@@ -254,6 +254,8 @@ def profile(
     Sizes are those of torch's allocator on ``device`` (where the parameters are, unless given), scratch memory of
     kernels included that is allocated through it. The process itself holds more: malloc rounds up, libraries have their
     own memory, and pages are given back late (2 to 3 MB for a model of 200 MB on glibc).
+    Every live tensor of the process on that device counts, also in ``p.peak_bytes``. The kind ``other`` has those that
+    existed before and belong neither to the model nor to its optimizer, such as a second model.
     ``step``: called twice with ``batch``, the second time under the profile, when states of optimizers exist.
     Every op costs some microseconds more within.
 

@@ -34,6 +34,11 @@ _PHASES = {"forward": "#9aa5b1", "recomputation": "#f2c14e", "backward": "#52606
 
 _Usage = TypeVar("_Usage", bound="Usage")
 
+#: Below the table of kinds.
+_ABOUT_OTHER = (
+    "other: tensors of the process that belong neither to the model nor to its optimizer; they count in the peak"
+)
+
 
 class Holding(NamedTuple):
     """``bytes`` of one kind from the time ``born`` until ``died``, in the unit of the times of ops."""
@@ -62,7 +67,8 @@ class Usage:
 
     ``kinds``: parameters, buffers, gradients, optimizer state, master copies (of weights, in optimizers), weight copies
     (casts and codes made of weights alone), activations (made in a forward, alive in backward), inputs (of the
-    model), temporaries, other (tensors that were there before and are none of these).
+    model), temporaries, other (tensors that were there before and are none of these: of a profile every tensor of the
+    process that is neither the model's nor its optimizer's).
     """
 
     def __init__(self, ops: Sequence[Op], times: Sequence[float], holdings: Iterable[Holding], since: int = 0) -> None:
@@ -177,6 +183,7 @@ class Usage:
         phases = ", ".join(f"{phase} {amount(size)}" for phase, size in self.by_phase.items())
         kinds = [(kind, amount(size), f"{size / max(peak, 1):.0%}") for kind, size in self.by_kind.items()]
         lines += [aligned([("kind", "at the peak", ""), *kinds], (1, 2))]
+        lines += [_ABOUT_OTHER] if "other" in self.by_kind else []
         named = list(self.by_layer.items())
         rows = [(name, amount(sum(of.values())), _described(of)) for name, of in named[:layers]]
         rest = sum(sum(of.values()) for _, of in named[layers:])

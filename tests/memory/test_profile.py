@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowbit import optim
 from lowbit.demo.gpt import GPT, GPTConfig
-from lowbit.memory import allocated_peak, profile
+from lowbit.memory import allocated_peak, estimate, profile
 
 CONFIG = GPTConfig(vocab=512, layers=3, heads=4, dim=128, hidden=256)
 
@@ -263,3 +263,13 @@ def test_a_profile_that_has_ended_can_be_copied_and_keeps_nothing_alive():
     del model
     gc.collect()
     assert gone() is None
+
+
+def test_tensors_outside_of_the_model_are_said_to_count():
+    """Every live tensor of the process is in the peak; the table says so if there is one, and otherwise nothing."""
+    elsewhere = torch.ones(1 << 18)
+    model, batch = nn.Linear(8, 8), torch.randn(4, 8)
+    found = profile(model, batch, lambda batch: model(batch).square().mean().backward())
+    assert found.by_kind["other"] >= elsewhere.nbytes and found.peak_bytes >= elsewhere.nbytes
+    assert "other: tensors of the process that belong neither to the model nor to its optimizer" in str(found)
+    assert "tensors of the process" not in str(estimate(model, batch))
