@@ -183,10 +183,7 @@ def _give_back() -> None:
 
 def peak_elsewhere(who: str, batch: int) -> int:
     """``peak`` in a process of its own."""
-    code = (
-        "from lowbit.checkout import adopt; adopt('bench'); from lowbit.bench import conv; "
-        f"print(conv.peak({who!r}, {batch}))"
-    )
+    code = f"from lowbit.bench import conv; print(conv.peak({who!r}, {batch}))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return int(found.stdout.split()[-1])
 

@@ -24,14 +24,11 @@ import torch
 
 import lowbit as lb
 from lowbit.backends.cpu import processor
-from lowbit.checkout import adopt
+from lowbit.bench import gpu_peers
 from lowbit.machine import provenance
 from lowbit.ops import OPS, matmul
 from lowbit.tables import markdown
 from lowbit.testing.inputs import random_matrix
-
-adopt("bench")
-from lowbit.bench import gpu_peers  # noqa: E402
 
 SCHEMES = (
     "fp8_e4m3:tensor", "fp8_e4m3:row", "fp8_e4m3:group128", "fp8_e4m3:block128x128", "mxfp8", "mxfp4", "nvfp4",

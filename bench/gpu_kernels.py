@@ -23,7 +23,6 @@ import torch
 import lowbit
 from lowbit.bench import gpu_page, gpu_rows, gpu_trace
 from lowbit.bench.gpu_rows import Row, rows
-from lowbit.checkout import adopt
 from lowbit.kernels import aot, machine_code
 from lowbit.kernels.spec import INTERPRETED, Launch
 from lowbit.machine import version
@@ -179,7 +178,7 @@ def run(directory: Path, cache_directory: Path, workers: int = 2, quick: bool = 
         if workers and _read(path) is None
     ]
     if workers > 1 and len(jobs) > 1:
-        with ProcessPoolExecutor(workers, get_context("spawn"), initializer=adopt, initargs=("bench",)) as pool:
+        with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
             list(pool.map(_fill, jobs))
     else:
         list(map(_fill, jobs))

@@ -7,12 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lowbit.checkout import adopt
+from lowbit.bench.gpu_roofline import PEAKS, peaks_table, seconds
+from lowbit.bench.gpu_rows import CHANNELS, EXPERTS, IMAGES, NO_KERNEL, PIXELS, ROWS_OF_EXPERTS, SIZE
 from lowbit.tables import markdown
-
-adopt("bench")
-from lowbit.bench.gpu_roofline import PEAKS, peaks_table, seconds  # noqa: E402
-from lowbit.bench.gpu_rows import CHANNELS, EXPERTS, IMAGES, NO_KERNEL, PIXELS, ROWS_OF_EXPERTS, SIZE  # noqa: E402
 
 __all__ = ["faults", "spills", "write"]
 

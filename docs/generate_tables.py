@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lowbit.checkout import adopt
+from lowbit.bench import llama7b, loss_tables
 from lowbit.combinations import COMBINATIONS
 from lowbit.evaluate import models
 from lowbit.evaluate.cell import FLOATS, Request
@@ -28,9 +28,6 @@ from lowbit.optim import STATES, States
 from lowbit.recipes import OPTIONS, RECIPES
 from lowbit.scaling import SCALINGS, SHORT_NAMES, Scaling, find_scaling, scheme
 from lowbit.tables import markdown
-
-adopt("bench")
-from lowbit.bench import llama7b, loss_tables  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = (

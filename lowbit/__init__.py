@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from lowbit import autograd as _autograd  # noqa: F401  (registers gradients)
 from lowbit import backends as _backends  # noqa: F401  (registers torch.ops.lowbit)
+from lowbit import checkout as _checkout  # noqa: F401  (finds bench and kernels)
 from lowbit import convert, memory, nn, optim, qat, train
 from lowbit import integrations as _integrations  # noqa: F401  (models of transformers learn that they are quantized)
 from lowbit._version import __version__

@@ -11,15 +11,20 @@ from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
 
-__all__ = ["adopt"]
+__all__: list[str] = []
 
 
-def adopt(name: str) -> None:
-    """In a checkout, whether installed or not, make ``lowbit.NAME`` the folder ``NAME/`` beside this package."""
-    root, full = Path(__file__).parents[1], f"lowbit.{name}"
-    if full in sys.modules or not (root / "setup.py").is_file() or not (root / name).is_dir():
-        return
-    spec = ModuleSpec(full, None, is_package=True)
-    spec.submodule_search_locations = [str(root / name)]
-    sys.modules[full] = module = module_from_spec(spec)
-    setattr(sys.modules["lowbit"], name, module)
+def _adopt() -> None:
+    """In a checkout, whether installed or not, make ``lowbit.bench`` and ``lowbit.kernels`` its folders."""
+    root = Path(__file__).parents[1]
+    for name in ("bench", "kernels"):
+        full = f"lowbit.{name}"
+        if full in sys.modules or not (root / "setup.py").is_file() or not (root / name).is_dir():
+            continue
+        spec = ModuleSpec(full, None, is_package=True)
+        spec.submodule_search_locations = [str(root / name)]
+        sys.modules[full] = module = module_from_spec(spec)
+        setattr(sys.modules["lowbit"], name, module)
+
+
+_adopt()

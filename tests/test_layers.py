@@ -247,8 +247,6 @@ def test_a_copy_that_was_never_installed_uses_its_own_kernels(tmp_path, kernels)
 HIDDEN = """
 import {name}, {name}.layer
 print({name}.get_kernel())
-from lowbit.checkout import adopt
-adopt("{name}")
 import lowbit.{name}.{module}
 print(lowbit.{name}.{module}.__file__)
 import {name}

@@ -18,15 +18,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lowbit import formats, scaling
+from lowbit import (
+    checkout,  # noqa: F401  (finds lowbit.kernels)
+    formats,
+    scaling,
+)
 from lowbit.backends import composed, replay
 from lowbit.backends.registry import Impl, matmul_precision
-from lowbit.checkout import adopt
 from lowbit.ops import both, codec, conv, grouped, matmul, optim, rotation
 from lowbit.ops import quantize as q
 from lowbit.ops.spec import Numerics, as_rows, matrix_shape
 
-adopt("kernels")
 _FOUND = find_spec("lowbit.kernels") is not None
 
 #: Whether kernels run in Triton's interpreter.

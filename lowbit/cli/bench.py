@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lowbit.checkout import adopt
 from lowbit.cli.console import errors, out, print_json
 from lowbit.tables import rich_table
 
@@ -88,7 +87,6 @@ def bench(
     All cases of a group take turns with the machine's limit (a copy of as many bytes; arithmetic in registers). Writes
     cpu.md, cpu.csv and cpu.png; other suites files of their names. Minutes in all; leave the machine alone meanwhile.
     """
-    adopt("bench")
     from lowbit.bench import run
 
     if device not in ("cpu", "cuda") or (device != "cpu" and suite is not Suite.memory):

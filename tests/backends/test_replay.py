@@ -117,8 +117,6 @@ def test_host_times_are_measured_without_a_gpu(tmp_path):
     """In a process of its own, because interpreted kernels are not compiled."""
     script = f"""
 from pathlib import Path
-from lowbit.checkout import adopt
-adopt("bench")
 from lowbit.bench import gpu_host
 gpu_host.ROUNDS, gpu_host.CALLS = 1, 3
 gpu_host.RECIPES = {{name: gpu_host.RECIPES[name] for name in ("fp8", "nvfp4")}}

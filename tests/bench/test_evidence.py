@@ -8,14 +8,11 @@ import statistics
 import pytest
 import torch
 
-from lowbit.checkout import adopt
+from lowbit.bench import evidence, evidence_cells, evidence_page, recorded
+from lowbit.bench.evidence_cells import Cell, Round, Study, Variation
 from lowbit.demo import text
 from lowbit.demo.data import Corpus
 from lowbit.demo.gpt import GPTConfig
-
-adopt("bench")
-from lowbit.bench import evidence, evidence_cells, evidence_page, recorded  # noqa: E402
-from lowbit.bench.evidence_cells import Cell, Round, Study, Variation  # noqa: E402
 
 TINY = Study(
     name="tiny",

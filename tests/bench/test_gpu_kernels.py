@@ -10,13 +10,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from lowbit.checkout import adopt
-
-adopt("bench")
-from lowbit.bench import gpu_page, gpu_roofline, gpu_rows, gpu_trace  # noqa: E402
-from lowbit.kernels import aot, machine_code  # noqa: E402
-from lowbit.ops.grouped import has_rows_of_its_own  # noqa: E402
-from lowbit.recipes.table import RECIPES  # noqa: E402
+from lowbit.bench import gpu_page, gpu_roofline, gpu_rows, gpu_trace
+from lowbit.kernels import aot, machine_code
+from lowbit.ops.grouped import has_rows_of_its_own
+from lowbit.recipes.table import RECIPES
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = ROOT / "bench" / "results" / "gpu_kernels.json"

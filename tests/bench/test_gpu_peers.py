@@ -9,10 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowbit.checkout import adopt
-
-adopt("bench")
-from lowbit.bench import gpu_bench, gpu_peers  # noqa: E402
+from lowbit.bench import gpu_bench, gpu_peers
 
 FP8 = torch.float8_e4m3fn
 

@@ -10,10 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.checkout import adopt
-
-adopt("bench")
-from lowbit.bench import gpu_probe  # noqa: E402
+from lowbit.bench import gpu_probe
 
 ROOT = Path(gpu_probe.__file__).parents[1]
 

@@ -5,12 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.checkout import adopt
-
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
-adopt("bench")
-from lowbit.bench import llama7b  # noqa: E402
+from lowbit.bench import llama7b
 
 RECORD = json.loads((Path(__file__).parents[2] / "bench" / "results" / "llama7b.json").read_text())
 WAYS = {way.name: way for way in llama7b.WAYS}

@@ -6,11 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from lowbit.checkout import adopt
-
-adopt("bench")
-from lowbit.bench import loss_tables  # noqa: E402
-from lowbit.bench.recorded import change, losses, losses_table  # noqa: E402
+from lowbit.bench import loss_tables
+from lowbit.bench.recorded import change, losses, losses_table
 
 
 def record(directory, run, seed, loss, key="run"):

@@ -9,14 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import lowbit as lb
-from lowbit.checkout import adopt
+from lowbit.bench.estimate_cases import Case, cases, random_network
 from lowbit.memory import allocated_peak, footprint, runnable
 from lowbit.memory.footprint import Footprints
 from lowbit.memory.runnable import call_of, sources_of
 from lowbit.models.batches import call
-
-adopt("bench")
-from lowbit.bench.estimate_cases import Case, cases, random_network  # noqa: E402
 
 CPU = torch.device("cpu")
 CASES = list(cases())

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowbit as lb
-from lowbit.checkout import adopt
+from lowbit.bench import loss_tables
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.memory import profile
 from lowbit.memory.block_table import BlockTable
@@ -24,9 +24,6 @@ from lowbit.plan.fitting.choices import NOISE, WAY
 from lowbit.plan.fitting.predict import Predictor, _Line
 from lowbit.plan.fitting.search import fits
 from lowbit.plan.settings import Settings
-
-adopt("bench")
-from lowbit.bench import loss_tables  # noqa: E402
 
 CONFIG = GPTConfig(vocab=1024, layers=3, heads=2, dim=96, hidden=256)
 BATCH = torch.randint(1024, (8, 128), generator=torch.Generator().manual_seed(0))
