@@ -26,10 +26,11 @@ native = LOWBIT_NATIVE=1 $(RUN) setup.py -q build_ext --inplace
 interpreter = $$($(RUN) -c 'import sys; print(sys.executable)')
 cmake = PATH="$(dir $(RUN)):$$PATH" cmake
 
+pytest = $(RUN) -m pytest -q $$($(RUN) -c 'import xdist' 2>/dev/null && printf -- '-n %s' $(JOBS))
 native_test = -DPython_EXECUTABLE="$(interpreter)" -DLOWBIT_PYTHON=OFF -DLOWBIT_CUDA=OFF -DLOWBIT_NATIVE_TESTS=ON
 
 .DEFAULT_GOAL := help
-.PHONY: help build test test-oldest test-newest format exhaustive faults demo bench lint lint-format lint-python lint-types lint-native tables native-test emulated sanitize neon cuda-compile triton-compile clean
+.PHONY: help build test test-slow test-oldest test-newest format exhaustive faults demo bench lint lint-format lint-python lint-types lint-native tables native-test emulated sanitize neon cuda-compile triton-compile clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -38,10 +39,15 @@ build: ## Build the native libraries in place (only what changed)
 	$(call setup,build)
 	$(native)
 
-test: ## Build, and run the tests
+test: ## Build, and run the tests but the slow ones
 	$(call setup,test)
 	$(native)
-	$(RUN) -m pytest -q $$($(RUN) -c 'import xdist' 2>/dev/null && printf -- '-n %s' $(JOBS)) $(ARGS)
+	$(pytest) -m "not slow" $(ARGS)
+
+test-slow: ## Those that compile or interpret many GPU kernels, or run a whole benchmark
+	$(call setup,test)
+	$(native)
+	$(pytest) -m slow $(ARGS)
 
 test-oldest: ## The tests with the oldest Python, torch and Triton that are supported, in .venv-oldest
 	$(MAKE) test ENV=.venv-oldest BASE_PYTHON=$(OLDEST_PYTHON) TORCH="$(or $(TORCH_OLDEST),torch==2.10.0 triton==3.6.0)"

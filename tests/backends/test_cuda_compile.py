@@ -37,6 +37,7 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc (CUDA toolkit)")
 @pytest.mark.skipif(CUOBJDUMP is None, reason="needs cuobjdump (CUDA toolkit, or the triton package)")
 def test_machine_code(generated: Path) -> None:

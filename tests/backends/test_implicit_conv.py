@@ -21,6 +21,7 @@ from lowbit.ops import OPS
 from lowbit.ops.conv import Conv, columns
 from lowbit.testing.conv import GEOMETRIES, Geometry, plain, random_call
 
+pytestmark = pytest.mark.slow
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPEC = OPS["conv"]
 IMPLICIT, LAID_OUT, REFERENCE = (

@@ -74,6 +74,7 @@ def test_fast_jobs_cover_every_kernel_on_every_architecture():
     assert elsewhere > 0 and len(aot.jobs(True, (80, 100))) == 2 * len(listed) - elsewhere
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_every_architecture(tmp_path):
     """In a process of its own, because interpreted kernels cannot be compiled."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
@@ -120,6 +121,7 @@ def compiles(script, cache):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_codes_in_segments_are_loaded_many_at_a_time(tmp_path):
     compiles(SEGMENTS, tmp_path)
 
@@ -133,6 +135,7 @@ for case in aot.cases():
 """
 
 
+@pytest.mark.slow
 def test_two_schemes_at_once_stay_in_registers(tmp_path):
     compiles(BOTH, tmp_path)
 
@@ -153,11 +156,13 @@ assert not names
 """
 
 
+@pytest.mark.slow
 def test_segments_of_several_steps_compile(tmp_path):
     """Sums that a selection set to zero did not, for tcgen05."""
     compiles(LONG_SEGMENTS, tmp_path)
 
 
+@pytest.mark.slow
 def test_fp8_and_fp4_are_converted_by_the_instruction_where_there_is_one(tmp_path):
     compiles(CONVERSIONS, tmp_path)
 

@@ -440,6 +440,7 @@ def test_steps_on_every_storage_and_weight_equal_the_reference():
         check_step(call)
 
 
+@pytest.mark.slow
 def test_steps_in_small_tiles_and_in_place_equal_the_reference(small_steps):
     """Rows of many tiles; blocks that no power of two divides and their last bytes; scales that a tile has many of."""
     calls = [c for c in SAMPLES["optimizer_step"](DEVICE) if c.rule == "adamw" and c.param.shape[-1] > 100]

@@ -26,6 +26,7 @@ def bench(*arguments):
     return CliRunner().invoke(app, ["bench", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_quick_run_writes_every_result(tmp_path, monkeypatch):
     small = {name: [of._replace(x=(1, 9, 9, of.x[-1])) for of in each] for name, each in conv.BENCHED.items()}
     monkeypatch.setattr(conv, "BENCHED", small)
@@ -128,6 +129,7 @@ def test_mixed_precision_is_measured_beside_fp32(tmp_path, monkeypatch):
     assert copies[0] == copies[1] == wide[0] < 4 == wide[1] and copies[3] == 16
 
 
+@pytest.mark.slow
 def test_losses_and_attention_are_measured_beside_torchs(tmp_path, monkeypatch):
     from lowbit.bench import memory_kit
 
@@ -231,6 +233,7 @@ def test_the_slowest_limit_counts():
     assert (row.limit, row.limit_seconds, row.percent) == ("arithmetic", 1.5, 75.0)
 
 
+@pytest.mark.slow
 def test_plans_are_held_against_what_training_by_them_takes(tmp_path, monkeypatch, steady_times):
     """The whole suite on one tiny model: plans, everything that they choose from, processes under a limit."""
     tokens = torch.zeros(2, 16, dtype=torch.long)

@@ -103,6 +103,7 @@ def _resume(rank: int, world: int, path: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_bits_are_those_of_one_process_and_checkpoints_fit_every_way_and_number(tmp_path: Path):
     run_processes(_steps, (4, str(tmp_path)), 4)
     run_processes(_resume, (2, str(tmp_path)), 2)

@@ -201,6 +201,7 @@ def test_trainer_has_the_bits_of_a_loop_with_shard(tmp_path: Path, way: str):
     run_processes(_in_group, (*with_port(tmp_path), _train, ((way, "fp8"),)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", OPTIONS)
 def test_adapters_on_a_quantized_base_have_the_bits_of_one_process(tmp_path: Path, way: str):
     pytest.importorskip("peft")
@@ -241,6 +242,7 @@ def _accumulate(path: str, way: str, recipe: str) -> None:
         assert (mine - theirs).norm() <= near * moved, (way, recipe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", OPTIONS)
 def test_accumulation_in_bf16_adds_up_to_the_whole_batch(tmp_path: Path, way: str):
     pytest.importorskip("peft")
@@ -259,6 +261,7 @@ def _resume(path: str, way: str, recipe: str) -> None:
     assert all(map(same_bits, whole(straight.model), whole(again.model))), (way, recipe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", OPTIONS)
 def test_a_checkpoint_of_two_processes_resumes_in_every_bit(tmp_path: Path, way: str):
     pytest.importorskip("peft")

@@ -386,6 +386,7 @@ def test_what_would_fit_and_a_plan_from_a_file(tmp_path):
     assert run.step(ROWS[:2]) == pytest.approx(plain.step(ROWS[:2]), rel=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [("fp32", "adamw"), ("bf16", "adamw8bit"), ("fp8-compressed", "adamw4bit")])
 def test_another_budget_is_kept_where_the_sums_of_the_plan_say_too_little(keep, tmp_path):
     config = GPTConfig(vocab=1024, layers=3, heads=2, dim=96, hidden=256)
