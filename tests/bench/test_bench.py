@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lowbit.bench import fit, probe, timing
+from lowbit.bench import falling, fit, probe, timing
 from lowbit.bench import run as suite
 from lowbit.cli import app
 from lowbit.demo.gpt import GPT, GPTConfig
@@ -237,15 +237,17 @@ def test_the_slowest_limit_counts():
 def test_plans_are_held_against_what_training_by_them_takes(tmp_path, monkeypatch, steady_times):
     """The whole suite on one tiny model: plans, everything that they choose from, processes under a limit."""
     tokens = torch.zeros(2, 16, dtype=torch.long)
-    monkeypatch.setattr(fit, "_tokens", lambda rows, length: tokens)
+    monkeypatch.setattr(falling, "tokens", lambda *sizes: tokens)
+    monkeypatch.setattr(fit, "resident", lambda plan, subject: 100)
     config = GPTConfig(vocab=64, layers=2, heads=2, dim=32, hidden=64)
     tiny = fit.Subject("tiny", lambda: GPT(config), lambda: tokens, ())
     monkeypatch.setattr(fit, "SUBJECTS", (tiny, tiny._replace(name="GPT, 6 layers of 384")))
     monkeypatch.setattr(fit, "_ASKED", ((100, ("fp32",)), (1, ("fp32",))))
-    for name, few in (("_BUDGETS", 2), ("_ROUNDS", 1), ("_STEPS", 1), ("_SPACE_BUDGETS", (100,))):
+    for name, few in (("_ROUNDS", 1), ("_SPACE_BUDGETS", (100,))):
         monkeypatch.setattr(fit, name, few)
-    monkeypatch.setattr(fit, "_FALLING", (tiny,))
-    monkeypatch.setattr(fit, "_limited", lambda subject, plan, limit: {"held": 100, "took": 0.1, "kept": 50})
+    monkeypatch.setattr(falling, "BUDGETS", 2)
+    monkeypatch.setattr(falling, "SUBJECTS", (tiny,))
+    monkeypatch.setattr(falling, "_limited", lambda subject, plan, limit: {"held": 100, "took": 0.1, "kept": 50})
     text = fit.run(tmp_path).read_text()
     assert "2 plans, and 2 budgets that nothing fits" in text and "all 36 combinations" in text
     assert "ran out of memory: 0 of 2" in text

@@ -469,3 +469,19 @@ def test_a_processor_without_the_instructions_is_told(monkeypatch, recwarn, has,
     report = lb.train.mixed_(Model(), "fp16")
     assert len(recwarn) == told and all("no instructions that multiply fp16" in str(w.message) for w in recwarn)
     assert len(report.notes) == 1 + told
+
+
+@pytest.mark.parametrize("settings", [{}, {"proj_size": 8}, {"num_layers": 2, "bidirectional": True}])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_lstms_run_on_any_processor(monkeypatch, precision, settings):
+    """Without instructions for 16 bits oneDNN has no LSTM under autocast; elsewhere this takes the same way."""
+    monkeypatch.setattr(mixed, "multiplies", lambda precision: False)
+    torch.manual_seed(0)
+    model, x = torch.nn.LSTM(16, 32, batch_first=True, **settings), torch.randn(4, 6, 16)
+    plain = torch.autograd.grad(model(x)[0].square().mean(), list(model.parameters()))
+    with pytest.warns(UserWarning, match="no instructions that multiply"):
+        lb.train.mixed_(model, precision)
+    y, _ = model(x)
+    assert y.dtype == torch.float32 and torch.backends.mkldnn.enabled
+    for got, want in zip(torch.autograd.grad(y.square().mean(), list(model.parameters())), plain, strict=True):
+        torch.testing.assert_close(got, want, rtol=0.05, atol=0.01 * float(want.abs().max()))

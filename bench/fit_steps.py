@@ -1,0 +1,148 @@
+"""Steps by a plan: what they hold and take, and measurements that are kept."""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lowbit as lb
+from lowbit.bench.memory import Subject, storages
+from lowbit.memory.measure import allocations
+from lowbit.memory.offload.mapped import is_mapped
+from lowbit.plan import Plan
+from lowbit.plan.fitting.predict import Prediction
+from lowbit.plan.fitting.subject import subject_of
+from lowbit.plan.settings import Settings
+
+__all__ = ["STEPS", "WATCHED", "Cells", "Held", "by", "measured", "trained", "training"]
+
+#: Steps after the first, whose median time is taken.
+STEPS = 5
+#: Steps whose peak is measured.
+WATCHED = 3
+
+
+@dataclass(frozen=True)
+class Held:
+    """``peak``: bytes of torch's allocator in a step, and of pages of weights in files. ``seconds``: of a step."""
+
+    peak: int
+    seconds: float
+
+
+def measured(plan: Plan, subject: Subject, steps: int = STEPS) -> Held:
+    """Of training by ``plan`` in this process: a step for the states, some under the allocator, since what lies
+    elsewhere comes and goes beside them, then ``steps``.
+    """
+    with training(plan, subject) as (run, batch):
+        gc.collect()
+        states = [t for s in run.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+        there = [*run.model.parameters(), *run.model.buffers(), *states]
+        before = storages([[t for t in there if not is_mapped(t)], batch])
+        peak = before + _peak(lambda: [run.step(batch) for _ in range(WATCHED)], plan.settings.offload_weights)
+        return Held(peak, _timed(run, batch, steps))
+
+
+def _peak(run: Callable[[], object], mapped: bool) -> int:
+    """The most bytes that ``run()`` holds at a time: of the allocator, and with ``mapped`` of pages of scratch files
+    too, which the system is asked about every two milliseconds.
+    """
+    if not mapped:
+        return lb.memory.allocated_peak(run, "cpu")
+    pages, done = [(time.time_ns(), _mapped_now())], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            pages.append((time.time_ns(), _mapped_now()))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        changes = allocations(run)
+    finally:
+        done.set()
+        thread.join()
+    held, there, peak = 0, 0, 0
+    moments = [*((when, True, size) for when, size in pages), *((when, False, size) for when, size in changes)]
+    for _, of_pages, size in sorted(moments):
+        held, there = (held, size) if of_pages else (held + size, there)
+        peak = max(peak, held + there)
+    return peak
+
+
+def _mapped_now() -> int:
+    ours, total = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if not line[:1].isupper():  # where a mapping lies, and of which file
+            ours = "lowbit-offload-" in line
+        elif ours and line.startswith("Rss:"):
+            total += int(line.split()[1]) << 10
+    return total
+
+
+def trained(plan: Plan, subject: Subject, steps: int) -> tuple[float, bool]:
+    """The time of a step, without torch's profiler, which takes memory for each op that it sees; and whether the run
+    had to take less memory than planned.
+    """
+    with training(plan, subject) as (run, batch):
+        return _timed(run, batch, steps), run.settings != plan.settings
+
+
+@contextmanager
+def training(plan: Plan, subject: Subject) -> Iterator[tuple[Any, Any]]:
+    """The run of a plan after a step, and its batch."""
+    torch.manual_seed(0)
+    model, batch = subject.make(), subject.batch()
+    with tempfile.TemporaryDirectory(prefix="lowbit-fit-") as directory:
+        run = plan.apply_(model, directory=directory)
+        run.step(batch)
+        yield run, batch
+        run.optimizer.state.clear()  # files of states go before their directory does
+
+
+def _timed(run: Any, batch: Any, steps: int) -> float:
+    times = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        run.step(batch)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+class Cells:
+    """Measurements that are kept, each in a file of the directory, with the commit that it was made by."""
+
+    def __init__(self, directory: Path, commit: str) -> None:
+        self.directory, self.commit, self.used = directory, commit, dict[str, str]()
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def __call__(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        path = self.directory / f"{''.join(c if c.isalnum() else '-' for c in name.lower())}.json".replace("--", "-")
+        if not path.exists():
+            path.write_text(json.dumps({"cell": name, "commit": self.commit, **make()}) + "\n")
+        found: dict[str, Any] = json.loads(path.read_text())
+        self.used[name] = found.get("commit", "unknown")
+        return found
+
+    def commits(self) -> str:
+        """How many measurements are of each commit."""
+        counts = Counter(self.used.values()).items()
+        return ", ".join(f"{commit} ({count})" for commit, count in counts)
+
+
+def by(settings: Settings, subject: Subject) -> Plan:
+    """A plan of these settings for a subject, whatever the budget."""
+    one = Prediction(settings, 1, 1.0)
+    return Plan(one, 1 << 50, one, [one], subject=subject_of(subject.make(), None))
