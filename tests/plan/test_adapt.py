@@ -389,8 +389,8 @@ def test_what_would_fit_and_a_plan_from_a_file(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", [("fp32", "adamw"), ("bf16", "adamw8bit"), ("fp8-compressed", "adamw4bit")])
 def test_another_budget_is_kept_where_the_sums_of_the_plan_say_too_little(keep, tmp_path):
-    config = GPTConfig(vocab=1024, layers=3, heads=2, dim=96, hidden=256)
-    rows = torch.randint(1024, (8, 128), generator=torch.Generator().manual_seed(0))
+    config = GPTConfig(vocab=512, layers=2, heads=2, dim=96, hidden=256)
+    rows = torch.randint(512, (4, 128), generator=torch.Generator().manual_seed(0))
     plan = lb.fit(GPT(config), rows, "100%", keep=(*keep, "memory", "activations in memory"))
     run = plan.apply_(GPT(config), lr=1e-3, directory=tmp_path)
     run._predictions = [one._replace(peak_bytes=one.peak_bytes * 2 // 3) for one in run._predictions]
