@@ -33,11 +33,8 @@ def float_precision() -> str:
     return "bf16" if multiplies("bf16") else "fp32"
 
 
-def multiplies(precision: str | torch.dtype) -> bool:
-    """Whether the processor has instructions that multiply numbers in a precision, such as ``"bf16"``."""
-    if isinstance(precision, torch.dtype):
-        short = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-        return precision not in short or multiplies(short[precision])
+def multiplies(precision: str) -> bool:
+    """Whether the processor has instructions that multiply numbers in ``"bf16"`` or ``"fp16"``."""
     asked = getattr(torch.cpu, "get_capabilities", None)
     if asked is not None:
         return any(has for name, has in asked().items() if precision in name)

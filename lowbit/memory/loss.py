@@ -116,9 +116,7 @@ def _row_sums(
     new = hidden.new_zeros(len(hidden), dtype=sum_dtype(hidden.dtype))
     total, own, highest = new, new.clone(), new - torch.inf
     every = new.clone() if options.smoothing else None
-    # Of 16 bits a tile of the weight is multiplied as a copy in fp32, which is no larger than a tile of logits either.
-    features = weight.shape[1] if weight.itemsize < new.itemsize else 1
-    for rows, columns in _tiles(len(hidden), len(weight), features, options.tile):
+    for rows, columns in _tiles(len(hidden), len(weight), options.tile):
         logits = _capped(_logits(hidden[rows], weight[columns], bias, columns, options), options.softcap)
         place, inside = _places(classes[rows], columns)
         own[rows] += torch.where(inside, logits.gather(1, place), 0).squeeze(1)
@@ -191,9 +189,8 @@ def _column_tiles(height: int, columns: int, tile: int) -> Iterator[slice]:
     return (slice(start, min(start + step, columns)) for start in range(0, columns, step))
 
 
-def _tiles(rows: int, columns: int, features: int, tile: int) -> Iterator[tuple[slice, slice]]:
-    height = max(min(rows, _ROWS), features)
-    return ((r, c) for c in _column_tiles(height, columns, tile) for r in _row_tiles(rows, tile))
+def _tiles(rows: int, columns: int, tile: int) -> Iterator[tuple[slice, slice]]:
+    return ((r, c) for c in _column_tiles(min(rows, _ROWS), columns, tile) for r in _row_tiles(rows, tile))
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, options: _Options) -> Tensor:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit.machine import multiplies
-
 __all__ = ["TILE", "product", "sum_dtype"]
 
 #: Numbers in a tile where a caller does not say: 16 MiB in fp32.
@@ -22,18 +20,12 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype, rounded: bool = False) -> 
     """``a @ b`` (``[..., m, k]`` by ``[..., k, n]``, the same leading sizes) in ``sum_dtype(dtype)``.
 
     On CUDA operands of half precision are multiplied in it, and one in fp32 is rounded to it, as autograd's gradients
-    are. Elsewhere they are multiplied in fp32. With ``rounded`` they and the result are rounded to ``dtype``, which is
-    multiplied in if the processor has instructions for it; else torch takes up to a hundred times as long as in fp32.
+    are. Elsewhere they are multiplied in fp32, or with ``rounded`` in ``dtype``, to which the result is rounded too.
     """
     out = sum_dtype(dtype)
     if a.is_cuda and dtype.itemsize < out.itemsize:
         left, right = a.to(dtype).flatten(0, -3), b.to(dtype).flatten(0, -3)
         multiply = torch.mm if a.dim() == 2 else torch.bmm
         return multiply(left, right, out_dtype=out).view(*a.shape[:-1], b.shape[-1])
-    if not rounded:
-        return torch.matmul(a.to(out), b.to(out))
-    a, b = a.to(dtype), b.to(dtype)
-    if multiplies(dtype):
-        return torch.matmul(a, b).to(out)
-    found = torch.matmul(a.to(out), b.to(out))
-    return found.copy_(found.to(dtype))
+    operands = dtype if rounded else out
+    return torch.matmul(a.to(operands), b.to(operands)).to(out)
