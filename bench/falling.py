@@ -8,8 +8,6 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,7 +21,7 @@ from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.bench import memory
-from lowbit.bench.fit_steps import Cells, by, measured, trained
+from lowbit.bench.fit_steps import Cells, answer, by, measured, started, trained
 from lowbit.bench.memory import Subject
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.memory.shortage import ran_out
@@ -195,19 +193,10 @@ def _limited(subject: Subject, plan: Plan | None, limit: int | None) -> dict[str
     when training is over, beyond what it had before.
     """
     settings = None if plan is None else plan.as_dict()
-    asked = json.dumps([subject.name, settings, limit])
-    threads = {name: str(torch.get_num_threads()) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    done = subprocess.run(
-        [sys.executable, "-m", "lowbit.bench.falling"], input=asked, capture_output=True, text=True,
-        env={**os.environ, **threads, **MALLOC},
-    )  # fmt: skip
-    if limit is not None and done.returncode < 0:  # a library that does not look whether it was given memory
+    process = started("falling", [subject.name, settings, limit], MALLOC)
+    if limit is not None and process.returncode < 0:  # a library that does not look whether it was given memory
         return {"held": 0, "took": 0.0, "kept": 0}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        raise RuntimeError(f"fit: a process ended with exit code {done.returncode}: {done.stderr.strip()[-2000:]}")
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+    return answer(process)
 
 
 def main() -> None:

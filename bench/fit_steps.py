@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +29,10 @@ from lowbit.plan.fitting.predict import Prediction
 from lowbit.plan.fitting.subject import subject_of
 from lowbit.plan.settings import Settings
 
-__all__ = ["STEPS", "WATCHED", "Cells", "Held", "by", "measured", "trained", "training"]
+__all__ = ["STEPS", "WATCHED", "Cells", "Held", "answer", "by", "measured", "started", "trained", "training"]
+
+#: A process that has ended.
+_Process = subprocess.CompletedProcess[str]
 
 #: Steps after the first, whose median time is taken.
 STEPS = 5
@@ -146,3 +152,23 @@ def by(settings: Settings, subject: Subject) -> Plan:
     """A plan of these settings for a subject, whatever the budget."""
     one = Prediction(settings, 1, 1.0)
     return Plan(one, 1 << 50, one, [one], subject=subject_of(subject.make(), None))
+
+
+def started(module: str, question: list[Any], environment: Mapping[str, str] | None = None) -> _Process:
+    """Run ``lowbit.bench.MODULE`` in a process of its own, which reads the question as JSON, with as many threads."""
+    threads = {name: str(torch.get_num_threads()) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    return subprocess.run(
+        [sys.executable, "-m", f"lowbit.bench.{module}"], input=json.dumps(question), capture_output=True, text=True,
+        env={**os.environ, **threads, **(environment or {})},
+    )  # fmt: skip
+
+
+def answer(process: _Process) -> dict[str, Any]:
+    """The last JSON object that it printed. Raises RuntimeError if it failed."""
+    lines = [line for line in process.stdout.splitlines() if line.startswith("{")]
+    if process.returncode or not lines:
+        raise RuntimeError(
+            f"fit: a process ended with exit code {process.returncode}: {process.stderr.strip()[-2000:]}"
+        )
+    values: dict[str, Any] = json.loads(lines[-1])
+    return values

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -17,6 +15,7 @@ import torch
 from torch import nn
 
 import lowbit as lb
+from lowbit.bench.fit_steps import answer, started
 from lowbit.bench.memory import SUBJECTS, Subject
 from lowbit.memory.rss import peak_bytes, reset_peak, resident_bytes
 from lowbit.plan import Plan
@@ -28,14 +27,7 @@ _STEPS = 3
 
 def resident(plan: Plan, subject: Subject) -> int:
     """Bytes at the peak of the process's resident set in some steps, above its imports."""
-    threads = {name: str(torch.get_num_threads()) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    done = subprocess.run(
-        [sys.executable, "-m", "lowbit.bench.resident"], input=json.dumps([subject.name, plan.as_dict()]),
-        capture_output=True, text=True, env={**os.environ, **threads},
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"fit: a process ended with exit code {done.returncode}: {done.stderr.strip()[-2000:]}")
-    return int(done.stdout.splitlines()[-1])
+    return int(answer(started("resident", [subject.name, plan.as_dict()]))["resident"])
 
 
 def main() -> None:
@@ -55,7 +47,7 @@ def main() -> None:
         reset_peak()
         for _ in range(_STEPS):
             run.step(batch)
-        print(peak_bytes() - before)
+        print(json.dumps({"resident": peak_bytes() - before}))
         run.optimizer.state.clear()  # files of states go before their directory does
 
 
