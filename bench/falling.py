@@ -85,10 +85,12 @@ class _Sorted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.blocks(self.inside(x))
-        best = self.scores(y).squeeze(-1).topk(x.shape[1] // 2, dim=1).indices
-        kept = y.gather(1, best[..., None].expand(-1, -1, y.shape[-1]))
-        sums = kept.cumsum(1).transpose(1, 2) / kept.shape[1]
-        return (sums.double() @ sums.double().mT).logsumexp(-1).float().mean() + kept.sort(1).values.diff(dim=1).mean()
+        places = self.scores(y).squeeze(-1).topk(x.shape[1] // 2, dim=1).indices
+        chosen_rows = y.gather(1, places[..., None].expand(-1, -1, y.shape[-1]))
+        sums = chosen_rows.cumsum(1).transpose(1, 2) / chosen_rows.shape[1]
+        return (sums.double() @ sums.double().mT).logsumexp(-1).float().mean() + chosen_rows.sort(1).values.diff(
+            dim=1
+        ).mean()
 
 
 def _rows(*shape: int) -> Callable[[], Tensor]:
@@ -179,8 +181,8 @@ def _beside(cells: Cells, subject: Subject, settings: Settings) -> int:
     the shapes and the precision at hand.
     """
     only = Settings(mixed=settings.mixed, recipe=settings.recipe, compress=settings.compress)
-    found = cells(f"{subject.name} {words(only)}, no limit", lambda: _limited(subject, by(only, subject), None))
-    return int(found["kept"])
+    unlimited = cells(f"{subject.name} {words(only)}, no limit", lambda: _limited(subject, by(only, subject), None))
+    return int(unlimited["kept"])
 
 
 def _least(model: nn.Module, batch: Any) -> int:

@@ -138,9 +138,9 @@ class Cells:
         path = self.directory / f"{''.join(c if c.isalnum() else '-' for c in name.lower())}.json".replace("--", "-")
         if not path.exists():
             path.write_text(json.dumps({"cell": name, "commit": self.commit, **make()}) + "\n")
-        found: dict[str, Any] = json.loads(path.read_text())
-        self.used[name] = found.get("commit", "unknown")
-        return found
+        measurement: dict[str, Any] = json.loads(path.read_text())
+        self.used[name] = measurement.get("commit", "unknown")
+        return measurement
 
     def commits(self) -> str:
         """How many measurements are of each commit."""
@@ -150,8 +150,8 @@ class Cells:
 
 def by(settings: Settings, subject: Subject) -> Plan:
     """A plan of these settings for a subject, whatever the budget."""
-    one = Prediction(settings, 1, 1.0)
-    return Plan(one, 1 << 50, one, [one], subject=subject_of(subject.make(), None))
+    prediction = Prediction(settings, 1, 1.0)
+    return Plan(prediction, 1 << 50, prediction, [prediction], subject=subject_of(subject.make(), None))
 
 
 def started(module: str, question: list[Any], environment: Mapping[str, str] | None = None) -> _Process:
