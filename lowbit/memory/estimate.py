@@ -30,6 +30,7 @@ from lowbit.memory.cost import Work, rates, work
 from lowbit.memory.fake import fake_batch, fake_model, fake_tensors, numbers_are_one, values_needed
 from lowbit.memory.footprint import Footprint, footprints
 from lowbit.memory.ledger import Ledger, Op, Piece
+from lowbit.memory.repeated import signature, tensors_of
 from lowbit.memory.runnable import Call, call_of, sources_of
 from lowbit.memory.scratch import scratch_bytes
 from lowbit.memory.stream import is_streamed
@@ -141,6 +142,7 @@ class Seen:
         self.writes: set[int] = set()
         self.selective: set[int] = set()
         self._sources: dict[int, tuple[Call, int]] = {}
+        self._known: dict[Any, tuple[int, Call | None, Work]] = {}
         self._looked_at = looked_at()
 
     def allocates(self, number: int) -> bool:
@@ -150,11 +152,12 @@ class Seen:
     def footprints(self, device: torch.device, run: bool) -> dict[int, Footprint]:
         """By number of the op, what its kernel was measured to allocate. ``run``: measure those that are not known."""
         calls = {number: call for number, (call, _) in self.done.items() if call is not None}
-        known = footprints(device).of(calls.values(), run)
-        return {number: known[call] for number, call in calls.items() if call in known}
+        apart = {id(call): call for call in calls.values()}  # a call that is repeated is one; its hash takes long
+        known = footprints(device).of(apart.values(), run)
+        found = {key: known[call] for key, call in apart.items() if call in known}
+        return {number: found[id(call)] for number, call in calls.items() if id(call) in found}
 
     def __call__(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        self.table[number] = scratch_bytes(str(func), args, out)
         node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
         self.nodes[number] = -1 if node is None else node._sequence_nr()
         if func is torch.ops.aten.add.Tensor and _sums_in_place(args):
@@ -164,10 +167,16 @@ class Seen:
         if looked_at() != self._looked_at:
             self.selective.add(number - 1)
             self._looked_at = looked_at()
-        made = call_of(func, args, kwargs, out, self._sources)
-        if made is not None:
-            self._sources |= sources_of(made, out)
-        self.done[number] = made, work(func, args, kwargs, out)
+        key = signature(func, args, kwargs)
+        found = None if key is None else self._known.get(key)
+        if found is None:
+            call = call_of(func, args, kwargs, out, self._sources)
+            found = scratch_bytes(str(func), args, out), call, work(func, args, kwargs, out)
+            if key is not None and not any(tensor.dtype == torch.uint8 for tensor in tensors_of(args, kwargs, out)):
+                self._known[key] = found  # bytes may be of a workspace, of which each call has its own
+            elif call is not None:
+                self._sources |= sources_of(call, out)
+        self.table[number], self.done[number] = found[0], found[1:]
 
 
 def estimate(

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from lowbit.memory.repeated import Repeated, tensors_of
 from lowbit.memory.runnable import FAILURES, MOST, Call, call_of, made
 from lowbit.models.batches import call
 from lowbit.models.ties import storage
@@ -205,6 +206,7 @@ class _Values(TorchDispatchMode):
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.mode = mode
+        self._repeated = Repeated()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -215,8 +217,9 @@ class _Values(TorchDispatchMode):
                 return _RULES.get(func, func)(*args, **kwargs)
             device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
             return tree_map_only(Tensor, lambda value: _fake(value, self.mode, device), answer)
-        out = _RULES.get(func, func)(*args, **kwargs)
-        made = tree_leaves(out)
+        rule = _RULES.get(func)
+        out = self._repeated(func, args, kwargs) if rule is None else rule(*args, **kwargs)
+        made = [out] if type(out) is FakeTensor else tree_leaves(out)
         answer = _computed(func, args, kwargs) if sure and made and all(map(_is_kept, made)) else None
         if answer is not None:
             for tensor, value in zip(made, tree_leaves(answer), strict=True):
@@ -237,8 +240,7 @@ def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     """What an op answers to the values of its arguments, or None where one is not known."""
-    leaves = tree_leaves((args, kwargs))
-    values = {id(leaf): value_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    values = {id(leaf): value_of(leaf) for leaf in tensors_of(args, kwargs)}
     if any(value is None for value in values.values()):
         return None
 

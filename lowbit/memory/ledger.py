@@ -13,7 +13,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,8 @@ from torch.nn.modules import module as hooks
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from lowbit.memory.repeated import tensors_of
 
 __all__ = ["KINDS", "OUTSIDE", "Ledger", "Op", "Piece"]
 
@@ -248,14 +250,14 @@ class Ledger(TorchDispatchMode):
 
     # -- ops -----------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # as its mode would answer, which is asked more often than of any op
         kwargs = kwargs or {}
         if func.namespace in _ASIDE:
-            if func is _DEVICE and isinstance(args[0], FakeTensor):
-                return args[0].fake_device  # as its mode would answer, which is asked more often than of any op
             return func(*args, **kwargs)
         layer, phase = self._place()
         number = len(self.ops)
-        self.ops.append(Op(str(func), layer, phase))
+        self.ops.append(Op(_name(func), layer, phase))
         if self._wrap is None:
             out = func(*args, **kwargs)
         else:
@@ -263,20 +265,19 @@ class Ledger(TorchDispatchMode):
                 out = func(*args, **kwargs)
         if self._seen is not None:
             self._seen(number, func, args, kwargs, out)
-        kind = None if phase == "step" else _inherited(self._kinds(tree_leaves((args, kwargs))))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.device == self.device:
+        kind = None if phase == "step" else _inherited(self._kinds(tensors_of(args, kwargs)))
+        for tensor in tensors_of(out):
+            if tensor.device == self.device:
                 for storage in _storages(tensor):
                     self._piece(storage, layer, kind)
         return out
 
-    def _kinds(self, leaves: Iterable[Any]) -> Iterable[str | None]:
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                for storage in _storages(leaf):
-                    # One that is not known was made where no mode sees it.
-                    piece = self._piece(storage, self.ops[-1].layer) if leaf.device == self.device else None
-                    yield None if piece is None else piece.kind
+    def _kinds(self, tensors: Iterable[Tensor]) -> Iterable[str | None]:
+        for tensor in tensors:
+            for storage in _storages(tensor):
+                # One that is not known was made where no mode sees it.
+                piece = self._piece(storage, self.ops[-1].layer) if tensor.device == self.device else None
+                yield None if piece is None else piece.kind
 
 
 def _gone(ledger: weakref.ref[Ledger], key: int, storage: Any) -> None:
@@ -287,6 +288,10 @@ def _gone(ledger: weakref.ref[Ledger], key: int, storage: Any) -> None:
         _, piece = found._open.pop(key)
         piece.died = max(len(found.ops) - 1, piece.born)
         found.live -= piece.bytes
+
+
+#: The name of an op, which is made anew each time that one asks.
+_name = cache(str)
 
 
 def _inherited(kinds: Iterable[str | None]) -> str | None:
