@@ -152,7 +152,9 @@ def _result(one: FakeTensor, given: list[Tensor], places: list[int]) -> _Result 
     if count > 1 or not whole or odd or (not is_argument and (one.requires_grad or one.is_inference())):
         return None
     state = {} if is_argument else {**one.__dict__}
-    return _Result(place, is_argument, one.shape, one.stride(), one.storage_offset(), one.dtype, one.fake_device, state)
+    return _Result(
+        place, is_argument, one.shape, one.stride(), int(one.storage_offset()), one.dtype, one.fake_device, state
+    )
 
 
 def _extent(tensor: Tensor) -> int:

@@ -42,23 +42,15 @@ def results(x, y, whole):
     ]  # fmt: skip
 
 
+def traits(tensor):
+    """What autograd and the class of fake tensors keep of it."""
+    autograd = (tensor.requires_grad, tensor.grad_fn is None, tensor.is_leaf, tensor._is_view())
+    return (*autograd, tensor.is_conj(), sorted(vars(tensor)))
+
+
 def described(tensors):
     return [
-        (
-            type(t),
-            t.shape,
-            t.stride(),
-            t.storage_offset(),
-            t.dtype,
-            t.device,
-            t.requires_grad,
-            t.grad_fn is None,
-            t.untyped_storage().nbytes(),
-            t.is_conj(),
-            t._is_view(),
-            t.is_leaf,
-            sorted(vars(t)),
-        )  # fmt: skip
+        (type(t), t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, t.untyped_storage().nbytes(), traits(t))
         for t in tensors
     ]
 
