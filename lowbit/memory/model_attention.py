@@ -5,6 +5,7 @@ models (``attn_implementation="lowbit"`` of ``from_pretrained`` and of configs,
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable
@@ -35,6 +36,9 @@ IMPLEMENTATION = "lowbit"
 #: Where a Hugging Face model keeps the implementation that it had before.
 _BEFORE = "_lowbit_attention"
 
+#: Where a module keeps, by attribute, the configs that it shared with others before.
+_SHARED = "_lowbit_shared_configs"
+
 
 def attention_(model: nn.Module, *, batch: Any = None, loss: Callable[[Any, Any], Tensor] | None = None) -> Report:
     """Have the attention of ``model`` computed by ``lb.memory.attention``, in place: scores are never held as a whole.
@@ -44,6 +48,9 @@ def attention_(model: nn.Module, *, batch: Any = None, loss: Callable[[Any, Any]
     ``nn.TransformerDecoder`` and ``nn.Transformer``. Results are those of ``"eager"``, ``"sdpa"`` and
     ``need_weights=False`` within the rounding of sums. A token that sees no other gets zeros. Dropout draws other
     random numbers than torch's.
+
+    A Hugging Face model reads its implementation from its config, which other models may share. It gets a copy of its
+    own, so that these stay as they are.
 
     ``output_attentions=True`` of Hugging Face raises ValueError. ``need_weights=True`` of ``nn.MultiheadAttention``
     returns the weights. Backward keeps none of them, so they are freed as soon as the caller drops them. A row that
@@ -79,6 +86,7 @@ def attention_(model: nn.Module, *, batch: Any = None, loss: Callable[[Any, Any]
     if models:
         register(sys.modules["transformers.modeling_utils"])
         register_mask(sys.modules["transformers.masking_utils"])
+        _own_configs(model)
     for module in models.values():
         vars(module)[_BEFORE] = _implementation(module)
         module.set_attn_implementation(IMPLEMENTATION)
@@ -88,6 +96,8 @@ def attention_(model: nn.Module, *, batch: Any = None, loss: Callable[[Any, Any]
 
 def unattention_(model: nn.Module) -> Report:
     """Have attention computed as before ``attention_``, in place.
+
+    The config that a model shared with others comes back, unless one of the two has been changed since.
 
     Args:
         model: A model that ``attention_`` has changed, or one loaded with ``attn_implementation="lowbit"``, which gets
@@ -109,9 +119,13 @@ def unattention_(model: nn.Module) -> Report:
             f"with attention of its own; there is nothing to undo"
         )
     put_back(model, layers)
+    if any(_BEFORE not in vars(module) for module in models.values()):  # loaded so, with a config that may be shared
+        _own_configs(model)
     for module in models.values():
         usual = "sdpa" if getattr(module, "_supports_sdpa", False) else "eager"
         module.set_attn_implementation(vars(module).pop(_BEFORE, usual))
+    if models:
+        _share_configs(model)
     return report_on("memory.unattention_", model, {**models, **layers}, "attention as before")
 
 
@@ -157,6 +171,35 @@ def _choosing(model: nn.Module) -> dict[str, Any]:
 def _implementation(model: Any) -> str | None:
     name: str | None = model.config._attn_implementation
     return name
+
+
+def _own_configs(model: nn.Module) -> None:
+    """Give the modules of ``model`` copies of their configs, which they share among them as before."""
+    config: Any = sys.modules["transformers.configuration_utils"].PreTrainedConfig  # type: ignore[attr-defined]
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        held = {name: value for name, value in vars(module).items() if isinstance(value, config)}
+        if held:
+            vars(module).update({name: copy.deepcopy(value, copies) for name, value in held.items()})
+            vars(module)[_SHARED] = held
+
+
+def _share_configs(model: nn.Module) -> None:
+    """Give the modules the configs of before ``_own_configs``, where they say what the copies say."""
+    for module in model.modules():
+        shared = vars(module).pop(_SHARED, {})
+        vars(module).update(
+            {name: value for name, value in shared.items() if _says_same(value, vars(module).get(name))}
+        )
+
+
+def _says_same(config: Any, other: Any) -> bool:
+    """Whether two configs are equal in all attributes, of which ``==`` leaves out that of attention."""
+    if type(config) is not type(other):
+        return False
+    parts = set(getattr(config, "sub_configs", ()))
+    here, there = ({name: value for name, value in vars(one).items() if name not in parts} for one in (config, other))
+    return here == there and all(_says_same(getattr(config, name), getattr(other, name)) for name in parts)
 
 
 def register(modeling: Any) -> None:

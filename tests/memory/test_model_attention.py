@@ -135,3 +135,85 @@ def test_what_attention_without_scores_cannot_say_is_an_error():
     lb.memory.attention_(model)
     with pytest.raises(ValueError, match=r"output_attentions is True .*set_attn_implementation\('eager'\)"):
         _attend(model.model.layers[0].self_attn, *[torch.ones(1, 2, 3, 4)] * 3, None, output_attentions=True)
+
+
+def two_of(make, config):
+    """Two models of one config object, with the attention ``"sdpa"``."""
+    config._attn_implementation = "sdpa"
+    return make(config), make(config)
+
+
+def configs(model):
+    """Every config that a module holds, by path and attribute."""
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, transformers.PreTrainedConfig)
+    }
+
+
+SHARING = {
+    "llama": (transformers.LlamaForCausalLM, lambda: transformers.LlamaConfig(**SHAPE)),
+    "encoder and decoder": (
+        transformers.T5ForConditionalGeneration,
+        lambda: transformers.T5Config(vocab_size=128, d_model=48, d_kv=12, d_ff=96, num_layers=1, num_heads=4),
+    ),
+    "configs within": (
+        transformers.LlavaForConditionalGeneration,
+        lambda: transformers.LlavaConfig(
+            vision_config=transformers.CLIPVisionConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+                                                       num_attention_heads=2, image_size=28, patch_size=14),
+            text_config=transformers.LlamaConfig(**SHAPE),
+        ),
+    ),
+    "in a wrapper": (
+        lambda config: nn.ModuleDict({"model": transformers.LlamaForCausalLM(config)}),
+        lambda: transformers.LlamaConfig(**SHAPE),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_models_of_one_config_stay_as_they_are(name):
+    make, config = SHARING[name]
+    model, other = two_of(make, config())
+    before, others = configs(model), configs(other)
+    lb.memory.attention_(model)
+    assert {config._attn_implementation for config in configs(model).values()} == {"lowbit"}
+    assert {config._attn_implementation for config in configs(other).values()} == {"sdpa"}
+    same = [[a is b for b in before.values()] for a in before.values()]
+    assert [[a is b for b in configs(model).values()] for a in configs(model).values()] == same
+
+    lb.memory.attention_(other)
+    lb.memory.unattention_(model)
+    assert all(one is before[place] for place, one in configs(model).items())
+    assert {config._attn_implementation for config in configs(other).values()} == {"lowbit"}
+    lb.memory.unattention_(other)
+    assert all(one is others[place] for place, one in configs(other).items())
+
+
+def test_part_of_a_model_is_switched_alone():
+    model, other = two_of(transformers.LlamaModel, transformers.LlamaConfig(**SHAPE))
+    both = nn.ModuleList([model, other])
+    lb.memory.attention_(both[0])
+    assert (model.config._attn_implementation, other.config._attn_implementation) == ("lowbit", "sdpa")
+    assert [layer.name for layer in lb.memory.attention_(both).layers] == ["1"]
+    lb.memory.unattention_(both)
+    assert model.config._attn_implementation == other.config._attn_implementation == "sdpa"
+
+
+def test_changes_of_a_config_are_not_lost():
+    model, other = two_of(transformers.LlamaForCausalLM, transformers.LlamaConfig(**SHAPE))
+    lb.memory.attention_(model)
+    model.config.use_cache = False
+    lb.memory.unattention_(model)
+    assert not model.config.use_cache and model.model.config is model.config and other.config.use_cache
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_loaded_models_of_one_config_stay_as_they_are():
+    config = transformers.LlamaConfig(**SHAPE, attn_implementation="lowbit")
+    model, other = transformers.LlamaForCausalLM(config), transformers.LlamaForCausalLM(config)
+    lb.memory.unattention_(model)
+    assert (model.config._attn_implementation, other.config._attn_implementation) == ("sdpa", "lowbit")
