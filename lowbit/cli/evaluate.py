@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from lowbit.cli.console import errors, out, print_json, resumable
+from lowbit.files import exclusive
 from lowbit.tables import rich_table
 
 EPILOG = """
@@ -102,6 +103,22 @@ def evaluate(
     for row in rows:
         for warning in row.warnings():
             errors.print(f"warning: {warning}", soft_wrap=True)
+    with exclusive(directory, "lowbit evaluate --out"):
+        done = _measured(cells, overwrite)
+        paths = report.write(directory, done, shlex.join(["lowbit", *sys.argv[1:]]))
+    if json:
+        print_json(report.as_json(done))
+    else:
+        _show(report.rows(done))
+        out.print(f"results: {', '.join(map(str, paths))}", soft_wrap=True)
+    if any(cell.failed is not None for cell in done):
+        raise typer.Exit(1)
+
+
+def _measured(cells: list[Any], overwrite: bool) -> list[Any]:
+    """The cells, each measured unless it is finished, with a bar of progress."""
+    from lowbit.evaluate import run
+
     bar = Progress(
         TextColumn("{task.description}", markup=False), BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(),
         console=errors,
@@ -118,14 +135,7 @@ def evaluate(
             bar.update(task, completed=len(done))
             if cell.failed is not None:
                 errors.print(f"{_named(cell)} failed:\n{cell.failed}", soft_wrap=True, highlight=False)
-    paths = report.write(directory, done, shlex.join(["lowbit", *sys.argv[1:]]))
-    if json:
-        print_json(report.as_json(done))
-    else:
-        _show(report.rows(done))
-        out.print(f"results: {', '.join(map(str, paths))}", soft_wrap=True)
-    if any(cell.failed is not None for cell in done):
-        raise typer.Exit(1)
+    return done
 
 
 evaluate.__doc__ = f"{evaluate.__doc__}\n{EPILOG}"

@@ -100,7 +100,8 @@ def fit(
             f"lowbit fit {model} expects a budget: --memory 6GiB, or a share of plain training, --memory 60%"
         )
     asked: dict[str, Any] = {"keep": tuple(keep or ()), "no": tuple(no or ()), "gpus": gpus, "link": link}
-    _plan(model, memory, rows, length, {name: value for name, value in asked.items() if value}, directory, json)
+    with nullcontext() if directory is None else exclusive(directory, "lowbit fit --out"):
+        _plan(model, memory, rows, length, {name: value for name, value in asked.items() if value}, directory, json)
 
 
 fit.__doc__ = f"{fit.__doc__}\n{EPILOG}"
@@ -182,7 +183,6 @@ def _plan_lines(memory: str, asked: dict[str, Any], made: Path | None, loss: str
 
 def _save(plan: Plan, directory: Path, title: str, code: str) -> None:
     """Write ``plan.json``, ``plan.md`` and, where matplotlib is installed, ``plan.png``."""
-    directory.mkdir(parents=True, exist_ok=True)
     plan.save(directory / "plan.json")
     plots = find_spec("matplotlib") is not None
     if plots:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from lowbit._version import __version__
 from lowbit.convert.engine import quantized_layers, uncompiled
-from lowbit.files import sync_directory, write_json
+from lowbit.files import DirectoryLock, sync_directory, write_json
 from lowbit.models.names import plain_name
 from lowbit.models.ties import place
 from lowbit.nn.base import kind
@@ -34,6 +35,9 @@ from lowbit.serialize.layout import (
 
 __all__ = ["described", "distinct", "save_model"]
 
+#: Seconds for which a save waits for others to name their weights, which takes them moments.
+_PATIENCE = 10.0
+
 
 def save_model(model: nn.Module, directory: str | Path) -> None:
     """Write ``model``, quantized or not, to ``directory``; what was saved there before stays whole until this is done.
@@ -43,10 +47,11 @@ def save_model(model: nn.Module, directory: str | Path) -> None:
     compiled, and loaded before it is compiled again. Models of transformers (of its own classes) and the demo's GPT can
     be loaded without giving one; others are loaded into a model of the same architecture, quantized or not. Layers that
     ``train.prepare_`` made are saved as plain ones, with a warning: call ``train.prepare_`` again after loading.
-    Of several processes that save to one directory at once, the last one wins.
+    Of several processes that save to one directory at once, the last one wins, and nothing of the others stays.
     Raises ValueError for a model that ``qat.prepare_`` made, and for a directory that holds another program's
     ``lowbit.json``, or a damaged one; TypeError for state that is no plain dense tensor (sharded tensors: gather them
-    first; extra state); OSError where the directory cannot be written.
+    first; extra state); OSError where the directory cannot be written, BlockingIOError among them where a run of
+    lowbit keeps it.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"save_model: the model comes first, then the directory; the model is a {type(model).__name__}")
@@ -97,12 +102,40 @@ def _save(model: nn.Module, directory: Path) -> None:
     except BaseException:
         weights.unlink(missing_ok=True)
         raise
+    try:
+        lock = _locked(directory)
+    except BaseException:
+        weights.unlink(missing_ok=True)
+        raise
+    try:
+        _commit(directory, {**config, "weights": {"file": weights.name, "sha256": digest, "bytes": size}})
+    finally:
+        lock.release()
+
+
+def _locked(directory: Path) -> DirectoryLock:
+    """The directory's lock. Another save has it for moments; raises BlockingIOError where a run keeps it."""
+    end = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            return DirectoryLock(directory, "save_model")
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(0.01)
+
+
+def _commit(directory: Path, config: dict[str, Any]) -> None:
+    """Replace the config by one that names new weights, and remove those of before. One process does so at a time:
+    another would not know which weights this one has named meanwhile.
+    """
     before = our_config(directory)
     try:
-        write_json(directory / CONFIG, {**config, "weights": {"file": weights.name, "sha256": digest, "bytes": size}})
+        write_json(directory / CONFIG, config)
     except BaseException:
-        if weights.name not in _named_weights(our_config(directory)):
-            weights.unlink(missing_ok=True)
+        name = config["weights"]["file"]
+        if name not in _named_weights(our_config(directory)):
+            (directory / name).unlink(missing_ok=True)
         raise
     with suppress(OSError):  # the new model is there; what stays behind takes room and no more
         _remove(directory, before)

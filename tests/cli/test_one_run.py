@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import lowbit as lb
-from lowbit.files import DirectoryLock, exclusive
+from lowbit.demo.gpt import GPT, GPTConfig
+from lowbit.files import DirectoryLock, exclusive, write_json
+from lowbit.serialize import saving
 
 TEXT = "\n\n".join(f"Document {n}. " + "A model that is trained on little text. " * 25 for n in range(300))
 
@@ -62,6 +66,49 @@ def test_a_ladder(tmp_path: Path, run):
     told = run("fit", "--ladder", "--memory", "300MiB", "--quick", "--out", str(tmp_path), code=1)
     assert "lowbit fit --ladder --out: another run writes to this directory" in told
     other.release()
+
+
+def test_a_plan(tmp_path: Path, run):
+    for out in (tmp_path, tmp_path / "new"):
+        with exclusive(out, "another"):
+            told = run("fit", "demo", "--memory", "60%", "--out", str(out), code=1)
+            assert "lowbit fit --out: another run writes to this directory" in told
+    assert not list(tmp_path.iterdir())
+
+
+def test_evaluate(tmp_path: Path, run, monkeypatch):
+    (tmp_path / "text").write_text(TEXT)
+    model, out = tmp_path / "model", tmp_path / "out"
+    lb.save_model(GPT(GPTConfig(vocab=32, context=8, layers=1, heads=2, dim=8, hidden=16)), model)
+    monkeypatch.setattr("lowbit.evaluate.run.cells_of", lambda *given: [])
+    with exclusive(out, "another"):
+        told = run("evaluate", str(model), "--text", str(tmp_path / "text"), "--out", str(out), code=1)
+        assert "lowbit evaluate --out: another run writes to this directory" in told
+        assert not list(out.iterdir())
+    run("evaluate", str(model), "--text", str(tmp_path / "text"), "--out", str(out))
+    assert (out / "evaluate.md").exists()
+
+
+def test_a_model_is_saved_once_others_have_named_theirs(tmp_path: Path, monkeypatch):
+    model = nn.Linear(4, 4)
+    lb.save_model(model, tmp_path)
+    monkeypatch.setattr(saving, "_PATIENCE", 0.0)
+    refused(lambda: lb.save_model(model, tmp_path), tmp_path)
+    monkeypatch.undo()
+
+    other = threading.Thread(target=lambda: lb.save_model(nn.Linear(4, 4), tmp_path))
+
+    def write(path: Path, value: dict[str, Any]) -> None:
+        if other.ident is None:
+            other.start()
+            other.join(0.5)  # it comes between what this one has read and what it writes
+        write_json(path, value)
+
+    monkeypatch.setattr(saving, "write_json", write)
+    lb.save_model(model, tmp_path)
+    other.join()
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".safetensors"]
+    lb.load_model(tmp_path, nn.Linear(4, 4))
 
 
 def test_a_directory_that_was_made_for_nothing_goes_and_threads_have_one_each(tmp_path: Path):
