@@ -229,12 +229,17 @@ def _refuse_onnx(spec: OpSpec) -> None:
     """Raise where ``torch.onnx.export`` traces: it would fail later, in words that name no remedy."""
     onnx = sys.modules.get("torch.onnx")
     if onnx is not None and onnx.is_in_onnx_export():
-        raise RuntimeError(
-            f"lowbit.{spec.name}: expected a model of torch's own ops, since torch.onnx.export has no ONNX operator "
-            f"for this one, got a model of lowbit layers; export lowbit.dequantize_(model), whose layers are plain and "
-            f"hold the decoded weights (of a model in training after lowbit.qat.convert_ or lowbit.train.convert_), or "
-            f"call torch.export.export, which keeps the ops of lowbit"
-        )
+        raise RuntimeError(no_onnx(spec.name))
+
+
+def no_onnx(op: str) -> str:
+    """Why ``torch.onnx.export`` fails at an op, and what to do."""
+    return (
+        f"lowbit.{op}: expected a model of torch's own ops, since torch.onnx.export has no ONNX operator for this one, "
+        f"got a model of lowbit layers; export lowbit.dequantize_(model), whose layers are plain and hold the decoded "
+        f"weights (of a model in training after lowbit.qat.convert_ or lowbit.train.convert_), or call "
+        f"torch.export.export, which keeps the ops of lowbit"
+    )
 
 
 # -- outputs that are given --------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ None of the libraries need be there, and lowbit imports none. It acts once one i
   ``lowbit.integrations.transformers`` puts the class and its quantizer there once a file asks for them.
 - ``AttentionInterface`` and ``AttentionMaskInterface`` of transformers have ``"lowbit"``, which is
   ``lb.memory.attention``.
+- The table of ``torch.onnx`` has rows for ops of lowbit, which say what to export in their place.
 - torchtitan's table of model converters has the rows ``"lowbit"`` and ``"lowbit_plan"``.
 
 Two more changes wait for the first layer of lowbit in the process, because they serve models with such layers alone:
@@ -70,6 +71,10 @@ def _check_sharding(trainers: Any) -> None:
     trainers.DEFAULT_CALLBACKS.append(import_module("lowbit.integrations.trainer").RequireSharding)
 
 
+def _refuse_onnx(onnx: Any) -> None:
+    import_module("lowbit.integrations.onnx").refuse_ops(onnx)
+
+
 def _know_generation(generation: Any) -> None:
     import_module("lowbit.integrations.generation")
 
@@ -90,5 +95,6 @@ if os.environ.get("LOWBIT_INTEGRATIONS", "1") != "0":
     when_imported("transformers.quantizers.auto", _register)
     when_imported("transformers.modeling_utils", model_attention.register)
     when_imported("transformers.masking_utils", model_attention.register_mask)
+    when_imported("torch.onnx", _refuse_onnx)
     when_imported("torchtitan.protocols.model_converter", _register_converter)
     ON_FIRST_LAYER.append(_serve_layers)

@@ -20,6 +20,7 @@ from torch._dynamo.testing import CompileCounter
 import lowbit as lb
 from lowbit import backends
 from lowbit.backends import registry
+from lowbit.calls import OVERLOADS
 from lowbit.ops import OPS
 from lowbit.testing.inputs import random_matrix
 
@@ -204,6 +205,24 @@ def test_onnx_export_names_the_remedy_and_the_remedy_works(tmp_path):
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
     (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(y), model(x).detach())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", ["int8", "nvfp4"])
+def test_traced_export_to_onnx_names_the_remedy_and_the_remedy_works(tmp_path, name):
+    model, x = lowbit_models()[name], torch.randn(4, 32)
+    with pytest.raises(RuntimeError, match=r"^lowbit\.\w+: expected a model of torch's own ops.*lowbit\.dequantize_"):
+        torch.onnx.export(model, (x,), tmp_path / "model.onnx", dynamo=False)
+    lb.dequantize_(model)
+    torch.onnx.export(model, (x,), tmp_path / "model.onnx", dynamo=False)
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), model(x).detach())
+
+
+def test_every_op_is_refused_by_the_traced_export():
+    names = torch.onnx._internal.torchscript_exporter.registration.registry._registry
+    assert {f"lowbit::{name}" for name in OVERLOADS} <= set(names)
 
 
 # -- gradients of fake_quantize ----------------------------------------------------------------------------------------
