@@ -40,6 +40,7 @@ class Sizes:
     plain: int = 8192
     window: int = 1024
     layers: int = 30
+    width: int = 576
     vocabulary: int = 49152
     tokens: tuple[int, int] = (2, 1024)
 
@@ -124,8 +125,9 @@ def models(sizes: Sizes, precision: str | None) -> dict[str, nn.Module]:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=sizes.vocabulary, hidden_size=576, intermediate_size=1536, num_hidden_layers=sizes.layers,
-        num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True, attn_implementation="eager",
+        vocab_size=sizes.vocabulary, hidden_size=sizes.width, intermediate_size=8 * sizes.width // 3,
+        num_hidden_layers=sizes.layers, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True,
+        attn_implementation="eager",
     )  # fmt: skip
     model = LlamaForCausalLM(config).train()
     changes: dict[str, tuple[Callable[[Any], object], ...]] = {
@@ -180,7 +182,7 @@ def run(directory: Path) -> Path:
         attention_table(sizes),
         "\n## A language model\n",
         f"A Llama of SmolLM2-135M's shape with random weights, {sizes.tokens[0]} x {sizes.tokens[1]} tokens: "
-        f"{sizes.layers} layers of 576, a vocabulary of {sizes.vocabulary}. The gradients alone are "
+        f"{sizes.layers} layers of {sizes.width}, a vocabulary of {sizes.vocabulary}. The gradients alone are "
         f"{_gradient_bytes(sizes) / 2**20:.0f} MiB.\n",
         "In fp32:\n",
         model_table(sizes, None),

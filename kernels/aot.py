@@ -130,12 +130,19 @@ def faults(name: str, ptx: str, architecture: int) -> list[str]:
     return found
 
 
-def _compile_case(job: tuple[int, int]) -> list[str]:
-    """Faults of one case on one architecture."""
-    index, architecture = job
-    case = cases()[index]
+class Job(NamedTuple):
+    """Launches of a case, by number, that are compiled for an architecture."""
+
+    case: int
+    architecture: int
+    launches: tuple[int, ...]
+
+
+def _compile_case(job: Job) -> list[str]:
+    """Faults of the launches of one case on one architecture."""
+    listed, architecture = cases()[job.case].launches, job.architecture
     found = []
-    for one in case.launches:
+    for one in (listed[number] for number in job.launches):
         kernel = one.kernel.__name__
         try:
             made = compile_launch(one, architecture)
@@ -148,25 +155,32 @@ def _compile_case(job: tuple[int, int]) -> list[str]:
     return found
 
 
-def jobs(full: bool, architectures: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Pairs of case and architecture. Fast: some cases on the first one that has them, each kernel once on others."""
+def jobs(full: bool, architectures: tuple[int, ...]) -> list[Job]:
+    """What to compile. Fast: some cases on the first architecture that has them, each kernel once on others."""
     listed = cases()
+    every = [tuple(range(len(case.launches))) for case in listed]
     order = sorted(architectures, key=lambda architecture: architecture != 90)
     if full:
-        return [(i, arch) for arch in architectures for i, case in enumerate(listed) if arch in case.architectures]
-    chosen: dict[tuple[int, int], None] = {}
+        return [
+            Job(i, arch, every[i]) for arch in architectures for i, c in enumerate(listed) if arch in c.architectures
+        ]
+    chosen = []
     for index, case in enumerate(listed):
         first = next((arch for arch in order if arch in case.architectures), None)
         if case.fast and first is not None:
-            chosen[index, first] = None
+            chosen.append(Job(index, first, every[index]))
     for architecture in order:
-        done = {one.kernel.__name__ for index, arch in chosen if arch == architecture for one in listed[index].launches}
+        done = {
+            listed[job.case].launches[number].kernel.__name__
+            for job in chosen if job.architecture == architecture for number in job.launches
+        }  # fmt: skip
         for index, case in enumerate(listed):
-            names = {one.kernel.__name__ for one in case.launches}
-            if architecture in case.architectures and not names <= done:
-                chosen[index, architecture] = None
-                done |= names
-    return list(chosen)
+            new = {one.kernel.__name__: number for number, one in enumerate(case.launches)}
+            left = tuple(number for name, number in new.items() if name not in done)
+            if architecture in case.architectures and left:
+                chosen.append(Job(index, architecture, left))
+                done |= new.keys()
+    return chosen
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -182,11 +196,11 @@ def main(argv: list[str] | None = None) -> int:
     listed, work = cases(), jobs(options.full, tuple(options.arch))
     start, counts, broken = time.perf_counter(), Counter[int](), 0
     with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
-        for (index, arch), found in zip(work, pool.map(_compile_case, work), strict=True):
-            counts[arch] += len(listed[index].launches)
+        for job, found in zip(work, pool.map(_compile_case, work), strict=True):
+            counts[job.architecture] += len(job.launches)
             broken += bool(found)
             for fault in found:
-                print(f"sm_{arch} {listed[index].name}: {fault}", file=sys.stderr)
+                print(f"sm_{job.architecture} {listed[job.case].name}: {fault}", file=sys.stderr)
     compiled = ", ".join(f"sm_{arch} {count}" for arch, count in sorted(counts.items()))
     print(f"kernels compiled: {compiled}; cases at fault: {broken}; {time.perf_counter() - start:.0f} s")
     return 1 if broken else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from importlib import import_module
@@ -28,6 +29,16 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("lowbit")
+
+
+def pytest_collection_finish(session):
+    """What was imported to collect the tests lives as long as they do: garbage is not sought in it, test by test."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure(config):
+    gc.unfreeze()  # the interpreter frees it as it ends
 
 
 @pytest.fixture(autouse=True, scope="session")

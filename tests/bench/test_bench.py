@@ -137,7 +137,7 @@ def test_losses_and_attention_are_measured_beside_torchs(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     tiny = memory_kit.Sizes(
         rows=256, features=8, classes=30_000, dim=8, lengths=(256, 2048), plain=256, window=64, layers=1,
-        vocabulary=6000, tokens=(2, 400),
+        width=72, vocabulary=6000, tokens=(2, 400),
     )  # fmt: skip
     monkeypatch.setattr(memory_kit, "Sizes", lambda: tiny)
     monkeypatch.setattr(memory_kit, "_BUDGET", timing.Budget(1, 0.0, 0.1))
@@ -241,8 +241,8 @@ def test_plans_are_held_against_what_training_by_them_takes(tmp_path, monkeypatc
     monkeypatch.setattr(falling, "tokens", lambda *sizes: tokens)
     monkeypatch.setattr(fit, "resident", lambda plan, subject: 100)
     config = GPTConfig(vocab=64, layers=2, heads=2, dim=32, hidden=64)
-    tiny = fit.Subject("tiny", lambda: GPT(config), lambda: tokens, ())
-    monkeypatch.setattr(fit, "SUBJECTS", (tiny, tiny._replace(name="GPT, 6 layers of 384")))
+    tiny = fit.Subject("GPT, 6 layers of 384", lambda: GPT(config), lambda: tokens, ())
+    monkeypatch.setattr(fit, "SUBJECTS", (tiny,))
     few = ("fp32", "adamw", "adamw8bit", "memory", "activations in memory")
     monkeypatch.setattr(fit, "_ASKED", ((100, few), (1, few)))
     monkeypatch.setattr(falling, "fits", partial(falling.fits, keep=few))
@@ -253,6 +253,6 @@ def test_plans_are_held_against_what_training_by_them_takes(tmp_path, monkeypatc
     monkeypatch.setattr(falling, "SUBJECTS", (tiny,))
     monkeypatch.setattr(falling, "_limited", lambda subject, plan, limit: {"held": 100, "took": 0.1, "kept": 50})
     text = fit.run(tmp_path).read_text()
-    assert "2 plans, and 2 budgets that nothing fits" in text and "all 36 combinations" in text
+    assert "1 plans, and 1 budgets that nothing fits" in text and "all 36 combinations" in text
     assert "ran out of memory: 0 of 2" in text
-    assert len(list((tmp_path / "fit").glob("*.json"))) == 4 + 1 + 3 + 2, "each measurement and plan is kept"
+    assert len(list((tmp_path / "fit").glob("*.json"))) == 2 + 1 + 3 + 2, "each measurement and plan is kept"
