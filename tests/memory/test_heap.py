@@ -22,7 +22,7 @@ del_later = torch.ones(4 << 20); del del_later      # glibc raises its threshold
 took = heap.return_freed() if sys.argv[1] == "returns" else heap.returns_freed()
 blocks, small = [], []
 for _ in range(32):
-    blocks.append(torch.ones(1 << 20)); small.append(torch.ones(1 << 14))
+    blocks.append(torch.ones(1 << 20)); small.append(torch.ones(1 << 16))
 before = rss.resident_bytes()
 blocks.clear()
 print(took, before - rss.resident_bytes())
