@@ -40,7 +40,7 @@ def row(case: Case) -> Row:
     """Estimate a case, then run a step of it for what is made once, and one under the profiler."""
     torch.manual_seed(0)
     model, batch = case.make(), case.batch()
-    estimated = lb.memory.estimate(model, batch, case.loss, optimizer=None).peak_bytes
+    estimated = lb.estimate(model, batch, case.loss, optimizer=None).peak_bytes
 
     def step() -> None:
         case.loss(call(model, batch), batch).backward()

@@ -23,11 +23,11 @@ import torch
 import lowbit as lb
 from lowbit.bench.memory import Subject, storages
 from lowbit.memory.measure import allocations
-from lowbit.memory.offload.mapped import is_mapped
 from lowbit.plan import Plan
 from lowbit.plan.fitting.predict import Prediction
 from lowbit.plan.fitting.subject import subject_of
 from lowbit.plan.settings import Settings
+from lowbit.storage.mapped import is_mapped
 
 __all__ = ["STEPS", "WATCHED", "Cells", "Held", "answer", "by", "measured", "started", "trained", "training"]
 

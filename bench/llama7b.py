@@ -124,9 +124,7 @@ def estimated(way: Way, layers: int) -> dict[str, int]:
     options: dict[str, Any] = {"optimizer": way.optimizer}
     if way.in_backward:
         options = {"optimizer": None, "prepare": step_in_backward, "accumulate": _accumulate}
-    found = lb.memory.estimate(
-        model, batch, recipe=way.recipe, checkpoint=way.checkpoint, precision=way.precision, **options
-    )
+    found = lb.estimate(model, batch, recipe=way.recipe, checkpoint=way.checkpoint, precision=way.precision, **options)
     kinds = found.by_kind
     weights = kinds["parameters"] + kinds.get("buffers", 0)
     states = kinds.get("optimizer state", 0) + kinds.get("master copies", 0)
@@ -168,7 +166,7 @@ def run(directory: Path) -> Path:
     text = [
         "# The memory of training a 7B model\n",
         *(f"- {name}: {value}" for name, value in about.items()),
-        f"\nEstimates by `lb.memory.estimate` for a model of the shape of Llama-2-7B, on the meta device: "
+        f"\nEstimates by `lb.estimate` for a model of the shape of Llama-2-7B, on the meta device: "
         f"{found['parameters']:,} parameters. A batch is 1 x {LENGTH:,} tokens unless the row says otherwise. LoRA has "
         f"rank {RANK} on all matrices of a block. Sizes are the CPU allocator's at the peak of a step, in GiB. A way "
         f"fits a card if its peak is at most {USABLE:.0%} of the card's GiB. The rest is activations, logits, "

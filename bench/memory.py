@@ -29,7 +29,7 @@ from lowbit.tables import markdown
 
 @dataclass(frozen=True)
 class Setting:
-    """How to train: arguments of ``lb.memory.estimate``."""
+    """How to train: arguments of ``lb.estimate``."""
 
     recipe: str | None = None
     precision: str | None = None
@@ -148,7 +148,7 @@ def row(subject: Subject, setting: Setting, device: str) -> Row:
     model = subject.make().to(device)
     batch = torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), subject.batch())
     begin = time.perf_counter()
-    estimate = lb.memory.estimate(
+    estimate = lb.estimate(
         model, batch, None, setting.recipe, setting.optimizer, setting.checkpoint, precision=setting.precision,
         micro_batches=setting.micro_batches,
     )  # fmt: skip

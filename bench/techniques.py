@@ -54,7 +54,7 @@ def _policy(policy: str, **settings: Any) -> Callable[[nn.Module], object]:
 
 
 def _planned(budget: str) -> Callable[[nn.Module], object]:
-    return lambda model: lb.memory.checkpoint_(model, "planned", budget=budget, batch=_tokens())
+    return lambda model: lb.memory.checkpoint_(model, lb.memory.plan_checkpoints(model, _tokens(), budget))
 
 
 def _torch_blocks(model: nn.Module) -> None:
@@ -92,8 +92,8 @@ TECHNIQUES = (
     Technique('checkpoint_(model, "every:2")', _policy("every:2")),
     Technique('checkpoint_(model, "sqrt")', _policy("sqrt")),
     Technique('checkpoint_(model, "save_matmuls")', _policy("save_matmuls")),
-    Technique('checkpoint_(model, "planned", budget="80%")', _planned("80%")),
-    Technique('checkpoint_(model, "planned", budget="60%")', _planned("60%")),
+    Technique('checkpoint_(model, plan_checkpoints(model, batch, "80%"))', _planned("80%")),
+    Technique('checkpoint_(model, plan_checkpoints(model, batch, "60%"))', _planned("60%")),
     Technique('mixed_(model, "bf16")', lambda model: lb.train.mixed_(model, "bf16")),
     Technique("FP8 with compress_activations_", _fp8_compressed),
     Technique("micro_batches(batch, 2)", parts=2),

@@ -29,6 +29,9 @@ from lowbit.recipes import OPTIONS, RECIPES
 from lowbit.scaling import SCALINGS, SHORT_NAMES, Scaling, find_scaling, scheme
 from lowbit.tables import markdown
 
+sys.path.insert(0, str(Path(__file__).parent))
+import module_tables
+
 ROOT = Path(__file__).resolve().parent.parent
 FILES = (
     "README.md",
@@ -37,6 +40,7 @@ FILES = (
     "docs/distributed.md",
     "docs/formats.md",
     "docs/memory.md",
+    "docs/modules.md",
     "docs/optimizers.md",
     "bench/results/convergence.md",
     "bench/results/llama7b.md",
@@ -452,7 +456,7 @@ TABLES: dict[str, Callable[[], str]] = {
         methods,
         states,
     )
-} | {"llama7b": llama7b_ways, **loss_tables.TABLES}
+} | {"llama7b": llama7b_ways, **loss_tables.TABLES, **module_tables.TABLES}
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

@@ -88,21 +88,21 @@ COMBINATIONS = {
         "torch.autograd.functional; under torch.no_grad() vmap runs",
     ),
     "wrapped estimate": Combination(
-        "DistributedDataParallel or FullyShardedDataParallel", "lb.memory.estimate",
+        "DistributedDataParallel or FullyShardedDataParallel", "lb.estimate",
         "they exchange gradients with data, and an estimate has none",
         "estimate the module within, model.module; DistributedDataParallel holds one more copy of the gradients, "
         "unless gradient_as_bucket_view=True",
     ),
     "dtensor estimate": Combination(
-        "DTensors (FSDP2, tensor parallelism)", "lb.memory.estimate", "an estimate is one of whole tensors",
+        "DTensors (FSDP2, tensor parallelism)", "lb.estimate", "an estimate is one of whole tensors",
         "estimate the model before fully_shard or parallelize_module; of what is sharded each process holds its part",
     ),
     "stream estimate": Combination(
-        "lb.memory.stream_blocks_", "lb.memory.estimate", "no estimate follows weights that come and go",
+        "lb.memory.stream_blocks_", "lb.estimate", "no estimate follows weights that come and go",
         "estimate the model without it, and take off the weights of all its blocks but two",
     ),
     "offload estimate": Combination(
-        "lb.optim.offload_", "lb.memory.estimate", "an estimate has no states with data, which could be moved",
+        "lb.optim.offload_", "lb.estimate", "an estimate has no states with data, which could be moved",
         "estimate with the plain optimizer, and take off its states (by_kind says their bytes)",
     ),
     "memory way": Combination(

@@ -93,7 +93,7 @@ def steady_times():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Timings, "seconds", lambda self, call: None)
-        estimate = import_module("lowbit.memory.estimate")
-        patch.setattr(estimate, "rates", lambda device: Rates(5e10, 8e9))
-        patch.setattr(estimate, "overhead", lambda selective: 0.0)
+        estimator = import_module("lowbit.memory.estimator")
+        patch.setattr(estimator, "rates", lambda device: Rates(5e10, 8e9))
+        patch.setattr(estimator, "RECOMPUTATIONS", [])
         yield

@@ -11,8 +11,8 @@ from torch import nn
 
 import lowbit as lb
 from lowbit.plan.bits import Score, Sensitivity
-from lowbit.train.watch import Row
 from lowbit.train.watch_plot import drawn
+from lowbit.train.watch_rows import Row
 
 figures = pytest.importorskip("matplotlib.figure")
 text = pytest.importorskip("matplotlib.text")
@@ -97,7 +97,7 @@ def trained(model, batch):
 def test_a_profile_names_its_phases_and_its_peak(saved, tmp_path):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3)))
     lb.memory.checkpoint_(model)
-    estimate = lb.memory.estimate(model, torch.randn(8, 16), lambda y, x: y.square().mean())
+    estimate = lb.estimate(model, torch.randn(8, 16), lambda y, x: y.square().mean())
     estimate.plot(tmp_path / "estimate.png")
     with lb.memory.profile(model) as profile:
         trained(model, torch.randn(8, 16))

@@ -11,8 +11,8 @@ from torch import nn
 import lowbit as lb
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.memory import plan_checkpoints
-from lowbit.memory.offload.places import place
 from lowbit.sizes import Budget, amount_changed, budget_in, bytes_in, share_changed
+from lowbit.storage.places import place
 
 NO_SIZES = ("6", "60", "0", "nan", "inf", "much", "", "-1GiB", "1e3", "6 parsec", "0x10MB", "9" * 400 + "GiB", "٦GiB")
 NO_BUDGETS = (*NO_SIZES, "0%", "-5%", "nan%", "%", "0GiB", "6B", "0.0001KiB", 6, 0, -1, 0.6, math.nan, True, b"6GiB")
@@ -64,7 +64,6 @@ def test_what_is_no_budget_is_refused_before_anything_is_planned(budget, monkeyp
         lambda: lb.fit(model, x, budget, lambda output, batch: output.sum()),
         lambda: lb.fit(model, x, budget, lambda output, batch: output.sum(), gpus=4, link="1GB/s"),
         lambda: plan_checkpoints(blocks, x, budget),
-        lambda: lb.memory.checkpoint_(blocks, "planned", budget=budget, batch=x),
     )
     for call in calls:
         with pytest.raises(ValueError, match="budget is bytes, a size such as '6GiB', or a share such as '60%'"):

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.convert.report import LayerReport, Report
 from lowbit.models.batches import feed, mask_of
 from lowbit.models.ties import holders, model_bytes, tensor_bytes
 from lowbit.nn.base import kind
 from lowbit.nn.conv import QuantConv
 from lowbit.nn.linear import QuantLinear
+from lowbit.report import LayerReport, Report
 
 __all__ = ["correct_bias_"]
 

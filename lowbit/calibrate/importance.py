@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from lowbit.calibrate.losses import Loss, default_loss
 from lowbit.calibrate.recording import Observed
-from lowbit.memory.checkpoint import NotReplayed, recomputing
+from lowbit.checkpointing.apply import recomputing
+from lowbit.checkpointing.frame import NotReplayed
 from lowbit.models.batches import feed
 from lowbit.models.blocks import find_blocks
 from lowbit.models.writes import Written, despite_writes

@@ -18,10 +18,10 @@ from lowbit.calibrate.identity import digest
 from lowbit.calibrate.losses import Loss
 from lowbit.calibrate.methods import Method
 from lowbit.calibrate.resume import Finished, run_of
-from lowbit.convert.engine import uncompiled
-from lowbit.convert.select import DEFAULT_SKIP, Skip, check_model
+from lowbit.convert.select import DEFAULT_SKIP, Skip
 from lowbit.files import exclusive
 from lowbit.models.batches import batches_in
+from lowbit.models.check import check_model, uncompiled
 from lowbit.models.names import patterns_in
 from lowbit.progress import Progress, reporting
 from lowbit.recipes import Plan, Recipe

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from lowbit.cli.console import errors, out, print_json
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.machine import multiplies
-from lowbit.memory.fused_loss import can_fuse_loss
 from lowbit.plan.checklist import checklist
 from lowbit.serialize.huggingface import is_directory, without_weights
+from lowbit.tiled.fused_loss import can_fuse_loss
 
 __all__ = ["find", "report"]
 

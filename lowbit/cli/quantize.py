@@ -18,7 +18,6 @@ from lowbit.cli.console import errors, out, print_json, resumable, size
 from lowbit.cli.models import DEFAULT_METHOD, Dtype, cast_, load, methods_in, recipe_in, windows
 from lowbit.convert import quantize_
 from lowbit.convert.engine import quantized_layers
-from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP, Skip
 from lowbit.datafree import RULES
 from lowbit.files import check_regular
@@ -26,6 +25,7 @@ from lowbit.memory.rss import available_bytes, peak_bytes, reset_peak
 from lowbit.out_of_core import quantize_files
 from lowbit.progress import bar
 from lowbit.recipes import RECIPES, Plan, Recipe
+from lowbit.report import Report
 from lowbit.serialize import huggingface, save_model
 from lowbit.serialize.layout import CONFIG, our_config
 

@@ -9,8 +9,8 @@ from lowbit.convert.fold import fold_
 from lowbit.convert.join import join_, unjoin_
 from lowbit.convert.prepack import prepack_, unprepack_
 from lowbit.convert.quantize import quantize_
-from lowbit.convert.report import LayerReport, Report
 from lowbit.models.ties import model_bytes
+from lowbit.report import LayerReport, Report
 
 __all__ = [
     "ADAPTERS", "Adapter", "LayerReport", "Report", "dequantize_", "fold_", "join_", "model_bytes", "prepack_",

@@ -12,10 +12,10 @@ from lowbit.convert.engine import Origin, Task, convert, origin, shell, swap
 from lowbit.convert.join import unjoin_
 from lowbit.convert.maker import measured
 from lowbit.convert.prepack import unprepack_
-from lowbit.convert.report import Report
 from lowbit.convert.select import Verdict
 from lowbit.nn.base import kind
 from lowbit.nn.linear import QuantLinear
+from lowbit.report import Report
 
 __all__ = ["dequantize_"]
 

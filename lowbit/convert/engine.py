@@ -5,24 +5,23 @@ Everything is made before anything is put in its place: a layer that cannot be c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lowbit.convert.adapters import Adapter
-from lowbit.convert.report import LayerReport, Report
 from lowbit.convert.select import Chosen, Judge, Protection, Selection, Skip, nothing_found, select
-from lowbit.models.surround import AROUND, plain_class, surround, surrounding
-from lowbit.models.ties import model_bytes, tensor_bytes
+from lowbit.models.ties import model_bytes
+from lowbit.models.wrap import AROUND, plain_class, surround, surrounding
 from lowbit.nn.base import WrappedForward, kind
-from lowbit.nn.linear import QuantLinear
 from lowbit.recipes import Plan, Recipe
+from lowbit.report import LayerReport, Report
 
 __all__ = [
-    "AFTER_SWAP", "Origin", "Task", "convert", "make_all", "matrices", "origin", "quantized_layers", "report_on",
-    "shell", "swap", "sync_fused_kernels", "take_over", "uncompiled",
+    "AFTER_SWAP", "Origin", "Task", "convert", "make_all", "matrices", "origin", "quantized_layers",
+    "shell", "swap", "sync_fused_kernels", "take_over",
 ]  # fmt: skip
 
 #: Where nn.Module keeps the hooks on a layer's calls.
@@ -113,26 +112,6 @@ def convert(
         before,
         model_bytes(model),
     ), found
-
-
-def report_on(what: str, model: nn.Module, layers: Mapping[str, Any], done: str) -> Report:
-    """The Report of ``what``, which has changed what ``layers`` do and not what they hold."""
-    size = model_bytes(model)
-    rows = []
-    for name, layer in layers.items():
-        weights = [w for module in layer.modules() for w in _weights(module)]
-        numbers, held = sum(w.numel() for w in weights), tensor_bytes((*layer.parameters(), *layer.buffers()))
-        bits = 8 * sum(w.nbytes for w in weights) / max(numbers, 1)
-        recipe = getattr(getattr(layer, "recipe", None), "name", None)
-        rows.append(LayerReport(name, plain_class(layer).__name__, recipe, numbers, bits, held, held))
-    return Report(what, None, tuple(rows), bytes_before=size, bytes_after=size, done=done)
-
-
-def _weights(module: nn.Module) -> list[Any]:
-    """What a module itself multiplies by: a quantized weight, or its parameters but the bias."""
-    if isinstance(module, QuantLinear):
-        return [module.weight]
-    return [p for name, p in module.named_parameters(recurse=False) if name != "bias" and not is_lazy(p)]
 
 
 # -- making -----------------------------------------------------------------------------------------------------------
@@ -226,12 +205,6 @@ def sync_fused_kernels(model: nn.Module) -> None:
 
 
 # -- looking at models ------------------------------------------------------------------------------------------------
-def uncompiled(model: nn.Module) -> nn.Module:
-    """The model that torch.compile was given, if ``model`` is what it made of it."""
-    inner = model._modules.get("_orig_mod")
-    return model if inner is None else inner
-
-
 def quantized_layers(model: nn.Module) -> dict[str, Any]:
     """The quantized layers of ``model``, packed or not, by name (every name of each), outermost ones only."""
     found: dict[str, Any] = {}

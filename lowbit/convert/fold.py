@@ -12,12 +12,12 @@ from torch import Tensor, fx, nn
 
 from lowbit.convert.adapters import find, unusual
 from lowbit.convert.engine import swap, take_over
-from lowbit.convert.report import LayerReport, Report
 from lowbit.convert.trace import trace
 from lowbit.models.names import named, patterns_in, shown, unmatched
 from lowbit.models.ties import Holder, holders, model_bytes, paths, tensor_bytes
 from lowbit.nn.base import full_name, kind
 from lowbit.recipes import Pattern
+from lowbit.report import LayerReport, Report
 
 __all__ = ["fold_"]
 

@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from lowbit.convert.engine import report_on
-from lowbit.convert.report import Report
 from lowbit.convert.trace import trace
-from lowbit.models.surround import plain_class
+from lowbit.models.wrap import plain_class
 from lowbit.nn.conv import QuantConv
 from lowbit.nn.linear import QuantLinear, is_signed
+from lowbit.report import Report, report_on
 
 __all__ = ["join_", "unjoin_"]
 

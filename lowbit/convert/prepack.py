@@ -11,13 +11,13 @@ from lowbit.backends.native import features, loading_error
 from lowbit.convert.adapters import Adapter
 from lowbit.convert.engine import Task, convert, swap
 from lowbit.convert.maker import measured
-from lowbit.convert.report import Report
 from lowbit.convert.select import Verdict
 from lowbit.nn.base import kind
 from lowbit.nn.conv import QuantConv
 from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.linear import QuantLinear
 from lowbit.nn.packed import PackedLinear
+from lowbit.report import Report
 from lowbit.scaling import Scheme
 from lowbit.tensor.prepack import refusal
 

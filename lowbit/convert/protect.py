@@ -8,8 +8,9 @@ from torch import nn
 
 from lowbit.convert.adapters import find
 from lowbit.convert.readers import read_layers
-from lowbit.convert.select import DEFAULT_SKIP, Protection, Skip, check_model, is_table, recipe_for
+from lowbit.convert.select import DEFAULT_SKIP, Protection, Skip, is_table, recipe_for
 from lowbit.models import stems
+from lowbit.models.check import check_model
 from lowbit.models.names import matches, patterns_in, plain_name, spells
 from lowbit.models.ties import holders
 from lowbit.recipes import Plan

@@ -12,7 +12,6 @@ from lowbit.convert.adapters import find
 from lowbit.convert.engine import Task, convert, make_all, matrices, swap
 from lowbit.convert.maker import Allocated, Calibrated, QuantMaker, Ruled, Source
 from lowbit.convert.protect import protections
-from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP, Chosen, Selection, Skip, is_table, plain_layers
 from lowbit.datafree import find_rule
 from lowbit.models.names import is_inside
@@ -21,6 +20,7 @@ from lowbit.nn.base import KINDS, kind
 from lowbit.notice import warn
 from lowbit.recipes import Plan, Recipe, plan, refuse_beyond
 from lowbit.recipes import recipe as find_recipe
+from lowbit.report import Report
 from lowbit.sizes import amount
 
 __all__ = ["quantize_", "quantize_from", "replacements"]

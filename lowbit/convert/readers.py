@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lowbit.convert.adapters import find
-from lowbit.models.surround import plain_class
+from lowbit.models.wrap import plain_class
 from lowbit.nn.base import full_name
 
 __all__ = ["read_layers"]

@@ -11,15 +11,16 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lowbit.convert.adapters import Adapter, find
-from lowbit.convert.report import left_lines
+from lowbit.models.check import check_model
 from lowbit.models.names import is_inside, last_match, matches, patterns_in, plain_name, spells, unmatched
 from lowbit.models.ties import paths
 from lowbit.named import did_you_mean
 from lowbit.nn.base import KINDS, full_name, kind
 from lowbit.recipes import Pattern, Plan, Recipe
+from lowbit.report import left_lines
 
 __all__ = [
-    "DEFAULT_SKIP", "Chosen", "Judge", "Protection", "Selection", "Skip", "Verdict", "check_model", "is_table",
+    "DEFAULT_SKIP", "Chosen", "Judge", "Protection", "Selection", "Skip", "Verdict", "is_table",
     "nothing_found", "plain_layers", "recipe_for", "select",
 ]  # fmt: skip
 
@@ -140,13 +141,6 @@ def select(
         _refuse_parts("recipes", patterns, reached, whole, every)
         _refuse_missing("recipes", patterns, reached, every)
     return found
-
-
-def check_model(model: Any) -> None:
-    """Raises TypeError for what is no model."""
-    if not isinstance(model, nn.Module):
-        got = f"the class {model.__name__}; make one of it" if isinstance(model, type) else type(model).__name__
-        raise TypeError(f"the model must be an nn.Module, got {got}")
 
 
 def _candidates(names: dict[int, list[str]], modules: dict[int, nn.Module], judge: Judge) -> Iterator[_Candidate]:

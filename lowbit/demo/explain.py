@@ -15,7 +15,7 @@ from lowbit.demo.config import TrainConfig
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.demo.optimizers import state_bytes
 from lowbit.demo.step import arrange_, loss_of, optimizer_of, update
-from lowbit.memory import allocated_peak
+from lowbit.memory.measure import allocated_peak
 from lowbit.models.ties import model_bytes, tensor_bytes
 from lowbit.train import LossScaler, TrainLinear
 from lowbit.train.mixed import PRECISIONS

@@ -31,7 +31,7 @@ from lowbit.demo.optimizers import find
 from lowbit.demo.step import arrange_, evaluate, loss_of, optimizer_of, update
 from lowbit.distributed.checkpoint import saved
 from lowbit.files import read_checked, write_checked
-from lowbit.memory import Profile, micro_batches, profile
+from lowbit.memory.profiler import Profile, profile
 from lowbit.notice import warn
 from lowbit.optim import offload_
 from lowbit.plan import Plan
@@ -45,6 +45,7 @@ from lowbit.train import (
     uncompress_activations_,
     watch,
 )
+from lowbit.train.micro_batches import micro_batches
 
 __all__ = [
     "FLOATS",

@@ -21,7 +21,8 @@ from lowbit.files import write_atomically
 from lowbit.machine import provenance
 from lowbit.sizes import share_changed
 from lowbit.tables import markdown
-from lowbit.train.watch import HEAD, NUMBERS, Watch, written
+from lowbit.train.watch_rows import HEAD, NUMBERS, written
+from lowbit.train.watcher import Watch
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

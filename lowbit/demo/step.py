@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowbit.checkpointing.apply import checkpoint_
 from lowbit.convert import Report
 from lowbit.demo.config import TrainConfig
 from lowbit.demo.gpt import GPT
 from lowbit.demo.optimizers import find
-from lowbit.memory.checkpoint import checkpoint_
 from lowbit.train import LossScaler, compress_activations_, mixed_, prepare_
 
 __all__ = ["arrange_", "evaluate", "loss_of", "optimizer_of", "update"]

@@ -6,7 +6,7 @@ See docs/distributed.md.
 from lowbit.distributed.all_gather import all_gather_
 from lowbit.distributed.checkpoint import load, save
 from lowbit.distributed.hooks import compress_gradients_, order_gradients_
-from lowbit.distributed.traffic import Traffic, traffic
+from lowbit.distributed.traffic_meter import Traffic, traffic
 from lowbit.distributed.ways import WAYS, Way, shard_
 
 __all__ = [

@@ -21,8 +21,6 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from lowbit.autograd import transformed
 from lowbit.calls import call
 from lowbit.convert.adapters import find
-from lowbit.convert.engine import report_on
-from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP, Skip, Verdict, nothing_found, plain_layers, select
 from lowbit.functional import quantize
 from lowbit.models.ties import Holder, holders
@@ -31,6 +29,7 @@ from lowbit.nn.base import kind as kind_of
 from lowbit.optim.shards import is_dtensor
 from lowbit.processes import gather_flat, processes
 from lowbit.recipes import Cast
+from lowbit.report import Report, report_on
 from lowbit.scaling import SHORT_NAMES, Scheme, scheme
 from lowbit.tensor.quantized import Quantized, scale_dtype
 from lowbit.train.gemms import Products, WeightOperands

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowbit.functional import quantize
-from lowbit.memory.offload.places import side_stream
 from lowbit.ops.spec import as_rows
 from lowbit.processes import gather_flat
 from lowbit.scaling import Scheme, scheme
+from lowbit.storage.places import side_stream
 from lowbit.tensor.quantized import Quantized
 
 __all__ = ["compress_gradients_", "order_gradients_"]

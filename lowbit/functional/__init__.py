@@ -9,11 +9,11 @@ Source: docs/numerics.md.
 from __future__ import annotations
 
 from lowbit.functional.codec import decode, encode, pack, unpack
-from lowbit.functional.explain import explain
-from lowbit.functional.linear import linear
+from lowbit.functional.explanation import explain
+from lowbit.functional.layers import linear
 from lowbit.functional.matmul import scaled_mm
 from lowbit.functional.optim import adamw_
-from lowbit.functional.quantize import fake_quantize, quantize
+from lowbit.functional.quantizers import fake_quantize, quantize
 from lowbit.functional.rotation import hadamard
 
 __all__ = [

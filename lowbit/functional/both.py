@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lowbit.calls import call
-from lowbit.functional.quantize import quantize
+from lowbit.functional.quantizers import quantize
 from lowbit.functional.rotation import by_kernel, signed_hadamard
 from lowbit.rounding import Rounding
 from lowbit.scaling import Scheme

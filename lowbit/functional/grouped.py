@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from lowbit.backends import registry
-from lowbit.functional.quantize import quantize
+from lowbit.functional.quantizers import quantize
 from lowbit.ops.linear import Linear
 from lowbit.scaling import Scheme
 

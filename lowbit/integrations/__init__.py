@@ -32,8 +32,8 @@ from torch import nn
 
 from lowbit.convert.engine import AFTER_SWAP
 from lowbit.integrations.imports import when_imported
-from lowbit.memory import model_attention
 from lowbit.nn.base import ON_FIRST_LAYER
+from lowbit.tiled import model_attention
 
 #: The first version of transformers whose quantizers lowbit serves.
 TRANSFORMERS = 5

@@ -1,26 +1,37 @@
-"""Training within a memory: what a step holds (``estimate``, ``profile``), and what makes it less (``checkpoint_``,
-``plan_checkpoints``, ``offload_activations``, ``stream_blocks_``, ``micro_batches``, ``linear_cross_entropy``,
-``fuse_loss_``, ``attention``, ``attention_``, ``inplace_``, ``tokens``). Each works alone; docs/memory.md says what
-each saves and costs.
+"""Training within a memory: what a step holds, and the functions that make it less. docs/memory.md says what each saves
+and costs.
+
+This package counts: ``profile``, ``allocated_peak``, ``saved_bytes`` and the estimator of ``lb.estimate``. Under its
+name are also the techniques of ``lowbit.checkpointing``, ``lowbit.offload`` and ``lowbit.tiled``, which build on it and
+so are imported at their first use.
 """
 
-from lowbit.memory.accumulate import accumulation_weights, micro_batches
-from lowbit.memory.attention import attention, attention_backends
-from lowbit.memory.checkpoint import checkpoint_, uncheckpoint_
-from lowbit.memory.estimate import Estimate, estimate, usual_loss
-from lowbit.memory.fused_loss import fuse_loss_, unfuse_loss_
-from lowbit.memory.inplace import inplace_, safe_inplace
-from lowbit.memory.loss import linear_cross_entropy
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+
+from lowbit.memory.estimator import Estimate
 from lowbit.memory.measure import allocated_peak, saved_bytes
-from lowbit.memory.model_attention import attention_, unattention_
-from lowbit.memory.offload import offload_activations
-from lowbit.memory.planned import CheckpointPlan, plan_checkpoints
-from lowbit.memory.profile import Leak, Profile, Snapshot, profile
+from lowbit.memory.profiler import Leak, Profile, Snapshot, profile
 from lowbit.memory.rss import peak_bytes, reset_peak
-from lowbit.memory.stream import stream_blocks_, unstream_
-from lowbit.memory.tokens import tokens
 from lowbit.memory.usage import Moment, Usage
 from lowbit.models import find_blocks
+from lowbit.models.losses import usual_loss
+
+if TYPE_CHECKING:
+    from lowbit.checkpointing import checkpoint_, uncheckpoint_
+    from lowbit.offload import offload_activations, stream_blocks_, unstream_
+    from lowbit.plan.checkpoints import CheckpointPlan, plan_checkpoints
+    from lowbit.plan.step_estimate import estimate
+    from lowbit.tiled import (
+        attention,
+        attention_,
+        attention_backends,
+        fuse_loss_,
+        linear_cross_entropy,
+        unattention_,
+        unfuse_loss_,
+    )
+    from lowbit.train.micro_batches import accumulation_weights, micro_batches
 
 __all__ = [
     "CheckpointPlan",
@@ -39,7 +50,6 @@ __all__ = [
     "estimate",
     "find_blocks",
     "fuse_loss_",
-    "inplace_",
     "linear_cross_entropy",
     "micro_batches",
     "offload_activations",
@@ -47,13 +57,39 @@ __all__ = [
     "plan_checkpoints",
     "profile",
     "reset_peak",
-    "safe_inplace",
     "saved_bytes",
     "stream_blocks_",
-    "tokens",
     "unattention_",
     "uncheckpoint_",
     "unfuse_loss_",
     "unstream_",
     "usual_loss",
 ]
+
+#: The module of each name that builds on this package.
+_ABOVE = {
+    "CheckpointPlan": "lowbit.plan.checkpoints",
+    "accumulation_weights": "lowbit.train.micro_batches",
+    "attention": "lowbit.tiled",
+    "attention_": "lowbit.tiled",
+    "attention_backends": "lowbit.tiled",
+    "checkpoint_": "lowbit.checkpointing",
+    "estimate": "lowbit.plan.step_estimate",
+    "fuse_loss_": "lowbit.tiled",
+    "linear_cross_entropy": "lowbit.tiled",
+    "micro_batches": "lowbit.train.micro_batches",
+    "offload_activations": "lowbit.offload",
+    "plan_checkpoints": "lowbit.plan.checkpoints",
+    "stream_blocks_": "lowbit.offload",
+    "unattention_": "lowbit.tiled",
+    "uncheckpoint_": "lowbit.checkpointing",
+    "unfuse_loss_": "lowbit.tiled",
+    "unstream_": "lowbit.offload",
+}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _ABOVE:
+            raise AttributeError(f"module 'lowbit.memory' has no attribute {name!r}")
+        return getattr(_import_module(_ABOVE[name]), name)

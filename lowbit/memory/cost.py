@@ -6,8 +6,6 @@ arithmetic and its traffic (Williams et al., "Roofline", 2009).
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,9 +14,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from lowbit.machine import fastest
 from lowbit.ops import OPS
 
-__all__ = ["Rates", "Work", "fastest", "rates", "work"]
+__all__ = ["Rates", "Work", "rates", "work"]
 
 #: The side of the product that is timed, and the bytes that are copied.
 _SIDE, _BYTES = 512, 1 << 24
@@ -76,15 +75,3 @@ def rates(device: torch.device) -> Rates:
     return Rates(
         2 * _SIDE**3 / fastest(lambda: a @ a, device), 2 * _BYTES / fastest(lambda: target.copy_(source), device)
     )
-
-
-def fastest(run: Callable[[], object], device: torch.device | None = None, times: int = 5) -> float:
-    """The seconds of the fastest of so many runs, which a CUDA ``device`` ends."""
-    found = []
-    for _ in range(times):
-        begin = time.perf_counter()
-        run()
-        if device is not None and device.type == "cuda":
-            torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - begin)
-    return min(found)

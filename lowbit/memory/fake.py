@@ -137,7 +137,7 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device | st
         return copy.deepcopy(model, memo)
     except Exception as error:
         raise ValueError(
-            f"memory.estimate: {type(model).__name__} cannot be copied, and an estimate is made of a copy "
+            f"estimate: {type(model).__name__} cannot be copied, and an estimate is made of a copy "
             f"({type(error).__name__}: {error}). Take what has no copy out of the model (a lock, a file, a result with "
             f"a gradient), or profile a real step with memory.profile(model, batch, step)"
         ) from error

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.convert.select import check_model
-from lowbit.memory.estimate import Estimate, Seen, can_run
+from lowbit.memory.estimator import Estimate, Seen, can_run
 from lowbit.memory.fake import Routed, fake_model, fake_tensors, values_needed
 from lowbit.memory.ledger import Ledger
+from lowbit.models.check import check_model
 from lowbit.models.ties import model_bytes
 from lowbit.nn.base import kind
 

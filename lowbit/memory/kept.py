@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lowbit.convert.report import LayerReport, Report
+from lowbit.memory.estimator import estimate_step
+from lowbit.report import LayerReport, Report
 
 __all__ = ["Kept"]
 
@@ -19,8 +20,8 @@ class Kept:
 
     Args:
         model: Before the change. It stays as it is.
-        batch: As ``lb.memory.estimate`` takes it. With None nothing is estimated.
-        loss: As ``lb.memory.estimate`` takes it.
+        batch: As ``lb.estimate`` takes it. With None nothing is estimated.
+        loss: As ``lb.estimate`` takes it.
     """
 
     def __init__(self, model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None = None) -> None:
@@ -60,10 +61,8 @@ class _Step(NamedTuple):
 
 def _step(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> _Step | str:
     """The estimate, or why there is none: the function that is reported does its work without it."""
-    from lowbit.memory.estimate import estimate  # it changes copies of models by the functions that report this
-
     try:
-        found = estimate(model, batch, loss, optimizer=None)
+        found = estimate_step(model, batch, loss)
     except Exception as error:
         said = str(error).splitlines()
         return ": ".join([type(error).__name__, *said[:1]])

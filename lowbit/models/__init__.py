@@ -1,6 +1,6 @@
 """Facts about a model: which blocks it repeats and how they chain, what is shared, which layers read its raw input."""
 
 from lowbit.models.blocks import find_blocks, stacks
-from lowbit.models.stems import stems
+from lowbit.models.input_layers import stems
 
 __all__ = ["find_blocks", "stacks", "stems"]

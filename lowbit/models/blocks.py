@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from lowbit.models.batches import copied, feed
-from lowbit.models.surround import plain_class
+from lowbit.models.wrap import plain_class
 from lowbit.models.writes import Unchanged
 
 __all__ = ["Chain", "find_blocks", "largest_stack", "restored_forwards", "same", "stacks"]

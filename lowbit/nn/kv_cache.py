@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.functional.quantize import quantize
+from lowbit.functional.quantizers import quantize
 from lowbit.scaling import Scheme
 from lowbit.scaling import scheme as find_scheme
 from lowbit.tensor.quantized import Quantized
@@ -15,11 +15,19 @@ from lowbit.tensor.quantized import Quantized
 __all__ = ["QuantizedRows"]
 
 
+#: Buffers that are full grow by this share, so that a row is copied a constant number of times on average.
+_GROWTH = 0.25
+
+
 class QuantizedRows:
     """Rows ``[..., S, D]`` that grow along S: a row is quantized when it is appended, and its codes never change.
 
-    ``scheme``: one with scales for rows or for groups within them, such as ``"int8:row"``, ``"int4:group32"``,
-    ``"fp8_e4m3:group32"``, ``"nf4"``. Raises ValueError for one with scales that several rows share.
+    Args:
+        scheme: One with scales for rows or for groups within them, such as ``"int8:row"``, ``"int4:group32"``,
+            ``"fp8_e4m3:group32"``, ``"nf4"``.
+
+    Raises:
+        ValueError: For a scheme with scales that several rows share.
     """
 
     def __init__(self, scheme: Scheme | str) -> None:
@@ -30,61 +38,79 @@ class QuantizedRows:
                 f"instance int8:row, int4:group32 or fp8_e4m3:group32"
             )
         self.length = 0
-        self._parts: dict[str, Tensor] = {}  # [..., S, *]
+        self._buffers: dict[str, Tensor] = {}  # [capacity, ..., *]
         self._dtype = torch.float32
         self._width = 0
 
     def append(self, x: Tensor) -> None:
-        """Add rows ``x [..., T, D]`` behind those that are there; T may be 0.
+        """Add rows behind those that are there.
 
-        Raises ValueError for rows of another shape than those that are there.
+        Args:
+            x: ``[..., T, D]``; T may be 0.
+
+        Raises:
+            ValueError: For rows of another shape than those that are there.
         """
-        there = self.shape
-        if x.dim() < 2 or (self.length and (*x.shape[:-2], x.shape[-1]) != (*there[:-2], there[-1])):
-            expected = f"of the shape {list(there)} that is there, but for S" if self.length else "[..., T, D]"
+        shape = self.shape
+        if x.dim() < 2 or (self.length and (*x.shape[:-2], x.shape[-1]) != (*shape[:-2], shape[-1])):
+            expected = f"of the shape {list(shape)} that is there, but for S" if self.length else "[..., T, D]"
             raise ValueError(f"QuantizedRows: expected rows {expected}, got {list(x.shape)}")
-        q = quantize(x, self.scheme)
-        parts = {name: part.reshape(*x.shape[:-1], part.shape[-1]) for name, part in q.parts.items()}
-        if self.length:
-            parts = {name: torch.cat([self._parts[name], part], -2) for name, part in parts.items()}
-        self._parts, self._dtype, self._width = parts, x.dtype, x.shape[-1]
-        self.length += x.shape[-2]
+        q, end = quantize(x, self.scheme), self.length + x.shape[-2]
+        for name, part in q.parts.items():
+            rows = part.reshape(*x.shape[:-1], part.shape[-1]).movedim(-2, 0)
+            self._reserve(name, rows, end)
+            self._buffers[name][self.length : end] = rows
+        self.length, self._dtype, self._width = end, x.dtype, x.shape[-1]
+
+    def _reserve(self, name: str, rows: Tensor, length: int) -> None:
+        """Make the buffer hold ``length`` rows like ``rows``."""
+        old = self._buffers.get(name) if self.length else None
+        if old is not None and len(old) >= length:
+            return
+        capacity = length if old is None else max(length, int((1 + _GROWTH) * self.length))
+        self._buffers[name] = rows.new_empty(capacity, *rows.shape[1:])
+        if old is not None:
+            self._buffers[name][: self.length] = old[: self.length]
 
     @property
     def shape(self) -> torch.Size:
         """That of all rows, ``[..., S, D]``; ``[0, 0]`` before the first ``append``."""
-        codes = self._parts.get("codes", torch.empty(0, 0))
-        return torch.Size((*codes.shape[:-1], self._width))
+        codes = self._buffers.get("codes")
+        return torch.Size((0, 0) if codes is None else (*codes.shape[1:-1], self.length, self._width))
 
     def read(self) -> Tensor:
-        """All rows, decoded: ``[..., S, D]`` in the dtype that was appended.
+        """All rows, decoded: ``[..., S, D]`` in the dtype that was appended, S outermost in memory.
 
-        Raises RuntimeError before the first ``append``.
+        Raises:
+            RuntimeError: Before the first ``append``.
         """
-        if not self._parts:
+        if not self._buffers:
             raise RuntimeError("QuantizedRows: nothing was appended yet, so that there is nothing to read")
-        scales = {name: part.flatten(0, -2) for name, part in self._parts.items() if name != "codes"}
-        q = Quantized(
-            self._parts["codes"], scales["scale"], scales.get("zero_point"), scales.get("global_scale"), self.scheme,
-            self.shape, self._dtype,
-        )  # fmt: skip
-        return q.dequantize()
+        codes = self._buffers["codes"][: self.length]
+        scale, zero_point, global_scale = map(self._scales, ("scale", "zero_point", "global_scale"))
+        assert scale is not None
+        shape = torch.Size((*codes.shape[:-1], self._width))
+        q = Quantized(codes, scale, zero_point, global_scale, self.scheme, shape, self._dtype)
+        return q.dequantize().movedim(0, -2)
+
+    def _scales(self, name: str) -> Tensor | None:
+        buffer = self._buffers.get(name)
+        return None if buffer is None else buffer[: self.length].flatten(0, -2)
 
     def crop(self, length: int) -> None:
         """Forget all but the first ``length`` rows."""
-        self._parts = {name: part[..., :length, :].contiguous() for name, part in self._parts.items()}
         self.length = min(self.length, length)
 
     def select(self, index: Tensor) -> None:
         """Take these of the first axis, which is the batch, in this order."""
-        self._parts = {name: part.index_select(0, index.to(part.device)) for name, part in self._parts.items()}
+        self._buffers = {name: part.index_select(1, index.to(part.device)) for name, part in self._buffers.items()}
 
     def to(self, *args: Any, **kwargs: Any) -> QuantizedRows:
         """Move the codes and scales, in place."""
-        self._parts = {name: part.to(*args, **kwargs) for name, part in self._parts.items()}
+        self._buffers = {name: part.to(*args, **kwargs) for name, part in self._buffers.items()}
         return self
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales."""
-        return sum(part.nbytes for part in self._parts.values())
+        """Bytes that codes and scales hold, with room for rows to come."""
+        return sum(part.nbytes for part in self._buffers.values())

@@ -5,7 +5,7 @@ A subclass names the rules of lowbit/ops/optim.py that it steps by, and computes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from typing import Any, overload
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from lowbit.autograd import uncompiled
 from lowbit.backends import steps
-from lowbit.ops.optim import MASTERS, RULES
+from lowbit.ops.optim import MASTERS
 from lowbit.optim import load, masters, watch
+from lowbit.optim.kept import Keeping
 from lowbit.optim.roster import Roster, Turn, held
 from lowbit.optim.shards import Part, local
-from lowbit.optim.states import FEW, Storage, find, is_aligned, zeros
+from lowbit.optim.states import FEW, find, is_aligned, zeros
 from lowbit.optim.step import Plan, Work, advance, advance_joined, advance_listed
 from lowbit.rounding import Rounding
 
@@ -54,7 +55,7 @@ def _numbers(counts: list[Tensor]) -> list[int]:
     return [first, *map(int, counts[1:])]
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(Keeping):
     """A ``torch.optim.Optimizer`` whose states have few bits: 8, unless ``bits`` says otherwise.
 
     ``bits``: what states are kept in, 32, 16, 8, 4 or a row of ``STATES``; tensors of fewer than 4096 elements keep
@@ -103,10 +104,6 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__(params, {**defaults, **own})
 
     # -- what a subclass says ------------------------------------------------------------------------------------
-    def rule(self, group: dict[str, Any], param: Tensor) -> str:
-        """The name of the rule that a parameter steps by."""
-        raise NotImplementedError
-
     def factors(self, group: dict[str, Any], rule: str, step: int) -> tuple[float, ...]:
         """The rule's factors at a step, which counts from 1."""
         raise NotImplementedError
@@ -378,38 +375,6 @@ class Optimizer(torch.optim.Optimizer):
             f"{type(self).__name__}: the gradient of {name} is sparse ({grad.layout}), and a step of low-bit states "
             "moves whole blocks; make the Embedding with sparse=False, or use torch.optim.SparseAdam for it"
         )
-
-    def kept_as(self, group: dict[str, Any], param: Tensor) -> dict[str, Storage]:
-        """What each state of a parameter is kept as, by the state's name."""
-        row, shape = find(group["bits"]), tuple(param.shape) or (1,)
-        return {m: Storage.of(row, shape, not m.endswith("_root")) for m in RULES[self.rule(group, param)].moments}
-
-    def replicated(self, param: Tensor) -> dict[str, tuple[int, ...]]:
-        """The shapes of states in fp32 that each process holds whole, by name."""
-        return {}
-
-    def from_torch(self, param: Tensor, states: dict[str, Any]) -> dict[str, Any]:
-        """The states that ``replicated`` names, from those of torch's optimizer; others as they are."""
-        return states
-
-    def to_torch(self, param: Tensor, states: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The states that ``replicated`` names, as torch's optimizer keeps them."""
-        return states
-
-    def kept(self) -> Iterator[tuple[str, Tensor, dict[str, Storage]]]:
-        """Each parameter that has stepped: its name, itself, and what its states are kept as."""
-        for group in self.param_groups:
-            for place, param in enumerate(group["params"]):
-                if param in self.state:
-                    yield self.name_of(group, place), param, self.kept_as(group, param)
-
-    def name_of(self, group: dict[str, Any], place: int) -> str:
-        """A parameter for messages: by its name where the optimizer was given names."""
-        names = group.get("param_names")
-        if names:
-            return str(names[place])
-        index = next(i for i, other in enumerate(self.param_groups) if other is group)
-        return f"parameter {place} of group {index} {list(group['params'][place].shape)}"
 
     def _init_state(self, group: dict[str, Any], param: Tensor, plan: Plan) -> dict[str, Any]:
         """The states before the first step: zeros, and the master."""

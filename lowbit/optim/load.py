@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +16,9 @@ from torch import Tensor
 from lowbit import notice
 from lowbit.ops.optim import FLOAT_STATES, MASTERS
 from lowbit.optim import masters
+from lowbit.optim.kept import Keeping
 from lowbit.optim.shards import Part, local, whole
 from lowbit.optim.states import Storage, Stored, encoded, fill, zeros
-
-if TYPE_CHECKING:
-    from lowbit.optim.base import Optimizer
 
 __all__ = ["as_torch", "into"]
 
@@ -38,7 +36,7 @@ class _Wrapped:
     value: Any
 
 
-def into(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+def into(optimizer: Keeping, state_dict: dict[str, Any]) -> None:
     """Loads ``state_dict`` into the optimizer; nothing is changed where it raises."""
     before = [dict(group) for group in optimizer.param_groups]
     states, groups = dict(optimizer.state), optimizer.param_groups
@@ -67,7 +65,7 @@ def into(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             hook.remove()
 
 
-def _take(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
+def _take(optimizer: Keeping, before: list[dict[str, Any]]) -> None:
     """Unwraps and converts what torch has loaded."""
     said: dict[str, None] = {}
     for group, own in zip(optimizer.param_groups, before, strict=True):
@@ -127,7 +125,7 @@ def _step(given: dict[str, Any], name: str) -> Tensor:
 
 
 def _state(
-    optimizer: Optimizer, group: dict[str, Any], saved: dict[str, Any], param: Tensor, name: str,
+    optimizer: Keeping, group: dict[str, Any], saved: dict[str, Any], param: Tensor, name: str,
     given: dict[str, Any], said: dict[str, None],
 ) -> dict[str, Any]:  # fmt: skip
     """A parameter's states as the optimizer keeps them."""
@@ -241,7 +239,7 @@ def _shapes(given: dict[str, Any]) -> str:
     return ", ".join(f"{name} {list(v.shape)}" if isinstance(v, Tensor) else name for name, v in given.items())
 
 
-def as_torch(optimizer: Optimizer) -> dict[str, Any]:
+def as_torch(optimizer: Keeping) -> dict[str, Any]:
     """What ``Optimizer.torch_state_dict`` returns."""
     made = torch.optim.Optimizer.state_dict(optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lowbit.combinations import refusal
-from lowbit.memory.offload.directory import ScratchDirectory
-from lowbit.memory.offload.mapped import drop_pages, mapped_like
-from lowbit.memory.offload.places import side_stream
 from lowbit.optim.base import Optimizer
 from lowbit.optim.outlook import states_to_come
 from lowbit.optim.plain import WeakMethod, plain_step, replace_step_, require_own_step
+from lowbit.storage.directory import ScratchDirectory
+from lowbit.storage.mapped import drop_pages, mapped_like
+from lowbit.storage.places import side_stream
 
 __all__ = ["CHUNK_BYTES", "LEAST_BYTES", "OFFLOADED", "clip_grad_norm_", "offload_", "unoffload_"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowbit import scaling
 from lowbit.calls import call
-from lowbit.functional.quantize import quantize
+from lowbit.functional.quantizers import quantize
 from lowbit.named import did_you_mean
 from lowbit.ops.optim import FLOAT_STATES, STATE_SCHEME
 from lowbit.optim.shards import Part, local, whole

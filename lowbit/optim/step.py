@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.calls import call
-from lowbit.functional.quantize import quantize
+from lowbit.functional.quantizers import quantize
 from lowbit.ops.optim import OptimizerStep
 from lowbit.ops.steps import OptimizerSteps, step_
 from lowbit.optim.shards import Part, local

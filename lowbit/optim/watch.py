@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lowbit import notice, scaling
 from lowbit.functional import decode, unpack
+from lowbit.optim.kept import Keeping
 from lowbit.optim.shards import local
-
-if TYPE_CHECKING:
-    from lowbit.optim.base import Optimizer
-    from lowbit.optim.step import Work
+from lowbit.optim.step import Work
 
 __all__ = ["Watch", "all_finite", "saturation"]
 
@@ -107,7 +104,7 @@ def _sample(x: Tensor) -> Tensor:
     return flat[:: max(1, flat.numel() // _SAMPLE)]
 
 
-def saturation(optimizer: Optimizer) -> dict[str, dict[str, float]]:
+def saturation(optimizer: Keeping) -> dict[str, dict[str, float]]:
     """Of each parameter's quantized states, the share of codes whose magnitude is the largest of their format.
 
     A block's largest element always has that code. Where much more have it, the states are too coarse: give the

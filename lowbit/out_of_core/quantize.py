@@ -20,7 +20,6 @@ from lowbit.calibrate.methods import Method
 from lowbit.calibrate.resume import Finished, run_of
 from lowbit.convert.maker import Allocated, Calibrated, Ruled, Source, decibel
 from lowbit.convert.quantize import quantize_from
-from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP, Skip
 from lowbit.files import exclusive, resumable, write_json
 from lowbit.models.batches import batches_in
@@ -30,6 +29,7 @@ from lowbit.nn.linear import INPUT_PARTS, PARTS, QuantLinear
 from lowbit.out_of_core.stored import Stored
 from lowbit.progress import Progress, reporting
 from lowbit.recipes import Plan, Recipe
+from lowbit.report import Report
 from lowbit.serialize import huggingface
 from lowbit.serialize.layout import CONFIG
 from lowbit.serialize.saving import described, distinct

@@ -4,7 +4,8 @@ generate.
 
 from lowbit.plan.bits import Score, Sensitivity
 from lowbit.plan.fitting import Plan, fit
-from lowbit.plan.sensitivity import sensitivity
+from lowbit.plan.sensitivities import sensitivity
 from lowbit.plan.serving import GenerationPlan
+from lowbit.plan.step_estimate import estimate
 
-__all__ = ["GenerationPlan", "Plan", "Score", "Sensitivity", "fit", "sensitivity"]
+__all__ = ["GenerationPlan", "Plan", "Score", "Sensitivity", "estimate", "fit", "sensitivity"]

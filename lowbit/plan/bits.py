@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lowbit.convert.report import family
 from lowbit.plan.frontier import undominated
 from lowbit.recipes import Recipe
+from lowbit.report import family
 from lowbit.sizes import amount
 from lowbit.tables import aligned
 

@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lowbit.memory import Estimate, attention_, estimate, fuse_loss_
-from lowbit.memory.fused_loss import answers_without_logits
-from lowbit.memory.model_attention import attends_without_scores
-from lowbit.memory.offload.bandwidth import bandwidth
+from lowbit.memory.estimator import Estimate
+from lowbit.plan.step_estimate import estimate
 from lowbit.sizes import amount_changed, share_changed
+from lowbit.storage.bandwidth import bandwidth
 from lowbit.tables import aligned
+from lowbit.tiled import attention_, fuse_loss_
+from lowbit.tiled.fused_loss import answers_without_logits
+from lowbit.tiled.model_attention import attends_without_scores
 from lowbit.train import compress_activations_
 
 __all__ = ["TECHNIQUES", "Advice", "Checklist", "Technique", "checklist"]
@@ -27,7 +29,7 @@ __all__ = ["TECHNIQUES", "Advice", "Checklist", "Technique", "checklist"]
 
 @dataclass(frozen=True)
 class Step:
-    """A step of training, as ``lb.memory.estimate`` takes it."""
+    """A step of training, as ``lb.estimate`` takes it."""
 
     model: nn.Module
     batch: Any
@@ -116,9 +118,9 @@ def checklist(
     """What each technique of ``TECHNIQUES`` saves of the peak of a step of training ``model`` on ``batch``, in bytes,
     and the time that it adds, by estimates alone: nothing is computed, and ``model`` stays, on meta or not.
 
-    The arguments are those of ``lb.memory.estimate``. Times follow from arithmetic and traffic at the rates of this
+    The arguments are those of ``lb.estimate``. Times follow from arithmetic and traffic at the rates of this
     machine, and serve for comparison.
-    Raises as ``lb.memory.estimate``.
+    Raises as ``lb.estimate``.
     """
     step = Step(model, batch, loss, recipe, optimizer, None, precision)
     plain = step.estimated()

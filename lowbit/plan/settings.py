@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lowbit import memory, optim
+from lowbit.checkpointing.block_table import BlockOptions, blocks_of
 from lowbit.distributed.ways import WAYS, shard_
-from lowbit.memory.block_table import BlockOptions, blocks_of
-from lowbit.memory.fused_loss import fusing_libraries
 from lowbit.models.batches import call
 from lowbit.notice import warn
 from lowbit.processes import processes
+from lowbit.tiled.fused_loss import fusing_libraries
 from lowbit.train import compress_activations_, mixed_, prepare_
 
 __all__ = ["ARITHMETIC", "Settings", "accumulate", "arrange_", "elsewhere", "make_optimizer", "optimizer_class",

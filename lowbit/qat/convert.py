@@ -12,12 +12,12 @@ from lowbit.convert.adapters import Adapter
 from lowbit.convert.engine import Task, convert, swap
 from lowbit.convert.maker import Maker, decibel, energies, measured, require_numbers
 from lowbit.convert.protect import protections
-from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP, Skip, Verdict, plain_layers
 from lowbit.models.ties import place
 from lowbit.nn.linear import QuantLinear
 from lowbit.qat.linear import FakeQuantLinear
 from lowbit.recipes import Plan, Recipe, plan, refuse_beyond
+from lowbit.report import Report
 
 __all__ = ["convert_", "prepare_"]
 

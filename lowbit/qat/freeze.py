@@ -7,9 +7,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lowbit.convert.engine import report_on
-from lowbit.convert.report import Report
 from lowbit.qat.linear import FakeQuantLinear
+from lowbit.report import Report, report_on
 
 __all__ = ["freeze_batchnorm_", "freeze_observers_"]
 

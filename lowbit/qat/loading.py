@@ -8,10 +8,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from lowbit.convert.engine import report_on
-from lowbit.convert.report import Report
 from lowbit.files import shown
 from lowbit.qat.linear import FakeQuantLinear
+from lowbit.report import Report, report_on
 from lowbit.serialize.shards import Checkpoint
 
 __all__ = ["load_"]

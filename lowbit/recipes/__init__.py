@@ -5,8 +5,9 @@ No torch is needed here.
 
 from lowbit.recipes.by_layer import Pattern, Plan, plan, require_pattern
 from lowbit.recipes.cast import Cast, Gemm
-from lowbit.recipes.definition import Recipe, refuse_beyond
+from lowbit.recipes.definition import Recipe
 from lowbit.recipes.parse import OPTIONS, recipe
+from lowbit.recipes.refusals import refuse_beyond
 from lowbit.recipes.table import ALIASES, RECIPES, register_recipe
 
 __all__ = [

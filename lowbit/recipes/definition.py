@@ -9,14 +9,13 @@ With x ``[M, K]``, the weight w ``[N, K]`` and the gradient g ``[M, N]`` of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from lowbit.recipes.cast import TREATMENTS, Cast, Gemm, checked, from_data, listed, set_fields
 from lowbit.scaling import Scheme
 
-__all__ = ["HADAMARD", "Recipe", "refuse_beyond"]
+__all__ = ["HADAMARD", "Recipe"]
 
 #: What the name of a recipe ends with whose operands are transformed.
 HADAMARD = ":hadamard"
@@ -277,48 +276,3 @@ class Recipe:
 def _folds(scheme: Scheme) -> bool:
     one_a_row = scheme.block == (1, None)
     return one_a_row and not scheme.affine and not scheme.global_scale and scheme.scale_format.dtype != "uint8"
-
-
-def refuse_beyond(
-    recipe: Recipe, what: str, roles: Iterable[str], training: bool = False, **able: tuple[str | None, ...]
-) -> None:
-    """Raise ValueError where a Cast of ``recipe`` in one of ``roles`` asks for what ``what`` does not do, or for static
-    scales in a scheme that has scales for rows.
-
-    ``training``: as for ``casts``. ``able``: the values of a field that it does besides the default one.
-    """
-    casts = recipe.casts(training)
-    for role in roles:
-        if role in casts and casts[role].scale == "static" and "static" in able.get("scale", ()):
-            found = casts[role].scheme
-            if found.block[0] is not None or found.global_scale:
-                raise ValueError(
-                    f"recipe {recipe.name!r}: static scales are the same for every row, and {role} is in {found}, "
-                    f"which has scales for rows; use {found.format.name}:tensor, or scale='current'"
-                )
-        for name, value in casts[role].chosen().items() if role in casts else ():
-            if name != "history" and value not in able.get(name, ()):
-                if name == "scale":
-                    raise ValueError(f"recipe {recipe.name!r}: {_scales_refused(recipe, what, str(value))}")
-                can = listed([*(f.default for f in fields(Cast) if f.name == name), *able.get(name, ())])
-                raise ValueError(
-                    f"recipe {recipe.name!r}: {what} does not do {name}={value!r}, which {role} asks for; it does {can}"
-                )
-
-
-def _scales_refused(recipe: Recipe, what: str, scale: str) -> str:
-    """Why ``what`` does not take a recipe with delayed or static scales, and what to use."""
-    from lowbit.recipes.table import RECIPES  # made of this file
-
-    schemes = (recipe.input, recipe.weight)
-    others = [row.name for row in RECIPES.values() if row.dynamic and (row.input, row.weight) == schemes]
-    instead = f", such as {others[0]!r}" if others else ""
-    if scale == "delayed":
-        return (
-            f"its scales follow from earlier steps of training (delayed scaling), which {what} does not take; use it "
-            f"with lowbit.train.prepare_, or give a recipe whose scales follow from each input{instead}"
-        )
-    return (
-        f"the scales of its inputs come from data (lowbit.calibrate, then lowbit.quantize_), which {what} does not "
-        f"take; give a recipe whose scales follow from each input{instead}"
-    )

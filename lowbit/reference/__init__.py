@@ -22,7 +22,7 @@ from lowbit.reference.codec import (
 )
 from lowbit.reference.matmul import MIN_INTEGER_BLOCK, SEGMENT, Operand, integer_segments, scaled_mm
 from lowbit.reference.optim import Moment, optimizer_step, split24, weight
-from lowbit.reference.quantize import dequantize, divide, fake_quantize_backward, quantize, quantize_static
+from lowbit.reference.quantizers import dequantize, divide, fake_quantize_backward, quantize, quantize_static
 from lowbit.reference.rotation import PI, hadamard, pieces, signs
 from lowbit.reference.scales import (
     block_amax,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit.reference.codec import cast, decode, require_subnormals
-from lowbit.reference.quantize import dequantize
+from lowbit.reference.quantizers import dequantize
 from lowbit.reference.scales import scale_value, spread
 from lowbit.scaling import Scheme
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lowbit.formats import FORMATS
 from lowbit.reference.codec import F32_INF, F32_MAGNITUDE, F32_NAN, Rng, cast, noise16, require_subnormals, to_bits
 from lowbit.reference.codec import from_bits as _numbers_of
-from lowbit.reference.quantize import dequantize, quantize
+from lowbit.reference.quantizers import dequantize, quantize
 from lowbit.scaling import Scheme
 
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lowbit._version import __version__
-from lowbit.convert.engine import quantized_layers, swap, uncompiled
+from lowbit.convert.engine import quantized_layers, swap
 from lowbit.convert.prepack import prepack_
 from lowbit.convert.quantize import replacements
 from lowbit.files import read_json, shown
+from lowbit.models.check import uncompiled
 from lowbit.models.ties import place
 from lowbit.nn.experts import stack_experts_
 from lowbit.nn.linear import QuantLinear

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lowbit._version import __version__
-from lowbit.convert.engine import quantized_layers, uncompiled
+from lowbit.convert.engine import quantized_layers
 from lowbit.files import DirectoryLock, sync_directory, write_json
+from lowbit.models.check import uncompiled
 from lowbit.models.names import plain_name
 from lowbit.models.ties import place
 from lowbit.nn.base import kind

@@ -5,8 +5,8 @@ from lowbit.train.linear import TrainLinear, convert_, prepare_, state
 from lowbit.train.loss_scale import LossScaler
 from lowbit.train.mixed import mixed_, unmixed_
 from lowbit.train.nonfinite import find_nonfinite
-from lowbit.train.state import State
-from lowbit.train.watch import Watch, watch
+from lowbit.train.states import State
+from lowbit.train.watcher import Watch, watch
 
 __all__ = [
     "LossScaler",

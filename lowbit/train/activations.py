@@ -21,11 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lowbit.autograd import backend_now, first_order, on_backend, transformed
-from lowbit.convert.engine import report_on
-from lowbit.convert.report import Report
-from lowbit.convert.select import check_model
 from lowbit.functional import quantize
+from lowbit.models.check import check_model
 from lowbit.nn.base import unwrap_forwards, wrap_forward, wrapped_forward
+from lowbit.report import Report, report_on
 from lowbit.scaling import Scheme
 from lowbit.scaling import scheme as find_scheme
 from lowbit.tensor.quantized import Quantized
@@ -64,7 +63,7 @@ def compress_activations_(
     those at the decoded inputs. Checkpointed modules recompute the same bits. Compiled code keeps what its partitioner
     chooses instead, and takes no part.
 
-    ``batch`` and ``loss``: as ``lb.memory.estimate`` takes them. With a batch the report says what activations are kept
+    ``batch`` and ``loss``: as ``lb.estimate`` takes them. With a batch the report says what activations are kept
     for backward, before and after, as estimated.
 
     Raises ValueError for a model whose activations are compressed already, for one without such modules, and for a

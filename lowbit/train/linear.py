@@ -15,20 +15,20 @@ from torch import Tensor, nn
 
 from lowbit import recipes
 from lowbit.convert.adapters import Adapter
-from lowbit.convert.engine import Task, convert, report_on, sync_fused_kernels
+from lowbit.convert.engine import Task, convert, sync_fused_kernels
 from lowbit.convert.maker import measured, require_float
 from lowbit.convert.protect import protections
-from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP, Skip, plain_layers
-from lowbit.models.surround import change_class, plain_class
+from lowbit.models.wrap import change_class, plain_class
 from lowbit.nn.base import Announced, announce, forget_bound_forward, replaced_forward
 from lowbit.nn.linear import result_dtype
 from lowbit.recipes import Recipe
 from lowbit.recipes import recipe as find_recipe
+from lowbit.report import Report, report_on
 from lowbit.train.ends import keep_ends
 from lowbit.train.gemms import Products, WeightOperands, low_precision_linear
 from lowbit.train.reuse import Reuse
-from lowbit.train.state import State
+from lowbit.train.states import State
 from lowbit.train.view import Place, View
 
 __all__ = ["TrainLinear", "convert_", "prepare_", "state"]

@@ -19,14 +19,14 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from lowbit.convert.report import LayerReport, Report
-from lowbit.convert.select import check_model
 from lowbit.machine import float_precision, multiplies
+from lowbit.models.check import check_model
 from lowbit.models.ties import model_bytes, tensor_bytes
 from lowbit.nn.base import WrappedForward, wrap_forward
 from lowbit.notice import warn
 from lowbit.optim import Optimizer, masters
 from lowbit.optim.shards import is_dtensor, local
+from lowbit.report import LayerReport, Report
 
 __all__ = ["PARTS", "PRECISIONS", "Part", "mixed_", "unmixed_"]
 

@@ -19,9 +19,9 @@ from lowbit.optim.watch import all_finite
 from lowbit.recipes import Cast
 from lowbit.tensor.quantized import Quantized
 from lowbit.train.linear import TrainLinear
-from lowbit.train.state import State
+from lowbit.train.states import State
 from lowbit.train.view import View
-from lowbit.train.watch import observed
+from lowbit.train.watcher import observed
 
 __all__ = ["NonFinite", "find_nonfinite"]
 

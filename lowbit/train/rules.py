@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lowbit.formats import find
-from lowbit.functional.quantize import quantize
+from lowbit.functional.quantizers import quantize
 from lowbit.recipes import Cast
 from lowbit.tensor.quantized import Quantized, Scales
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit.autograd import transformed
 from lowbit.functional.both import quantize_both
-from lowbit.functional.quantize import quantize
+from lowbit.functional.quantizers import quantize
 from lowbit.recipes import Cast
 from lowbit.rounding import Rounding
 from lowbit.tensor.quantized import Quantized

@@ -6,16 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lowbit.train.watch_rows import Row
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from lowbit.train.watch import Row
-
 __all__ = ["drawn"]
 
 #: By layer and step, what was seen of one role.
-_Seen = Mapping[str, "Mapping[int, Row]"]
+_Seen = Mapping[str, Mapping[int, Row]]
 
 #: What each role is, in words: the operand, and the matmul that it is an operand of.
 _TITLES = {

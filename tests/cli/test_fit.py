@@ -101,7 +101,7 @@ def test_the_demo_takes_rows_and_length(run):
     told = run("fit", "demo", "--memory", "100%", "--rows", "2", "--length", "32", *keep)
     names = taken(told)
     assert names["batch"].shape == (2, 32) and words(names["plan"].settings) == "plain training"
-    plain = lb.memory.estimate(names["model"], names["batch"], optimizer=torch.optim.AdamW)
+    plain = lb.estimate(names["model"], names["batch"], optimizer=torch.optim.AdamW)
     kept = torch.get_rng_state().nbytes  # what a step is put back to where it fails
     assert names["plan"].peak_bytes == plain.peak_bytes + kept
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lowbit as lb
-from lowbit.convert.report import LayerReport, Report, families
+from lowbit.report import LayerReport, Report, families
 
 
 class Block(nn.Module):

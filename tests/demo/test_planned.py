@@ -109,7 +109,7 @@ def test_parts_of_a_batch_have_the_mean_loss_and_the_step_of_the_whole(corpus, t
     within = run_of(settings_of("1GiB", "fp32"), corpus, tmp_path / "within")
     assert within.run().train == pytest.approx(plain.run().train, rel=1e-5)
     assert within.history.held_out[-1][1] == pytest.approx(plain.history.held_out[-1][1], rel=1e-5)
-    assert within.history.peak_bytes < 0.8 * lb.memory.estimate(model_of(settings_of(None), corpus), WHOLE).peak_bytes
+    assert within.history.peak_bytes < 0.8 * lb.estimate(model_of(settings_of(None), corpus), WHOLE).peak_bytes
 
 
 @pytest.mark.parametrize("precision", ["bf16", "nvfp4:ends=0"])
@@ -183,7 +183,7 @@ def test_an_estimate_of_a_prepared_model_is_that_of_its_recipe(corpus):
     settings = settings_of(None, "fp8")
     for recipe in ("fp8", "nvfp4:ends=0"):
         prepared = model_of(settings, corpus)
-        before = lb.memory.estimate(model_of(settings, corpus), WHOLE, recipe=recipe)
+        before = lb.estimate(model_of(settings, corpus), WHOLE, recipe=recipe)
         lb.train.prepare_(prepared, recipe)
-        after = lb.memory.estimate(prepared, WHOLE)
+        after = lb.estimate(prepared, WHOLE)
         assert (after.peak_bytes, after.by_kind) == (before.peak_bytes, before.by_kind)

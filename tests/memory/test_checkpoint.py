@@ -17,9 +17,9 @@ from support.checkpoints import assert_equal, chain, outcome
 from torch import Tensor, nn
 
 import lowbit as lb
+from lowbit.checkpointing.frame import NotReplayed
+from lowbit.checkpointing.policies import POLICIES
 from lowbit.memory import checkpoint_, saved_bytes, uncheckpoint_
-from lowbit.memory.checkpoint.frame import NotReplayed
-from lowbit.memory.checkpoint.policies import POLICIES
 
 OF_TRANSFORMERS = ("block", "attention", "mlp", "every:2", "ratio:0.5", "sqrt", "segments:3", "save_matmuls")
 OF_CONVOLUTIONS = ("block", "every:2", "sqrt", "save_matmuls", "stages")
@@ -35,7 +35,7 @@ def made(name: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
 
 
 def test_every_policy_is_tested():
-    assert {policy.split(":")[0] for _, policy in CASES} == set(POLICIES) - {"planned"}  # tests/memory/test_planned.py
+    assert {policy.split(":")[0] for _, policy in CASES} == set(POLICIES)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowbit.checkpointing.calls import Buffers
+from lowbit.checkpointing.frame import NotReplayed
 from lowbit.memory import checkpoint_
-from lowbit.memory.checkpoint.calls import Buffers
-from lowbit.memory.checkpoint.frame import NotReplayed
 
 
 class Block(nn.Module):
@@ -93,7 +93,7 @@ def test_buffers_that_a_call_makes_and_takes_away():
 
 
 def test_a_table_that_a_call_changes_is_refused(monkeypatch):
-    monkeypatch.setattr("lowbit.memory.checkpoint.calls._TABLE", 4)
+    monkeypatch.setattr("lowbit.checkpointing.calls._TABLE", 4)
     model = nn.Sequential(Block(16), Block(16))
     checkpoint_(model, "block")
     with pytest.raises(NotReplayed, match=r"'0' is checkpointed and changes its buffer '.*', which is too large"):

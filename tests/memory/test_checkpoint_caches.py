@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lowbit.checkpointing.caches import is_filled
+from lowbit.checkpointing.frame import NotReplayed
 from lowbit.memory import checkpoint_
-from lowbit.memory.checkpoint.caches import is_filled
-from lowbit.memory.checkpoint.frame import NotReplayed
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lowbit.checkpointing.frame import Frame
 from lowbit.memory import checkpoint_
-from lowbit.memory.checkpoint.frame import Frame
 
 
 class Block(nn.Module):

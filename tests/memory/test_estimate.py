@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils import _foreach_utils
 
 import lowbit as lb
+from lowbit.checkpointing.host_time import overhead
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.memory import checkpoint_, estimate, profile, usual_loss
-from lowbit.memory.checkpoint.overhead import overhead
 from lowbit.optim.names import by_name
 
 CONFIG = GPTConfig(vocab=512, layers=3, heads=4, dim=128, hidden=256)
@@ -232,7 +232,7 @@ def test_an_op_that_raises_shifts_no_time():
 def test_what_checkpoints_take_of_the_hosts_time_is_counted(steady_times, monkeypatch, policy, each):
     batch = torch.randint(512, (2, 32))
     before = estimate(GPT(CONFIG), batch, checkpoint=policy).seconds_by_phase
-    module = import_module("lowbit.memory.estimate")
+    module = import_module("lowbit.memory.estimator")
     monkeypatch.setattr(module, "overhead", lambda selective: 0.5 if selective else 0.25)
     found = estimate(GPT(CONFIG), batch, checkpoint=policy)
     again = sum(op.phase == "recomputation" for op in found.ops)

@@ -133,9 +133,7 @@ def test_a_forward_that_looks_at_its_mask_goes_the_way_it_will_go(hidden):
     batch = {"x": torch.randn(2, 64, 32), "mask": torch.ones(2, 64, dtype=torch.bool)}
     batch["mask"][:, 64 - hidden :] = False
     model = Masked()
-    assert lb.memory.estimate(model, batch, optimizer=None).peak_bytes == pytest.approx(
-        allocated(model, batch), rel=0.02
-    )
+    assert lb.estimate(model, batch, optimizer=None).peak_bytes == pytest.approx(allocated(model, batch), rel=0.02)
     assert torch.equal(model.enough, torch.tensor(4))
 
 
@@ -145,7 +143,7 @@ def test_a_value_that_the_forward_computes_from_others_is_not_known():
             return super().forward(x) * int(x.sum())
 
     with pytest.raises(ValueError, match=r"reads values of tensors.*profile a real step"):
-        lb.memory.estimate(Routed(8, 8), torch.randn(2, 8))
+        lb.estimate(Routed(8, 8), torch.randn(2, 8))
 
 
 def llama(**settings):
@@ -164,17 +162,15 @@ def test_a_mask_of_transformers_is_made_where_it_hides_something(given_mask):
     if given_mask != "none":
         batch["attention_mask"] = torch.ones(2, 384, dtype=torch.long)
         batch["attention_mask"][:, 384 - 40 * (given_mask == "padded") :] = 0
-    assert lb.memory.estimate(model, batch, optimizer=None).peak_bytes == pytest.approx(
-        allocated(model, batch), rel=0.02
-    )
+    assert lb.estimate(model, batch, optimizer=None).peak_bytes == pytest.approx(allocated(model, batch), rel=0.02)
 
 
 def test_a_batch_without_values_takes_the_longest_way():
     model = llama()
     batch = {"input_ids": torch.zeros(2, 384, dtype=torch.long), "attention_mask": torch.ones(2, 384, dtype=torch.long)}
-    known = lb.memory.estimate(model, batch, optimizer=None).peak_bytes
+    known = lb.estimate(model, batch, optimizer=None).peak_bytes
     meta = {name: tensor.to("meta") for name, tensor in batch.items()}
-    assert lb.memory.estimate(model, meta, optimizer=None).peak_bytes > known
+    assert lb.estimate(model, meta, optimizer=None).peak_bytes > known
 
 
 def test_a_tensor_that_a_batch_has_twice_is_one():

@@ -46,7 +46,7 @@ def test_the_list_covers_what_it_should():
 @pytest.mark.parametrize("case", CASES[::11], ids=lambda case: case.name)
 def test_ops_hold_what_is_estimated(case):
     model, batch, peak = held(case)
-    told = lb.memory.estimate(model, batch, case.loss, optimizer=None)
+    told = lb.estimate(model, batch, case.loss, optimizer=None)
     assert 0.99 <= told.peak_bytes / peak <= 1.04
     assert not told.unmeasured
 
@@ -55,7 +55,7 @@ def test_ops_hold_what_is_estimated(case):
 def test_networks_of_random_parts_hold_what_is_estimated(seed):
     case = random_network(seed)
     model, batch, peak = held(case)
-    assert 0.99 <= lb.memory.estimate(model, batch, case.loss, optimizer=None).peak_bytes / peak <= 1.04
+    assert 0.99 <= lb.estimate(model, batch, case.loss, optimizer=None).peak_bytes / peak <= 1.04
 
 
 def test_a_copy_inside_a_kernel_is_scratch_memory(measured):
@@ -136,7 +136,7 @@ def test_of_a_model_on_meta_nothing_is_run_and_the_estimate_says_so(monkeypatch,
     monkeypatch.setattr(footprint, "_run", lambda *_: pytest.fail("run"))
     with torch.device("meta"):
         model, batch = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1)), torch.empty(4, 8)
-    told = lb.memory.estimate(model, batch, lambda o, b: o.sum(), optimizer=None)
+    told = lb.estimate(model, batch, lambda o, b: o.sum(), optimizer=None)
     assert "aten._softmax.default" in told.unmeasured and "not measured" in str(told)
     footprint._footprints.cache_clear()
 
@@ -153,5 +153,5 @@ def test_losses_that_check_their_targets_are_estimated():
     sizes = set()
     for device in ("cpu", "meta"):
         ids = torch.zeros(4, 8, dtype=torch.long, device=device)
-        sizes.add(lb.memory.estimate(Model(), ids, lambda o, b: o).peak_bytes)
+        sizes.add(lb.estimate(Model(), ids, lambda o, b: o).peak_bytes)
     assert len(sizes) == 1

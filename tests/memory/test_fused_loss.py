@@ -109,8 +109,8 @@ def test_unfused_the_model_is_as_it_was():
 def test_a_step_holds_no_logits():
     model = made("llama").float()
     batch = {"input_ids": IDS.repeat(4, 12), "labels": LABELS.repeat(4, 12)}
-    plain = lb.memory.estimate(model, batch)
-    less = lb.memory.estimate(model, batch, prepare=lb.memory.fuse_loss_)
+    plain = lb.estimate(model, batch)
+    less = lb.estimate(model, batch, prepare=lb.memory.fuse_loss_)
     logits = 8 * 480 * 320 * 4
     assert plain.peak_bytes - less.peak_bytes > 2 * logits
     lb.memory.fuse_loss_(model)
@@ -136,7 +136,7 @@ def test_an_estimate_knows_which_gradients_of_a_tied_weight_add_up_in_place(appl
     def passes(model, batch, loss):
         loss(model(**batch), batch).backward()
 
-    estimated = lb.memory.estimate(model, batch, optimizer=None, prepare=prepare, accumulate=passes)
+    estimated = lb.estimate(model, batch, optimizer=None, prepare=prepare, accumulate=passes)
     prepare(model)
     held = lb.memory.allocated_peak(lambda: model(**batch).loss.backward())
     assert held + sum(p.nbytes for p in model.parameters()) == pytest.approx(estimated.peak_bytes, rel=0.01)

@@ -37,7 +37,6 @@ def rows(report: lb.Report) -> list[list[str]]:
 CHANGES = {
     "checkpoint_": (blocks, lb.memory.checkpoint_),
     "checkpoint_ of some": (blocks, partial(lb.memory.checkpoint_, policy=["1", "2"])),
-    "inplace_": (partial(blocks, nn.ELU), lb.memory.inplace_),
 }
 
 
@@ -96,8 +95,10 @@ def test_a_fused_loss_keeps_no_logits():
     assert "activations kept for backward: " in str(report)
 
 
-def test_a_policy_that_takes_the_batch_reports_it_too():
-    report = lb.memory.checkpoint_(blocks(), "planned", budget="100%", batch=torch.randn(8, 32), loss=squares)
+def test_a_plan_that_recomputes_nothing_reports_what_it_was():
+    model, batch = blocks(), torch.randn(8, 32)
+    plan = lb.memory.plan_checkpoints(model, batch, "100%", squares)
+    report = lb.memory.checkpoint_(model, plan, batch=batch, loss=squares)
     assert report.activations_before == report.activations_after == 20488
     assert "activations kept for backward: 20.01 KiB as before" in str(report)
 
@@ -120,7 +121,6 @@ def test_a_model_without_an_estimate_is_changed_and_the_report_says_why_it_is_si
 UNWEIGHTED = {
     "checkpoint_": lambda model, path: lb.memory.checkpoint_(model),
     "uncheckpoint_": lambda model, path: (lb.memory.checkpoint_(model), lb.memory.uncheckpoint_(model))[1],
-    "inplace_": lambda model, path: lb.memory.inplace_(model, torch.randn(8, 32)),
     "compress_activations_": lambda model, path: lb.train.compress_activations_(model),
     "train.convert_": lambda model, path: (lb.train.prepare_(model, "fp8"), lb.train.convert_(model))[1],
 }

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lowbit as lb
-from lowbit.memory.model_attention import _attend
+from lowbit.tiled.model_attention import _attend
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -83,13 +83,13 @@ def test_losses_and_gradients_are_those_of_all_scores(name):
 
 def test_an_estimate_knows_that_scores_are_gone_and_leaves_the_model_as_it_was():
     model, batch = made("llama").float().train(), {"input_ids": IDS.repeat(1, 6), "labels": IDS.repeat(1, 6)}
-    plain = lb.memory.estimate(model, batch)
-    less = lb.memory.estimate(model, batch, prepare=lb.memory.attention_)
+    plain = lb.estimate(model, batch)
+    less = lb.estimate(model, batch, prepare=lb.memory.attention_)
     assert model.config._attn_implementation == "eager"
     scores = 2 * 4 * 240 * 240 * 4
     assert plain.peak_bytes - less.peak_bytes > 2 * scores
     lb.memory.attention_(model)
-    assert lb.memory.estimate(model, batch).peak_bytes == less.peak_bytes
+    assert lb.estimate(model, batch).peak_bytes == less.peak_bytes
 
 
 def test_generation_with_a_cache_gives_the_tokens_of_eager_attention():

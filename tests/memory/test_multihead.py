@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lowbit as lb
-from lowbit.memory.model_attention import attends_without_scores
 from lowbit.plan.checklist import TECHNIQUES, NotHere, Step
+from lowbit.tiled.model_attention import attends_without_scores
 
 WIDTH, HEADS, LENGTH = 8, 4, 40
 HIDDEN = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu_(1)
@@ -142,7 +142,9 @@ def test_a_sequence_without_a_batch_and_hints_without_a_mask():
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("call", CALLS)
 def test_gradients_through_weights_are_torchs(call, average, monkeypatch):
-    monkeypatch.setattr(sys.modules["lowbit.memory.attention"], "TILE", 7 * LENGTH * 2 * HEADS)  # parts of 7 queries
+    monkeypatch.setattr(
+        sys.modules["lowbit.tiled.attention_tiles"], "TILE", 7 * LENGTH * 2 * HEADS
+    )  # parts of 7 queries
     layer = layer_of({"batch_first": True, "add_zero_attn": True})
 
     def both(layer):
@@ -516,12 +518,12 @@ def test_estimates_know_it_and_doctor_and_fit_choose_it():
     def loss(y, batch):
         return F.cross_entropy(y.flatten(0, 1), batch[0].flatten())
 
-    plain = lb.memory.estimate(model, batch, loss)
-    less = lb.memory.estimate(model, batch, loss, prepare=lb.memory.attention_)
+    plain = lb.estimate(model, batch, loss)
+    less = lb.estimate(model, batch, loss, prepare=lb.memory.attention_)
     assert plain.peak_bytes - less.peak_bytes > 2 * 2 * 4 * 128 * 128 * 4
     used = copy.deepcopy(model)
     lb.memory.attention_(used)
-    assert lb.memory.estimate(used, batch, loss).peak_bytes == less.peak_bytes
+    assert lb.estimate(used, batch, loss).peak_bytes == less.peak_bytes
 
     def train(batch):
         used.zero_grad()

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
-from lowbit.memory.offload import activations, directory
+from lowbit.offload import activations, directory
 
 
 class Block(nn.Module):
@@ -327,8 +327,8 @@ def test_an_estimate_of_a_step_with_offload_is_what_it_holds_at_most(tmp_path, p
     def loss(output, batch):
         return output.square().mean()
 
-    plain = lb.memory.estimate(model, x, loss, optimizer=None, checkpoint=policy)
-    expected = lb.memory.estimate(model, x, loss, optimizer=None, checkpoint=policy, accumulate=both)
+    plain = lb.estimate(model, x, loss, optimizer=None, checkpoint=policy)
+    expected = lb.estimate(model, x, loss, optimizer=None, checkpoint=policy, accumulate=both)
     assert context.traffic.out_bytes == 0, "an estimate writes nothing"
     if policy is not None:
         lb.memory.checkpoint_(model, policy)

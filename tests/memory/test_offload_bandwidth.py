@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from lowbit.memory.offload import bandwidth, directory
-from lowbit.memory.offload.traffic import Traffic
+from lowbit.offload import bandwidth, directory
+from lowbit.storage.traffic import Traffic
 
 
 def test_a_place_is_measured_once(tmp_path, monkeypatch):
@@ -28,7 +28,7 @@ def test_a_place_is_measured_once(tmp_path, monkeypatch):
 
 def test_time_that_is_waited_for_is_no_hidden_time_and_too_much_of_it_is_said_once(recwarn, monkeypatch):
     clock = iter([0.0, 0.0, 4.0, 4.0, 5.0])
-    monkeypatch.setattr("lowbit.memory.offload.traffic.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("lowbit.storage.traffic.time.perf_counter", lambda: next(clock))
     traffic = Traffic("somewhere")
     traffic.begin()
     traffic.moved(out=3_000_000, back=1_000_000)

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from lowbit.memory import stream_blocks_
-from lowbit.memory.offload import directory, offload_activations
-from lowbit.memory.offload.directory import ScratchDirectory
-from lowbit.memory.offload.mapped import mapped_like
+from lowbit.offload import directory, offload_activations
 from lowbit.optim import offload_
+from lowbit.storage.directory import ScratchDirectory
+from lowbit.storage.mapped import mapped_like
 
 CHILD = """
 import sys, torch
-from lowbit.memory.offload import offload_activations
+from lowbit.offload import offload_activations
 x = torch.randn(64, 64, requires_grad=True)
 with offload_activations(sys.argv[1], min_bytes=0) as context:
     loss = (x * 2).sin().cos().sin().sum()

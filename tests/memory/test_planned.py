@@ -15,7 +15,7 @@ from torch import nn
 
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.memory import checkpoint_, plan_checkpoints, profile, uncheckpoint_, usual_loss
-from lowbit.memory.planned import Option, best
+from lowbit.plan.checkpoints import Option, best
 
 CONFIG = GPTConfig(vocab=256, layers=2, heads=2, dim=128, hidden=256)
 
@@ -113,19 +113,15 @@ def test_budgets_of_a_real_model_are_kept_and_no_bit_changes():
     uncheckpoint_(model)
 
 
-def test_the_policy_by_name(steady_times):
+def test_a_plan_is_a_policy(steady_times):
     model, batch = GPT(CONFIG), torch.randint(256, (8, 64))
-    report = checkpoint_(model, "planned", budget="75%", batch=batch, optimizer=None)
-    assert len(report.converted) >= 2
-    assert checkpoint_(model, "planned", budget="8GB", batch=batch, optimizer=None).converted == ()
+    assert len(checkpoint_(model, plan_checkpoints(model, batch, "75%", optimizer=None)).converted) >= 2
+    uncheckpoint_(model)
+    assert checkpoint_(model, plan_checkpoints(model, batch, "8GB", optimizer=None)).converted == ()
 
 
 def test_what_cannot_be_planned_says_so():
     model, batch = GPT(CONFIG), torch.randint(256, (2, 16))
-    with pytest.raises(ValueError, match=r"needs budget=, batch="):
-        checkpoint_(model, "planned")
-    with pytest.raises(ValueError, match="takes no settings, got budget"):
-        checkpoint_(model, "block", budget="8GB")
     with pytest.raises(ValueError, match="by no choice of checkpoints; the least is"):
         plan_checkpoints(model, batch, "1MB")
     with pytest.raises(ValueError, match="no ModuleList or Sequential"):

@@ -11,9 +11,9 @@ from support.checkpoints import assert_equal, chain, outcome
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
+from lowbit.checkpointing.frame import NotReplayed
+from lowbit.checkpointing.selective import _draws
 from lowbit.memory import checkpoint_
-from lowbit.memory.checkpoint.frame import NotReplayed
-from lowbit.memory.checkpoint.selective import _draws
 
 
 def products(model: nn.Module, x: Tensor) -> int:

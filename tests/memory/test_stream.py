@@ -13,7 +13,7 @@ from torch import nn
 
 import lowbit as lb
 from lowbit.memory import stream
-from lowbit.memory.stream import stream_blocks_, unstream_
+from lowbit.offload.streaming import stream_blocks_, unstream_
 
 
 class Block(nn.Module):

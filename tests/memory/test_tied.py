@@ -243,7 +243,7 @@ def test_one_gradient_as_large_as_the_weight_is_held(dtype, monkeypatch):
         model.zero_grad()
         return run
 
-    estimated = lb.memory.estimate(model, batch, optimizer=None)
+    estimated = lb.estimate(model, batch, optimizer=None)
     held = peak(model)
     assert held < 1.5 and peak(separate(model)) > 1.95
     weights = sum(p.nbytes for p in model.parameters())

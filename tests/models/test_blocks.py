@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lowbit.checkpointing.block_table import blocks_of
 from lowbit.memory import checkpoint_, stream_blocks_
-from lowbit.memory.block_table import blocks_of
 from lowbit.models.blocks import Chain, find_blocks, largest_stack, restored_forwards, stacks
 
 

@@ -173,8 +173,7 @@ NETWORKS = {
     "stream_blocks_ and back": trains(
         lambda m: (lb.memory.stream_blocks_(m, tempfile.mkdtemp()), lb.memory.unstream_(m))
     ),
-    "inplace_": lambda m: (lb.memory.inplace_(m, X), step(m)),
-    "checkpoint_ planned": trains(lambda m: lb.memory.checkpoint_(m, "planned", budget="100%", batch=X)),
+    "checkpoint_ planned": trains(lambda m: lb.memory.checkpoint_(m, lb.memory.plan_checkpoints(m, X, "100%"))),
     "checkpoint_ and back": trains(lambda m: (lb.memory.checkpoint_(m), lb.memory.uncheckpoint_(m))),
     "plan.apply_": planned("fp32", "adamw", "everything kept", "memory", "activations in memory"),
     "peft": adapted,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowbit.models.surround import change_class, plain_class, surround, surrounding, unsurround
+from lowbit.models.wrap import change_class, plain_class, surround, surrounding, unsurround
 
 
 class Doubled:

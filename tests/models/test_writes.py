@@ -37,7 +37,7 @@ def numbers(model: nn.Module) -> list[object]:
     return [model.replaced.item(), model.written.item(), model.made]
 
 
-@pytest.mark.parametrize("look", ["held", "find_nonfinite", "inplace", "estimate", "fit"])
+@pytest.mark.parametrize("look", ["held", "find_nonfinite", "estimate", "fit"])
 def test_a_model_that_is_looked_at_keeps_its_buffers(look, tmp_path, monkeypatch):
     monkeypatch.setenv("LOWBIT_CACHE", str(tmp_path))
     model, x = Moving(), torch.randn(3, 4)
@@ -47,10 +47,8 @@ def test_a_model_that_is_looked_at_keeps_its_buffers(look, tmp_path, monkeypatch
             model(x), model(x)
     elif look == "find_nonfinite":
         assert lb.train.find_nonfinite(model, lambda: model(x).sum()) is None
-    elif look == "inplace":
-        lb.memory.inplace_(model, x)
     elif look == "estimate":
-        lb.memory.estimate(model, x)
+        lb.estimate(model, x)
     else:
         lb.fit(model, x, "100%", lambda output, batch: output.mean(), progress=False)
     assert numbers(model) == [1.0, 1.0, None] and model.replaced is replaced and model.written is written
@@ -68,13 +66,11 @@ def test_what_is_measured_draws_from_no_global_generator(look, tmp_path, monkeyp
     if look == "fit":
         lb.fit(model, x, "100%", lambda output, batch: output.mean(), progress=False)
     elif look == "seconds":
-        assert lb.memory.estimate(model, x).seconds > 0
+        assert lb.estimate(model, x).seconds > 0
     elif look == "rates":
         rates.__wrapped__(torch.device("cpu"))
     elif look == "bandwidth":
-        bandwidth = importlib.import_module(
-            "lowbit.memory.offload.bandwidth"
-        )  # the package has a function of this name
+        bandwidth = importlib.import_module("lowbit.storage.bandwidth")  # the package has a function of this name
         monkeypatch.setattr(bandwidth, "_BYTES", 1 << 16)
         bandwidth._of_directory.__wrapped__(tmp_path)
     else:

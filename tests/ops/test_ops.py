@@ -384,8 +384,8 @@ def test_explain_of_given_scales(scheme):
 
 
 def test_explain_of_scales_below_a_global_one_as_on_a_gpu(monkeypatch):
-    import_module("lowbit.functional.quantize")
-    monkeypatch.setattr(sys.modules["lowbit.functional.quantize"], "by_kernel", lambda x: True)
+    import_module("lowbit.functional.quantizers")
+    monkeypatch.setattr(sys.modules["lowbit.functional.quantizers"], "by_kernel", lambda x: True)
     x = torch.randn(4, 32)
     assert lb.explain("quantize", x, "nvfp4:global_row").op == "quantize_global"
     q, scheme = lb.quantize(x, "nvfp4:global_row"), lb.scheme("nvfp4:global_row")

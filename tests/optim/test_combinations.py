@@ -85,7 +85,7 @@ def stream_sharded(tmp_path, group):
 
 
 def estimate_wrapped(tmp_path, group):
-    lb.memory.estimate(DistributedDataParallel(network()), torch.ones(2, 64))
+    lb.estimate(DistributedDataParallel(network()), torch.ones(2, 64))
 
 
 def estimate_wrapped_by_fsdp(tmp_path, group):
@@ -94,23 +94,23 @@ def estimate_wrapped_by_fsdp(tmp_path, group):
 
 
 def estimate_sharded(tmp_path, group):
-    lb.memory.estimate(fully_shard(network(), mesh=group), torch.ones(2, 64))
+    lb.estimate(fully_shard(network(), mesh=group), torch.ones(2, 64))
 
 
 def estimate_streamed(tmp_path):
     model = network()
     lb.memory.stream_blocks_(model, tmp_path)
-    lb.memory.estimate(model, torch.ones(2, 64))
+    lb.estimate(model, torch.ones(2, 64))
 
 
 def stream_in_an_estimate(tmp_path):
     stream = partial(lb.memory.stream_blocks_, where=tmp_path)
-    lb.memory.estimate(network(), torch.ones(2, 64), prepare=stream)
+    lb.estimate(network(), torch.ones(2, 64), prepare=stream)
 
 
 def offload_in_an_estimate(tmp_path):
     make = lambda params: lb.optim.offload_(lb.optim.AdamW(params), tmp_path)
-    lb.memory.estimate(network(), torch.ones(2, 64), optimizer=make)
+    lb.estimate(network(), torch.ones(2, 64), optimizer=make)
 
 
 def segments_compiled(tmp_path):

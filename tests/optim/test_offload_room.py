@@ -13,7 +13,7 @@ from support.bits import same_bits
 from torch import nn
 
 import lowbit as lb
-from lowbit.memory.offload import directory
+from lowbit.offload import directory
 from lowbit.optim import offload_
 from lowbit.optim.offload import OFFLOADED
 from lowbit.optim.outlook import states_to_come

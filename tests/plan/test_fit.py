@@ -15,9 +15,9 @@ from torch import nn
 
 import lowbit as lb
 from lowbit.bench import loss_tables
+from lowbit.checkpointing.block_table import BlockTable
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.memory import profile
-from lowbit.memory.block_table import BlockTable
 from lowbit.plan import Plan
 from lowbit.plan.fitting import CHOICES, Run
 from lowbit.plan.fitting.choices import NOISE, WAY

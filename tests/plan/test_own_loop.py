@@ -147,7 +147,7 @@ def test_what_takes_no_more_rows_or_does_not_train_is_not_warned_of():
             model(ROWS)
         model.eval()(ROWS)
         model.train()(ROWS[:11])
-        lb.memory.estimate(model, ROWS)
+        lb.estimate(model, ROWS)
         run.refit("200%")
         copy.deepcopy(model)
 

@@ -291,7 +291,7 @@ def test_parameters_that_the_loss_depends_on_keep_their_gradients():
         return other(output).square().mean() + 1e-3 * sum(p.square().sum() for p in net.parameters())
 
     lb.fit(net, INPUTS, "100%", loss, keep=("fp32", "adamw"))
-    lb.memory.estimate(net, INPUTS, loss)
+    lb.estimate(net, INPUTS, loss)
     assert all(p.grad is None for p in net.parameters())
     assert all(
         p.grad is one and torch.equal(one, was) for p, one, was in zip(other.parameters(), kept, before, strict=True)

@@ -83,6 +83,6 @@ def test_a_choice_that_does_nothing_says_why():
 
 def test_a_step_beside_a_checkpoint_has_its_time():
     """Plans with checkpoints time them on blocks of their own."""
-    from lowbit.memory.checkpoint.overhead import overhead
+    from lowbit.checkpointing.host_time import overhead
 
     assert overhead(False) >= 0 and overhead(True) >= 0

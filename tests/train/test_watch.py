@@ -291,7 +291,7 @@ def test_what_is_not_finite_is_counted_with_its_block():
     ],
 )
 def test_saturation_begins_half_a_step_beyond_the_ends(scheme, low, high):
-    from lowbit.train.watch import _sums
+    from lowbit.train.watcher import _sums
 
     x = torch.ones(1, 32)
     x[0, :4] = torch.tensor([low * 0.999, low * 1.001, high * 0.999, high * 1.001])

@@ -18,7 +18,7 @@ from lowbit.calibrate.recording import Observed
 from lowbit.calibrate.statistics import Statistics
 from lowbit.calibrate.transforms import awq, smoothquant
 from lowbit.calibrate.transforms.maps import MAPS, Map
-from lowbit.models.surround import plain_class
+from lowbit.models.wrap import plain_class
 
 __all__ = ["TRANSFORMS", "Transform", "transform_"]
 

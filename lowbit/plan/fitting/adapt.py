@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lowbit.memory import checkpoint_, micro_batches, uncheckpoint_
-from lowbit.memory.accumulate import samples
-from lowbit.memory.checkpoint.policies import choose
+from lowbit.checkpointing.apply import checkpoint_, uncheckpoint_
+from lowbit.checkpointing.policies import choose
 from lowbit.models.writes import HeldBuffers
 from lowbit.optim import offload_, unoffload_
 from lowbit.plan.settings import Settings, policy_of
 from lowbit.sizes import amount
-from lowbit.train.state import State
+from lowbit.train.micro_batches import micro_batches, samples
+from lowbit.train.states import State
 
 __all__ = [
     "CHANGES", "FRUGAL", "RANDOM_BYTES", "TRIES", "Before", "Frugal", "Marks", "Predicted", "alike", "change_",

@@ -18,12 +18,12 @@ from torch import nn
 
 from lowbit.distributed.ways import WAYS
 from lowbit.memory.fake import fake_model, fake_tensors
-from lowbit.memory.fused_loss import answers_without_logits
-from lowbit.memory.model_attention import attends_without_scores
 from lowbit.models import find_blocks
 from lowbit.named import did_you_mean
 from lowbit.plan.allowed import left, names_in
 from lowbit.plan.settings import Settings, make_optimizer, prepare_model_
+from lowbit.tiled.fused_loss import answers_without_logits
+from lowbit.tiled.model_attention import attends_without_scores
 
 __all__ = [
     "CHOICES", "LAST", "NOISE", "PARTS", "PLANNED", "QUALITY", "WAY", "Choice", "Most", "allowed", "combinations",

@@ -18,13 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lowbit.memory import usual_loss
-from lowbit.memory.accumulate import samples
 from lowbit.models.batches import call, copied
+from lowbit.models.losses import usual_loss
 from lowbit.plan.fitting.adapt import Before
 from lowbit.plan.settings import Settings
 from lowbit.sizes import share_changed
 from lowbit.train import mixed_, prepare_
+from lowbit.train.micro_batches import samples
 
 __all__ = ["Comparison", "compare", "is_mean_of_cross_entropies"]
 

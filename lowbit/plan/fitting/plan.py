@@ -167,7 +167,7 @@ class Plan(BasePlan[Prediction, Settings]):
 
     def plot(self, path: str | Path) -> Path:
         """Draw the frontier with the budget and what is chosen, as PNG. Raises ImportError without matplotlib."""
-        return plot(self, Path(path))
+        return plot(self.plain, self.chosen, self.frontier, self.budget, Path(path))
 
     # -- files -----------------------------------------------------------------------------------------------------
     def as_dict(self) -> dict[str, Any]:

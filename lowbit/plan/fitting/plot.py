@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from lowbit.files import write_atomically
 from lowbit.plan.fitting.choices import words
+from lowbit.plan.fitting.predict import Prediction
 from lowbit.sizes import amount
-
-if TYPE_CHECKING:
-    from lowbit.plan.fitting.plan import Plan
 
 __all__ = ["plot"]
 
@@ -28,17 +27,17 @@ class _Point(NamedTuple):
     text: str
 
 
-def plot(plan: Plan, path: Path) -> Path:
-    """Write the plot of ``plan`` as PNG. Raises ImportError without matplotlib."""
+def plot(plain: Prediction, chosen: Prediction, frontier: Sequence[Prediction], budget: int, path: Path) -> Path:
+    """Write the frontier of a plan with its budget and its choice, as PNG. Raises ImportError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError("Plan.plot needs matplotlib: pip install matplotlib") from None
-    largest = max(plan.plain.peak_bytes, plan.budget, *(one.peak_bytes for one in plan.frontier))
+    largest = max(plain.peak_bytes, budget, *(one.peak_bytes for one in frontier))
     unit, name = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
-    chosen, plain, *points = (
-        _Point(one.peak_bytes / unit, one.seconds / plan.plain.seconds, words(one.settings))
-        for one in (plan.chosen, plan.plain, *plan.frontier)
+    choice, usual, *points = (
+        _Point(one.peak_bytes / unit, one.seconds / plain.seconds, words(one.settings))
+        for one in (chosen, plain, *frontier)
     )
     figure = Figure(figsize=(8, 4.8), layout="constrained")
     axes = figure.subplots()
@@ -51,13 +50,13 @@ def plot(plan: Plan, path: Path) -> Path:
         lw=1,
         label="least time for a peak",
     )
-    axes.plot(plain.peak, plain.time, "s", color=_PALE, label="plain training")
-    axes.plot(chosen.peak, chosen.time, "o", ms=11, mfc="none", mec=_CHOSEN, mew=2, label="chosen")
-    axes.axvline(plan.budget / unit, color=_INK, ls="--", lw=1, label="budget")
-    for point in _apart([chosen, plain, points[0], *points[::-1]]):
-        _label(axes, point, bold=point is chosen)
+    axes.plot(usual.peak, usual.time, "s", color=_PALE, label="plain training")
+    axes.plot(choice.peak, choice.time, "o", ms=11, mfc="none", mec=_CHOSEN, mew=2, label="chosen")
+    axes.axvline(budget / unit, color=_INK, ls="--", lw=1, label="budget")
+    for point in _apart([choice, usual, points[0], *points[::-1]]):
+        _label(axes, point, bold=point is choice)
     axes.set(xlabel=f"peak memory of a step, {name}", ylabel="time of a step, relative to plain training")
-    axes.set_title(f"{words(plan.settings)}: {amount(plan.peak_bytes)} of {amount(plan.budget)}", loc="left", size=10)
+    axes.set_title(f"{words(chosen.settings)}: {amount(chosen.peak_bytes)} of {amount(budget)}", loc="left", size=10)
     axes.margins(x=0.22, y=0.12)
     axes.set_xlim(left=0)
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)

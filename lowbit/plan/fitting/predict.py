@@ -18,19 +18,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lowbit.memory import Estimate, estimate
-from lowbit.memory.accumulate import largest_part, samples
-from lowbit.memory.block_table import KEEP, OPTIONS, BlockTable, block_table, blocks_of, options_of, parts_of
-from lowbit.memory.checkpoint.policies import choose
-from lowbit.memory.offload.bandwidth import bandwidth
-from lowbit.memory.planned import Option, best, choices_of, peak_of
+from lowbit.checkpointing.block_table import KEEP, OPTIONS, BlockTable, block_table, blocks_of, options_of, parts_of
+from lowbit.checkpointing.policies import choose
+from lowbit.memory.estimator import Estimate, estimate_step
 from lowbit.optim.offload import CHUNK_BYTES, LEAST_BYTES
+from lowbit.plan.checkpoints import Option, best, choices_of, peak_of
 from lowbit.plan.fitting.adapt import RANDOM_BYTES, copies_of_buffers, least_rows, recompute_
 from lowbit.plan.fitting.comparison import Comparison, compare, is_mean_of_cross_entropies
 from lowbit.plan.fitting.link import DEFAULTS, exchange_seconds
 from lowbit.plan.fitting.sharing import Sharing, share_
 from lowbit.plan.fitting.streaming import Streaming
 from lowbit.plan.settings import ARITHMETIC, Settings, accumulate, elsewhere, make_optimizer, prepare_model_
+from lowbit.storage.bandwidth import bandwidth
+from lowbit.train.micro_batches import largest_part, samples
 
 __all__ = ["Prediction", "Predictor"]
 
@@ -405,7 +405,7 @@ class Predictor:
                 recompute_(model, settings.checkpoint)
             prepare(model)
 
-        return estimate(
+        return estimate_step(
             self.model, self.batch, self.loss,
             optimizer=None if optimizer is None else lambda params: make_optimizer(params, settings),
             prepare=prepared, accumulate=within,

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from lowbit.memory.accumulate import samples
 from lowbit.models.batches import arguments
 from lowbit.notice import warn
+from lowbit.train.micro_batches import samples
 
 __all__ = ["RowWatch", "Rows", "rows_of"]
 

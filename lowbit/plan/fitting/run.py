@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lowbit.memory import micro_batches, usual_loss
-from lowbit.memory.estimate import scalar
+from lowbit.memory.estimator import scalar
 from lowbit.memory.fake import outlined
-from lowbit.memory.fused_loss import has_causal_loss
 from lowbit.memory.shortage import ran_out, reclaim
 from lowbit.models.batches import copied
+from lowbit.models.losses import usual_loss
 from lowbit.notice import warn
 from lowbit.plan.fitting.adapt import (
     Before,
@@ -35,6 +34,8 @@ from lowbit.plan.fitting.subject import PLANNED, check_mode
 from lowbit.plan.settings import Settings, accumulate, arrange_, elsewhere, make_optimizer, require_processes, sharded
 from lowbit.processes import processes
 from lowbit.sizes import budget_in
+from lowbit.tiled.fused_loss import has_causal_loss
+from lowbit.train.micro_batches import micro_batches
 
 __all__ = ["Run"]
 

@@ -10,11 +10,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from lowbit.convert.select import check_model
 from lowbit.distributed.ways import WAYS
 from lowbit.memory import heap
 from lowbit.memory.fake import outlined
 from lowbit.models.batches import given
+from lowbit.models.check import check_model
 from lowbit.plan.fitting.adapt import TRIES
 from lowbit.plan.fitting.choices import (
     LAST,
@@ -108,7 +108,7 @@ def fit(
     """The fastest way to train ``model`` on ``batch`` of which a step holds at most ``budget``.
 
     ``budget``: of the whole step, parameters and states included: bytes, a size such as ``"6GiB"``, or a share of the
-    peak of plain training, ``"50%"``. ``batch`` and ``loss``: as ``lb.memory.estimate`` takes them; the batch may be
+    peak of plain training, ``"50%"``. ``batch`` and ``loss``: as ``lb.estimate`` takes them; the batch may be
     taken in parts, whose gradients add up to those of the whole. ``keep``: names that the plan has to have, of its
     precision (``fp32``, ``bf16``, a recipe such as ``fp8``), optimizer (``adamw``, ``adamw8bit``), checkpoint policy
     and so on, see ``lowbit.plan.fitting.CHOICES``; ``no``: names that it must not have, such as ``disk``.

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lowbit.checkpointing.block_table import blocks_of, parts_of
 from lowbit.distributed.ways import WAYS, Way
 from lowbit.distributed.zero import BUCKET_BYTES
-from lowbit.memory import Estimate
-from lowbit.memory.block_table import blocks_of, parts_of
+from lowbit.memory.estimator import Estimate
 from lowbit.memory.ledger import OUTSIDE
 from lowbit.memory.usage import Holding
 from lowbit.plan.settings import Settings

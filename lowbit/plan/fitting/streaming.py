@@ -16,11 +16,11 @@ from itertools import pairwise
 
 from torch import nn
 
-from lowbit.memory import Estimate
-from lowbit.memory.block_table import blocks_of
+from lowbit.checkpointing.block_table import blocks_of
+from lowbit.memory.estimator import Estimate
 from lowbit.memory.ledger import OUTSIDE
-from lowbit.memory.stream import LEAST
 from lowbit.memory.usage import Holding
+from lowbit.offload.streaming import LEAST
 from lowbit.plan.fitting.sharing import unit_of
 
 __all__ = ["Streaming"]

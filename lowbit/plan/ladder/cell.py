@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import module as torch_modules
 
-from lowbit.memory import micro_batches
 from lowbit.memory.shortage import ran_out
 from lowbit.plan.ladder.limits import LIMITS
 from lowbit.plan.ladder.shape import Shape, Transformer, batch_of
 from lowbit.plan.settings import Settings, arrange_, elsewhere, sharded
+from lowbit.train.micro_batches import micro_batches
 
 __all__ = ["MALLOC", "Cell", "Result", "measure"]
 

@@ -15,7 +15,6 @@ from lowbit.convert.engine import matrices
 from lowbit.convert.maker import Allocated, Ruled, Source
 from lowbit.convert.prepack import prepack_
 from lowbit.convert.quantize import quantize_from
-from lowbit.convert.report import Report
 from lowbit.convert.select import is_table
 from lowbit.memory.fake import fake_model, fake_tensors
 from lowbit.models.names import exact
@@ -24,6 +23,7 @@ from lowbit.nn.linear import PARTS, QuantLinear
 from lowbit.plan.bits import FLOAT
 from lowbit.plan.serving.settings import Settings
 from lowbit.recipes import Plan, plan, recipe
+from lowbit.report import Report
 
 __all__ = ["Weights", "arrange_", "tables", "weights_of"]
 

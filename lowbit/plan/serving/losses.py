@@ -19,7 +19,7 @@ from lowbit.memory.inference import found_in
 from lowbit.models.batches import batches_in, feed, mask_of, tokens_of
 from lowbit.nn.kv_cache import QuantizedRows
 from lowbit.plan.bits import FLOAT
-from lowbit.plan.sensitivity import sensitivity
+from lowbit.plan.sensitivities import sensitivity
 from lowbit.plan.serving.decoders import Decoder, instead_of_tokens
 from lowbit.plan.serving.layers import Weights, tables, weights_of
 from lowbit.plan.serving.settings import Allowed, packs

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lowbit.convert.select import check_model
+from lowbit.models.check import check_model
 from lowbit.plan.bits import FLOAT, Option, allocate
 from lowbit.plan.serving.decoders import Decoder, decoder_of
 from lowbit.plan.serving.losses import Losses, checked, losses

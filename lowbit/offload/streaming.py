@@ -1,0 +1,362 @@
+"""Blocks whose parameters are in memory only while they compute: models larger than it.
+
+Source: Ren et al., "ZeRO-Infinity", arXiv 2104.07857, section 5; here a block's tensors move together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from lowbit.autograd import uncompiled
+from lowbit.combinations import refusal
+from lowbit.memory.estimator import WITHOUT_ESTIMATE
+from lowbit.models.blocks import find_blocks
+from lowbit.models.check import check_model
+from lowbit.models.ties import storage
+from lowbit.nn.base import unwrap_forwards, wrap_forward, wrapped_forward
+from lowbit.nn.experts import stack_experts_
+from lowbit.offload.activations import unmodified
+from lowbit.report import Report, report_on
+from lowbit.storage.directory import ScratchDirectory
+from lowbit.storage.mapped import drop_pages, mapped_like, read_ahead
+from lowbit.storage.places import side_stream
+
+__all__ = ["LEAST", "is_streamed", "stream_blocks_", "unstream_"]
+
+#: Smaller tensors stay where they are.
+LEAST = 4096
+
+
+def stream_blocks_(
+    model: nn.Module, where: str | os.PathLike[str] = "cpu", blocks: Iterable[nn.Module] | None = None
+) -> Report:
+    """Keep the parameters and buffers of each block (``blocks``, or those of ``find_blocks``) in ``where``, in place.
+
+    On a CUDA device a block's tensors are copied from ``where``, ``"cpu"`` (pinned memory) or a directory, before its
+    forward and its backward, the next block's on a stream of their own meanwhile, and freed after it. Between calls
+    they are CPU tensors, and so are their gradients: an optimizer steps them on the CPU. On the CPU ``where`` is a
+    directory, in whose files the tensors are mapped, and whose pages are dropped after use.
+
+    Results keep their bits. Names, ``state_dict`` and optimizers work as before; gradients of parameters stay in
+    memory, unless ``lowbit.optim.offload_(..., gradients=True)`` moves them. Tensors of less than 4 KiB stay,
+    as do those that something outside of the block shares. torch.compile leaves the blocks out of its graphs. Files
+    belong to this process: save the model with ``state_dict`` or ``lowbit.save_model``.
+
+    The bytes after in the report are those that stay in memory between calls.
+    Raises ValueError for a model without blocks, one that is streamed already, one on the meta device, and ``"cpu"``
+    for one that is on the CPU; TypeError for what is no module; OSError, with the model untouched, where the disk has
+    no room.
+    """
+    check_model(model)
+    chosen = list(dict.fromkeys(find_blocks(model) if blocks is None else blocks))
+    names = {id(module): name for name, module in model.named_modules()}
+    if not chosen or not all(id(block) in names for block in chosen):
+        raise ValueError(
+            f"memory.stream_blocks_: expected blocks that are modules of the model, "
+            f"{'got others' if chosen else f'found none in {type(model).__name__}'}; pass blocks=[...], taken from it"
+        )
+    if is_streamed(model):
+        raise ValueError("memory.stream_blocks_: the model is streamed already; call lowbit.memory.unstream_ first")
+    if any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        raise ValueError(refusal("stream dtensor", "memory.stream_blocks_"))
+    _require_data(model)
+    tensors = [_movable(model, block) for block in chosen]
+    if where == "cpu" and any(t.device.type == "cpu" for found in tensors for t in found):
+        raise ValueError(
+            'memory.stream_blocks_: where="cpu" is for models on CUDA devices, and this one is on the CPU; give a '
+            "directory"
+        )
+    files = None if where == "cpu" else ScratchDirectory(where)
+    stream = _Stream([_kind(found)(found, files) for found in tensors])
+    for index, block in enumerate(chosen):
+        stream.blocks[index].attach()
+        wrap_forward(block, _streamed, stream, index)
+    stream.evict_all()
+    report = report_on("memory.stream_blocks_", model, {names[id(block)]: block for block in chosen}, "streamed")
+    return _without(report, "bytes_after", stream.blocks)
+
+
+def unstream_(model: nn.Module) -> Report:
+    """Undo ``stream_blocks_``, in place: all tensors are in memory, on their device. Other models stay as they are.
+
+    Raises ValueError, with the model untouched, where a forward has been replaced since.
+    """
+    check_model(model)
+    found = unwrap_forwards(model, "memory.unstream_", _streamed)
+    blocks = {path: model.get_submodule(path) for path in found}
+    streamed = [stream.blocks[index] for stream, index in (forward.settings for forward in found.values())]
+    for block in streamed:
+        block.restore()
+    stack_experts_(model)
+    report = report_on("memory.unstream_", model, blocks, "in memory")
+    return _without(report, "bytes_before", streamed)
+
+
+def _without(report: Report, side: str, blocks: Iterable[_Mapped | _Copied]) -> Report:
+    """``report``, in which one side, ``bytes_before`` or ``bytes_after``, is without what blocks keep in ``where``.
+
+    A block's tensors are in memory only while it computes.
+    """
+    away = [sum(tensor.nbytes for tensor in block.tensors) for block in blocks]
+    rows = tuple(
+        replace(row, **{side: getattr(row, side) - size}) for row, size in zip(report.layers, away, strict=True)
+    )
+    return replace(report, layers=rows, **{side: getattr(report, side) - sum(away)})
+
+
+def is_streamed(model: nn.Module) -> bool:
+    """Whether blocks of ``model`` are streamed."""
+    return any(wrapped_forward(module, _streamed) for module in model.modules())
+
+
+WITHOUT_ESTIMATE["stream estimate"] = is_streamed
+
+
+def _require_data(model: nn.Module) -> None:
+    """Raises ValueError where tensors of ``model`` have shapes alone."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, FakeTensor):
+            raise ValueError(refusal("stream estimate", "memory.stream_blocks_"))
+        if tensor.device.type == "meta":
+            raise ValueError(
+                f"memory.stream_blocks_: expected weights with data, and {name!r} is on the meta device; load them "
+                f"first (lowbit.load_model, or model.to_empty(device=...) and load_state_dict)"
+            )
+
+
+def _movable(model: nn.Module, block: nn.Module) -> list[Tensor]:
+    """The tensors of a block whose numbers are those of no other tensor, each once."""
+    inside = list({id(t): t for t in (*block.parameters(), *block.buffers())}.values())
+    mine = {id(module) for module in block.modules()}
+    others = [module for module in model.modules() if id(module) not in mine]
+    outside = {storage(t) for m in others for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))}
+    alone = _alone(inside)
+    return [
+        tensor
+        for tensor in inside
+        if type(tensor) in (Tensor, nn.Parameter)
+        and tensor.nbytes >= LEAST
+        and id(tensor) in alone
+        and storage(tensor) not in outside
+    ]
+
+
+def _alone(tensors: list[Tensor]) -> set[int]:
+    """The ``id`` of tensors that overlap with no other one; views of one storage may lie side by side."""
+    by_storage: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        by_storage.setdefault(storage(tensor), []).append(tensor)
+    found: set[int] = set()
+    for views in by_storage.values():
+        if len(views) > 1:
+            views.sort(key=Tensor.data_ptr)
+            apart = all(a.data_ptr() + a.nbytes <= b.data_ptr() for a, b in pairwise(views))
+            if not apart or not all(view.is_contiguous() for view in views):
+                continue
+        found.update(map(id, views))
+    return found
+
+
+# -- the tensors of a block --------------------------------------------------------------------------------------------
+class _Mapped:
+    """Tensors on the CPU, mapped from files: the system reads them as they are used."""
+
+    def __init__(self, tensors: list[Tensor], files: ScratchDirectory | None) -> None:
+        assert files is not None
+        self.tensors = tensors
+        self.homes = [_filled(mapped_like(tensor, files), tensor) for tensor in tensors]
+
+    def attach(self) -> None:
+        for tensor, home in zip(self.tensors, self.homes, strict=True):
+            tensor.data = home
+
+    def start(self) -> None:
+        for tensor in self.tensors:
+            read_ahead(tensor)
+
+    def load(self) -> None:
+        """Use is what loads them."""
+
+    def evict(self) -> None:
+        for tensor in self.tensors:
+            drop_pages(tensor)
+
+    def restore(self) -> None:
+        for tensor in self.tensors:
+            tensor.data = tensor.detach().clone()
+
+
+class _Copied:
+    """Tensors of a device, which are CPU tensors but between ``load`` and ``evict``.
+
+    Their gradients are on the CPU too, where those of several backward passes add up.
+    """
+
+    def __init__(self, tensors: list[Tensor], files: ScratchDirectory | None) -> None:
+        self.tensors, self.files = tensors, files
+        self.devices = [tensor.device for tensor in tensors]
+        self.copies: list[Tensor] | None = None  # on the device, or on their way there
+        self.loaded = False
+        self.homes = [_filled(self._home(tensor), tensor) for tensor in tensors]
+        self.versions = [0 for _ in tensors]
+        self.gradients: list[Tensor | None] = [None for _ in tensors]
+
+    def attach(self) -> None:
+        for tensor, home in zip(self.tensors, self.homes, strict=True):
+            gradient, tensor.grad = tensor.grad, None
+            tensor.data = home
+            tensor.grad = None if gradient is None else gradient.to("cpu")
+
+    def _home(self, tensor: Tensor) -> Tensor:
+        if self.files is not None:
+            return mapped_like(tensor, self.files)
+        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
+
+    def start(self) -> None:
+        """Begin to copy them to the device."""
+        if self.copies is not None:
+            return
+        with torch.no_grad():
+            self.copies = [_copied(home, device) for home, device in zip(self.homes, self.devices, strict=True)]
+
+    def load(self) -> None:
+        if self.loaded:
+            return
+        self.start()
+        assert self.copies is not None
+        for device in set(self.devices):
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).wait_stream(side_stream(device))
+        for index, (tensor, copy) in enumerate(zip(self.tensors, self.copies, strict=True)):
+            if copy.is_cuda:
+                copy.record_stream(torch.cuda.current_stream(copy.device))
+            self.gradients[index], tensor.grad = tensor.grad, None
+            tensor.data = copy
+            self.versions[index] = tensor._version
+        self.loaded = True
+
+    @torch.no_grad()
+    def evict(self) -> None:
+        if self.loaded:
+            for index, (tensor, home) in enumerate(zip(self.tensors, self.homes, strict=True)):
+                if tensor._version != self.versions[index]:
+                    home.copy_(tensor)  # statistics of a norm
+                gradient, before = tensor.grad, self.gradients[index]
+                tensor.grad, self.gradients[index] = None, None
+                tensor.data = home
+                added = None if gradient is None else gradient.to("cpu")
+                tensor.grad = before if added is None else added if before is None else before.add_(added)
+        if self.files is not None:
+            for home in self.homes:
+                drop_pages(home)
+        self.copies, self.loaded = None, False
+
+    def restore(self) -> None:
+        self.evict()
+        for tensor, home, device in zip(self.tensors, self.homes, self.devices, strict=True):
+            gradient, tensor.grad = tensor.grad, None
+            tensor.data = home.to(device, copy=True)
+            tensor.grad = None if gradient is None else gradient.to(device)
+
+    def owner(self, tensor: Tensor) -> int | None:
+        """The number of the loaded tensor whose storage this is."""
+        key = storage(tensor)
+        return next((i for i, mine in enumerate(self.tensors) if self.loaded and storage(mine) == key), None)
+
+
+def _filled(home: Tensor, tensor: Tensor) -> Tensor:
+    home.copy_(tensor.detach())
+    return home
+
+
+def _kind(tensors: list[Tensor]) -> type[_Mapped] | type[_Copied]:
+    return _Mapped if all(tensor.device.type == "cpu" for tensor in tensors) else _Copied
+
+
+def _copied(home: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cuda":
+        return home.to(device, copy=True)
+    with torch.cuda.stream(side_stream(device)):
+        return home.to(device, non_blocking=True)
+
+
+# -- the order of blocks -----------------------------------------------------------------------------------------------
+class _Stream:
+    """The blocks of a model, of which a few are in memory."""
+
+    def __init__(self, blocks: list[_Mapped | _Copied]) -> None:
+        self.blocks, self.resident = blocks, list[int]()
+        self.backward = -1  # the one at whose end all are evicted
+
+    def use(self, index: int, direction: int) -> None:
+        """Load block ``index``, begin to load the one that comes after it in this direction, evict the others."""
+        following = index + direction
+        wanted = [index, following] if 0 <= following < len(self.blocks) else [index]
+        for other in [other for other in self.resident if other not in wanted]:
+            self.blocks[other].evict()
+        self.blocks[index].load()
+        for other in wanted[1:]:
+            self.blocks[other].start()
+        self.resident = wanted
+
+    def evict_all(self) -> None:
+        for block in self.blocks:
+            block.evict()
+        self.resident = []
+
+    def before_backward(self, index: int, _: Tensor) -> None:
+        """A hook of the block's outputs, whose gradients are there."""
+        running = torch._C._current_graph_task_id()
+        if self.backward != running:
+            self.backward = running
+            torch.autograd.Variable._execution_engine.queue_callback(self.evict_all)
+        self.use(index, -1)
+
+    # -- weights that autograd keeps ---------------------------------------------------------------------------------
+    def pack(self, block: _Copied, outer: Any, tensor: Tensor) -> Any:
+        """A loaded weight is kept as its number and what view of it; anything else as the hooks outside keep it."""
+        number = block.owner(tensor)
+        if number is not None:
+            layout = (tensor.size(), tensor.stride(), tensor.storage_offset())
+            return partial(self._weight, block, number, tensor._version, tensor.dtype, layout)
+        if outer is None:
+            return partial(unmodified, tensor, tensor._version)
+        return partial(outer[1], outer[0](tensor))
+
+    def _weight(self, block: _Copied, number: int, version: int, dtype: torch.dtype, layout: tuple[Any, ...]) -> Tensor:
+        if not block.loaded:  # as it is where no gradient of the block's output is asked for
+            block.load()
+            self.resident.append(self.blocks.index(block))
+        return unmodified(block.tensors[number], version).detach().view(dtype).as_strided(*layout)
+
+
+@uncompiled
+def _streamed(
+    forward: Callable[..., Any], block: nn.Module, stream: _Stream, index: int, /, *args: Any, **kwargs: Any
+) -> Any:
+    recomputing = torch._C._current_graph_task_id() != -1
+    stream.use(index, -1 if recomputing else 1)
+    tensors = stream.blocks[index]
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    if isinstance(tensors, _Mapped):  # autograd keeps addresses, which stay
+        output = forward(*args, **kwargs)
+    else:
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        pack = partial(stream.pack, tensors, outer)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved()):
+            output = forward(*args, **kwargs)
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+            leaf.register_hook(partial(stream.before_backward, index))
+    return output

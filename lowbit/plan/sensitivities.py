@@ -1,0 +1,306 @@
+"""sensitivity: measures what each layer of a model loses by each recipe."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.calibrate.losses import Loss, predicted, token_loss
+from lowbit.calibrate.recording import Journal, Observed, observed, observed_layers
+from lowbit.convert.maker import Ruled, Source, decibel
+from lowbit.convert.select import DEFAULT_SKIP, Skip
+from lowbit.datafree import find_rule
+from lowbit.functional import fake_quantize
+from lowbit.models.batches import batches_in, feed, mask_of
+from lowbit.models.check import check_model, uncompiled
+from lowbit.models.names import exact, patterns_in
+from lowbit.models.ties import model_bytes
+from lowbit.models.writes import despite_writes
+from lowbit.notice import warn
+from lowbit.ops.conv import spans_tensor
+from lowbit.plan.bits import FLOAT, Score, Sensitivity
+from lowbit.progress import Progress, reporting
+from lowbit.recipes import Plan, Recipe, plan, refuse_beyond
+from lowbit.recipes import recipe as find_recipe
+from lowbit.scaling import Scheme
+from lowbit.tensor.quantized import Quantized
+
+__all__ = ["sensitivity"]
+
+
+def sensitivity(
+    model: nn.Module,
+    recipes: Iterable[str | Recipe | None],
+    batches: Iterable[Any],
+    *,
+    method: str | None = None,
+    loss: Loss | None = None,
+    skip: Skip = DEFAULT_SKIP,
+    progress: Progress | bool | None = None,
+) -> Sensitivity:
+    """Estimate what each layer of ``model``, which stays as it is, loses by each of ``recipes``.
+
+    The estimate is the sum over tokens and outputs of (dL/dy (y_q - y))^2, where y_q is what the layer would answer
+    with quantized weight and input and L is the loss (the diagonal of the empirical Fisher information, as TensorRT
+    Model Optimizer's ``auto_quantize`` takes it). Where there is no loss it is the energy of y_q - y over that of y.
+    ``recipes``: those to choose from; None leaves a layer in high precision. ``batches``, ``skip``: as for
+    ``calibrate``. ``method``: of weights, as for ``quantize_``. ``loss(output, batch)``: None: the
+    cross-entropy of the next token where the model answers with logits of token ids; no loss for others.
+    ``progress(what, done, total)`` is called before each batch. None: a bar where standard error is a terminal; False:
+    nothing.
+    Holds the activations of one batch, and the codes of each recipe.
+
+    Raises ValueError: for no recipe or no batch, static recipes, a method that needs data; as ``quantize_``; for NaN
+    or Inf in a loss. TypeError for batches of other types.
+    Warns of layers that not all of the recipes quantize, which are left out, and of those that no batch reaches.
+    """
+    check_model(model)
+    if isinstance(recipes, str | Recipe | Plan | Mapping):
+        raise TypeError(
+            f"sensitivity: recipes are several to choose from, ['int4-weight-only', 'int8'], got one "
+            f"{type(recipes).__name__}"
+        )
+    table = {FLOAT if r is None else find_recipe(r).name: None if r is None else find_recipe(r) for r in recipes}
+    quantizing = [recipe for recipe in table.values() if recipe is not None]
+    if not quantizing:
+        raise ValueError("sensitivity: give recipes to choose from, for instance ['int4-weight-only', 'int8']")
+    for recipe in quantizing:
+        refuse_beyond(recipe, "sensitivity", ("output.a", "output.b"))
+    data = batches_in(batches)
+    if not data:
+        raise ValueError("sensitivity: give batches of what the model will see")
+    source = Ruled(find_rule(method, "sensitivity"))
+    model = uncompiled(model)
+    skip = patterns_in(skip, "skip")
+    with torch.no_grad(), reporting(progress, "measuring layers") as progress:
+        run = _Run(model, table, source, skip)
+        for number, batch in enumerate(data):
+            progress("batch", number, len(data))
+            run.count(batch, loss)
+        progress("batch", len(data), len(data))
+    return run.result()
+
+
+class _Sums:
+    """Energies, over all tokens, of a layer with a recipe."""
+
+    def __init__(self) -> None:
+        self.loss = self.input = self.input_error = self.output = self.output_error = 0.0
+
+
+class _Run:
+    """One call of ``sensitivity``, on a copy of the model that shares its tensors."""
+
+    def __init__(self, model: nn.Module, table: Mapping[str, Recipe | None], source: Source, skip: Skip) -> None:
+        self.table = table
+        self.work = _observed_by_all(model, [recipe for recipe in table.values() if recipe is not None], skip)
+        self.layers = observed_layers(self.work)
+        for module in self.work.modules():  # gradients of parameters are not wanted, and these are the model's own
+            for name, p in module._parameters.items():
+                if p is not None:
+                    module._parameters[name] = nn.Parameter(p.detach(), requires_grad=False)
+        self.codes: dict[tuple[str, str], tuple[Quantized, float]] = {}
+        for layer in self.layers:
+            for name, recipe in table.items():
+                if recipe is not None and (layer.weight_name, name) not in self.codes:
+                    self.codes[layer.weight_name, name] = _quantized(layer, recipe, source)
+        self.sums = {(layer.name, name): _Sums() for layer in self.layers for name in table}
+        self.inputs: dict[str, list[int]] = {layer.name: [] for layer in self.layers}
+        self.by = "output"
+        self.mask: Tensor | None = None
+        self.copies = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Let go of what a batch has left. The hooks of its graph hold this object, and the inputs of layers hold that
+        graph, through nodes that Python's collector does not see.
+        """
+        self.leaves: list[Tensor] = []
+        self.journal = Journal()
+        for layer in self.layers:
+            layer.journal = layer.watch = None
+
+    # -- a batch ------------------------------------------------------------------------------------------------------
+    def count(self, batch: Any, loss: Loss | None) -> None:
+        before = self.sums
+
+        def run() -> None:
+            self.sums = copy.deepcopy(before)
+            try:
+                self._run(batch, loss)
+            finally:
+                self._forget()
+
+        despite_writes(run)
+
+    def _run(self, batch: Any, loss: Loss | None) -> None:
+        wanted = loss is not None or predicted(batch)[0] is not None
+        self.mask = mask_of(batch)
+        while True:
+            self.leaves, self.journal = [], Journal(self.copies)
+            for layer in self.layers:
+                layer.journal, layer.watch = self.journal, self._called
+            with torch.set_grad_enabled(wanted):
+                output = feed(self.work, batch)
+                value = (loss or token_loss)(output, batch) if wanted else None
+            if loss is None and value is not None and not value.requires_grad:
+                value = None
+            if all(self.journal.unchanged):
+                break
+            self.copies = True  # the model writes to what layers were given
+        self._group()
+        if value is None:
+            for layer, x in self.journal.entries:
+                self._add(layer, x.detach(), None)
+            return
+        if not bool(value.isfinite()):
+            raise ValueError(
+                f"sensitivity: the loss is {float(value)}; look for NaN or Inf in the model or the batches"
+            )
+        self.by = "loss"
+        torch.autograd.grad(value, self.leaves, allow_unused=True)  # the hooks of all layers on the way do the work
+
+    def _called(self, y: Tensor) -> Tensor:
+        """The output of the layer that was the last to note its input; once its gradient is there, it is taken with
+        that input.
+        """
+        if not torch.is_grad_enabled():
+            return y
+        layer, x = self.journal.entries[-1]
+        leaf = torch.zeros((), dtype=y.dtype, device=y.device, requires_grad=True)
+        self.leaves.append(leaf)
+        x, y = x.detach(), y + leaf  # has a gradient even where no parameter asks for one
+        y.register_hook(lambda grad: self._add(layer, x, grad))
+        return y
+
+    @torch.no_grad()
+    def _add(self, layer: Observed, x: Tensor, grad: Tensor | None) -> None:
+        """Count what each recipe makes of a layer's input ``x``; ``grad``: of the loss by the layer's output."""
+        if layer.window is None and self.mask is not None and x.shape[:-1] == self.mask.shape:
+            x, grad = x[self.mask], None if grad is None else grad[self.mask]
+        x = x.float()
+        weight, rows = layer.weight.float(), _rows(layer, x)
+        y = _product(rows, weight)
+        energies = _energy(rows), _energy(y)
+        for name, recipe in self.table.items():
+            sums = self.sums[layer.name, name]
+            sums.input, sums.output = sums.input + energies[0], sums.output + energies[1]
+            if recipe is None:
+                continue
+            rounded = rows if recipe.input is None else _rounded(layer, x, rows, recipe.input)
+            wrong = _product(rounded, self.codes[layer.weight_name, name][0].dequantize(torch.float32)) - y
+            sums.input_error += _energy(rounded - rows)
+            sums.output_error += _energy(wrong)
+            if grad is not None:
+                sums.loss += _energy(wrong * grad.reshape(y.shape).float())
+
+    # -- which layers go together -------------------------------------------------------------------------------------
+    def _group(self) -> None:
+        """Note for each layer which inputs it was given in this batch, by a number for each tensor."""
+        numbers: dict[int, int] = {}
+        for layer, x in self.journal.entries:
+            self.inputs[layer.name].append(numbers.setdefault(id(x), len(numbers)))
+        for layer in self.layers:
+            self.inputs[layer.name].append(-1)  # the batch ends
+
+    def _groups(self) -> tuple[tuple[str, ...], ...]:
+        """The modules that were given the same inputs in all batches, or share a weight."""
+        alike: dict[tuple[object, ...], list[str]] = {}
+        for layer in self.layers:
+            inputs = self.inputs[layer.name]
+            alike.setdefault(("weight", layer.weight_name), []).append(_module(layer.name))
+            if any(number >= 0 for number in inputs):
+                alike.setdefault(("inputs", *inputs), []).append(_module(layer.name))
+        group = {name: index for index, name in enumerate(dict.fromkeys(_module(layer.name) for layer in self.layers))}
+        for names in alike.values():
+            joined = {group[name] for name in names}
+            group.update((name, min(joined)) for name, index in group.items() if index in joined)
+        found: dict[int, list[str]] = {}
+        for name, index in group.items():
+            found.setdefault(index, []).append(name)
+        return tuple(tuple(names) for names in found.values())
+
+    def result(self) -> Sensitivity:
+        scores: dict[str, dict[str, Score]] = {}
+        held: set[str] = set()
+        for owner in dict.fromkeys(_module(layer.name) for layer in self.layers):
+            own = [layer for layer in self.layers if _module(layer.name) == owner]
+            first = [layer for layer in own if layer.weight_name not in held]  # a shared weight is counted once
+            held |= {layer.weight_name for layer in own}
+            scores[owner] = {name: self._score(owner, name, own, first) for name in self.table}
+        missed = [layer.name for layer in self.layers if not any(number >= 0 for number in self.inputs[layer.name])]
+        if missed:
+            warn(f"sensitivity: no batch reaches {len(missed)} layers, such as {missed[0]}; their losses count as 0")
+        return Sensitivity(scores, self._groups(), dict(self.table), self.by, model_bytes(self.work))
+
+    def _score(self, owner: str, name: str, layers: Sequence[Observed], first: Sequence[Observed]) -> Score:
+        recipe = self.table[name]
+        sums = [self.sums[layer.name, name] for layer in layers]
+        output = sum(s.output_error for s in sums) / max(sum(s.output for s in sums), 1e-300)
+        size = sum(
+            layer.weight.nbytes if recipe is None else self.codes[layer.weight_name, name][0].nbytes for layer in first
+        )
+        noise = 0.0 if recipe is None else sum(self.codes[layer.weight_name, name][1] for layer in layers)
+        signal = sum(_energy(layer.weight.float()) for layer in layers)
+        return Score(
+            owner, name, sum(layer.weight.numel() for layer in first), size,
+            math.fsum(s.loss for s in sums) if self.by == "loss" else output, decibel(signal, noise),
+            decibel(sum(s.input for s in sums), sum(s.input_error for s in sums)),
+            decibel(sum(s.output for s in sums), sum(s.output_error for s in sums)),
+        )  # fmt: skip
+
+
+def _quantized(layer: Observed, recipe: Recipe, source: Source) -> tuple[Quantized, float]:
+    """The codes of a layer's weight, and the energy of their error."""
+    try:
+        made, energies = source.weight(layer.name, layer.weight, recipe)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"layer {layer.name!r}: {error}") from error
+    assert energies is not None
+    return made, float(energies[1])
+
+
+def _observed_by_all(model: nn.Module, recipes: Sequence[Recipe], skip: Skip) -> nn.Module:
+    """``observed``, with the layers that each of the recipes quantizes. Warns of those that only some do."""
+    served = [
+        {_module(layer.name) for layer in observed_layers(observed(model, plan(recipe), skip))} for recipe in recipes
+    ]
+    some = sorted(set().union(*served) - served[0].intersection(*served))
+    if some:
+        warn(
+            f"sensitivity leaves out {len(some)} layers that not all of the recipes quantize, such as {some[0]}; give "
+            "other recipes, or choose theirs yourself"
+        )
+    return observed(model, plan({"*": recipes[0], **dict.fromkeys(map(exact, some))}), skip)
+
+
+def _rows(layer: Observed, x: Tensor) -> Tensor:
+    """What is multiplied with the weight: ``x``, or its patches; ``[rows, groups, K]``."""
+    rows = x[..., None, :] if layer.window is None else layer.window.unfold(x)
+    return rows.reshape(-1, *rows.shape[-2:])
+
+
+def _rounded(layer: Observed, x: Tensor, rows: Tensor, scheme: Scheme) -> Tensor:
+    """``rows``, of ``x``, quantized as the layer does it: with one scale for all of ``x``, or each row by itself."""
+    if spans_tensor(scheme):
+        return _rows(layer, fake_quantize(x, scheme))
+    return fake_quantize(rows.flatten(0, 1), scheme).view(rows.shape)
+
+
+def _product(rows: Tensor, weight: Tensor) -> Tensor:
+    """``rows [rows, groups, K]`` times ``weight [O, K]``, whose rows belong to the groups in turn: ``[rows, O]``."""
+    return torch.einsum("rgk,gok->rgo", rows, weight.unflatten(0, (rows.shape[1], -1))).flatten(1)  # type: ignore[no-untyped-call]
+
+
+def _energy(x: Tensor) -> float:
+    return float(x.square().sum(dtype=torch.float64))
+
+
+def _module(name: str) -> str:
+    """The module that a weight belongs to; further weights of one are ``name#1`` and so on."""
+    return name.partition("#")[0]
