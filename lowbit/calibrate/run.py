@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypeGuard, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ def calibrate(
 ) -> Calibration:
     """Choose codes and scales for the weights of ``model``, which stays as it is, and return them.
 
-    ``recipe``, ``skip``: as for ``quantize_``. Recipe and batches are told apart by their types, in either order.
+    ``recipe``, ``skip``: as for ``quantize_``.
     ``batches``: what the model is called with: a tensor as it is, a tuple by position, a dict by keyword. A few
     thousand tokens, or some hundred images, of what the model will see. Where a dict's ``attention_mask`` [B, T] is 0,
     tokens are padding and do not count. None: only for methods that need no data.
@@ -67,13 +67,16 @@ def calibrate(
     Raises ValueError: as ``quantize_``; for a directory of another run; with a directory, for data, a loss or a method
     that cannot be told from others, such as what pickle cannot write; for a method or static scales that need data
     without any; for a method that has nothing to offer for a weight; for NaN or Inf in a layer's inputs. TypeError for
-    batches of other types.
+    batches of other types, and for batches in the place of the recipe.
     Warns of layers that no batch reaches; their weights are chosen without data.
     """
     started = time.perf_counter()
     check_model(model)
-    if _is_recipe(batches) and not _is_recipe(recipe):
-        recipe, batches = batches, cast(Any, recipe)
+    if not isinstance(recipe, str | Recipe | Plan | Mapping):
+        raise TypeError(
+            f"calibrate: the recipe comes before the batches, calibrate(model, recipe, batches); the recipe is a "
+            f"{type(recipe).__name__}"
+        )
     chosen, choice = planned(recipe, method, "calibrate")
     data = batches_in(batches)
     if batches is not None and not data:
@@ -94,8 +97,3 @@ def calibrate(
         if finished is not None:
             finished.finish(run.found)
         return run.found
-
-
-def _is_recipe(value: Any) -> TypeGuard[str | Recipe | Plan | Mapping[Any, str | Recipe | None]]:
-    """Whether ``value`` is of a type that recipes are of, and batches never are."""
-    return isinstance(value, str | Recipe | Plan | Mapping)

@@ -131,13 +131,14 @@ def test_batches_are_passed_as_the_model_takes_them(form):
     ],
     ids=["name", "recipe", "by layer", "plan", "no data"],
 )
-@pytest.mark.parametrize("swapped", [False, True])
-def test_recipe_and_batches_are_told_apart_by_their_types(recipe, given, swapped):
+def test_the_recipe_comes_before_the_batches(recipe, given):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 4))
-    first, second = (given, recipe) if swapped else (recipe, given)
-    found = lb.calibrate(model, first, second, "search")
-    assert found.rows["0"].recipe == lb.recipe("int8") and (found.rows["0"].output_sqnr is None) == (given is None)
+    calibration = lb.calibrate(model, recipe, given, "search")
+    assert calibration.rows["0"].recipe == lb.recipe("int8")
+    assert (calibration.rows["0"].output_sqnr is None) == (given is None)
+    with pytest.raises(TypeError, match=r"before the batches, calibrate\(model, recipe, batches\)"):
+        lb.calibrate(model, given, recipe, "search")
 
 
 def test_one_batch_is_not_taken_for_a_recipe():
