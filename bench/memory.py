@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import lowbit as lb
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.machine import provenance
-from lowbit.optim.names import by_name
+from lowbit.optim.names import find_optimizer
 from lowbit.tables import markdown
 
 
@@ -159,7 +159,7 @@ def row(subject: Subject, setting: Setting, device: str) -> Row:
         lb.train.mixed_(model, setting.precision)
     if setting.checkpoint:
         lb.memory.checkpoint_(model, setting.checkpoint)
-    optimizer = by_name(setting.optimizer)(model.parameters())
+    optimizer = find_optimizer(setting.optimizer).make(model.parameters())
 
     def step(given: Any) -> None:
         for _ in range(setting.micro_batches):

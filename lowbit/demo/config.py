@@ -21,7 +21,7 @@ class TrainConfig:
     """How to train; ``precision`` is ``fp32``, ``bf16``, ``fp16`` (both mixed with fp32) or a recipe such as ``fp8``.
 
     ``outside``: what a recipe's run computes in outside its Linear layers, ``bf16`` or ``fp32``. ``optimizer``: a name
-    of ``OPTIMIZERS``; ``lr`` and ``weight_decay`` are AdamW's, and others take their share of them.
+    of ``lowbit.optim.names``; ``lr`` and ``weight_decay`` are AdamW's, and others take their share of them.
     ``compress_activations``: norms and activation functions keep their inputs for backward as FP8 codes.
     ``checkpointing``: blocks keep their input alone, and backward computes them again. ``tail``: the share of the
     steps, the last ones, in which a recipe's run computes all in the floats of ``outside`` and keeps no codes.

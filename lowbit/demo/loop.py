@@ -241,7 +241,7 @@ class Trainer:
         if config.floats != "fp16" and not math.isfinite(self.history.train[-1]):  # before it spoils the weights
             self._fail(f"the loss at step {self.step} is {self.history.train[-1]}", again)
         for group in self.optimizer.param_groups:
-            group["lr"] = config.lr_at(self.step) * find(config.optimizer).factor
+            group["lr"] = config.lr_at(self.step) * find(config.optimizer).lr
         with self._waiting(self._waits.update):
             update(self.model, self.optimizer, self.scaler, config.clip)
         skips = self.scaler.skipped > self.history.skipped

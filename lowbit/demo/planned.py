@@ -16,8 +16,8 @@ from torch import Tensor
 from lowbit.demo.data import Corpus
 from lowbit.demo.experiment import Settings, model_of, run_path
 from lowbit.demo.loop import Trainer
-from lowbit.demo.optimizers import OPTIMIZERS
 from lowbit.demo.step import arrange_
+from lowbit.optim.names import OPTIMIZERS
 from lowbit.plan import Plan, fit
 from lowbit.plan.fitting import CHOICES
 from lowbit.plan.fitting.choices import words

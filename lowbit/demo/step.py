@@ -29,7 +29,7 @@ def optimizer_of(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer
         {"params": tables, "weight_decay": config.weight_decay * named.decay, "muon": False},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return named.make([g for g in groups if g["params"]], lr=config.lr * named.factor)
+    return named.make([g for g in groups if g["params"]], lr=config.lr * named.lr)
 
 
 def arrange_(model: nn.Module, config: TrainConfig) -> Report | None:

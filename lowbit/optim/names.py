@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,22 +15,49 @@ from lowbit.optim.lion import Lion
 from lowbit.optim.muon import Muon
 from lowbit.optim.sgd import SGD
 
-__all__ = ["BY_NAME", "by_name"]
+__all__ = ["OPTIMIZERS", "NamedOptimizer", "find_optimizer"]
 
-_CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": AdamW, "lion": Lion, "sgd": partial(SGD, lr=1e-3, momentum=0.9), "muon": Muon, "adafactor": Adafactor,
-}  # fmt: skip
 
-#: What makes each of parameters.
-BY_NAME: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": partial(torch.optim.AdamW, fused=True),
-    "sgd": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
-    **{f"{name}{bits}bit": partial(make, bits=bits) for name, make in _CLASSES.items() for bits in (32, 16, 8, 4)},
+@dataclass(frozen=True)
+class NamedOptimizer:
+    """An optimizer, and how its usual settings compare with AdamW's."""
+
+    family: str
+    """Its name without bits, such as ``adamw`` of ``adamw8bit``."""
+    make: Callable[..., torch.optim.Optimizer]
+    """``make(params, **settings)``, with the settings of the optimizer's class."""
+    lr: float = 1.0
+    """Learning rate relative to AdamW's."""
+    decay: float = 1.0
+    """Weight decay relative to AdamW's: ``lr`` times ``decay`` is 1, so that weights shrink as fast as with AdamW."""
+
+
+_SGD = NamedOptimizer("sgd", partial(torch.optim.SGD, lr=1e-3, momentum=0.9), lr=10.0, decay=0.1)
+
+#: Those of lowbit, each for all its bits. Muon takes AdamW's learning rate with ``match_rms_adamw`` alone.
+_FAMILIES = (
+    NamedOptimizer("adamw", AdamW),
+    NamedOptimizer("lion", Lion, lr=0.1, decay=10.0),
+    NamedOptimizer("sgd", partial(SGD, lr=1e-3, momentum=0.9), _SGD.lr, _SGD.decay),
+    NamedOptimizer("muon", partial(Muon, adjust_lr_fn="match_rms_adamw")),
+    NamedOptimizer("adafactor", Adafactor, lr=10.0, decay=0.1),
+)
+
+OPTIMIZERS: dict[str, NamedOptimizer] = {
+    "adamw": NamedOptimizer("adamw", partial(torch.optim.AdamW, fused=True)),
+    "sgd": _SGD,
+    **{
+        f"{row.family}{bits}bit": NamedOptimizer(row.family, partial(row.make, bits=bits), row.lr, row.decay)
+        for row in _FAMILIES
+        for bits in (32, 16, 8, 4)
+    },
 }
 
 
-def by_name(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """What makes the optimizer of that name of parameters. Raises ValueError for a name that is none."""
-    if name not in BY_NAME:
-        raise ValueError(f"unknown optimizer {name!r}{did_you_mean(name, BY_NAME)}; known are {', '.join(BY_NAME)}")
-    return BY_NAME[name]
+def find_optimizer(name: str) -> NamedOptimizer:
+    """The optimizer of that name. Raises ValueError for an unknown name."""
+    if name not in OPTIMIZERS:
+        raise ValueError(
+            f"unknown optimizer {name!r}{did_you_mean(name, OPTIMIZERS)}; known are {', '.join(OPTIMIZERS)}"
+        )
+    return OPTIMIZERS[name]

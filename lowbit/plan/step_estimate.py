@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lowbit.checkpointing.apply import checkpoint_
 from lowbit.memory.estimator import Accumulate, Estimate, MakeOptimizer, estimate_step
-from lowbit.optim.names import by_name
+from lowbit.optim.names import find_optimizer
 from lowbit.recipes import Recipe
 from lowbit.train import mixed_, prepare_
 from lowbit.train.mixed import PRECISIONS
@@ -82,7 +82,7 @@ def estimate(
         model,
         batch,
         loss,
-        optimizer=by_name(optimizer) if isinstance(optimizer, str) else optimizer,
+        optimizer=find_optimizer(optimizer).make if isinstance(optimizer, str) else optimizer,
         prepare=prepared,
         micro_batches=micro_batches,
         device=device,

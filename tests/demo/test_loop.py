@@ -182,7 +182,9 @@ def test_a_killed_run_resumes_in_every_bit(corpus, tmp_path, moment):
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("name", ["adamw16bit", "adamw8bit", "adamw4bit", "lion8bit", "sgd8bit", "muon8bit"])
+@pytest.mark.parametrize(
+    "name", ["adamw16bit", "adamw8bit", "adamw4bit", "lion8bit", "sgd8bit", "muon8bit", "sgd", "adafactor32bit"]
+)
 def test_every_optimizer_learns(corpus, tmp_path, name):
     history = made(corpus, tmp_path, precision="fp32", optimizer=name, steps=30, lr=1e-2).run()
     assert history.held_out[-1][1] < history.train[0] - 0.3

@@ -16,7 +16,7 @@ import lowbit as lb
 from lowbit.checkpointing.host_time import overhead
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.memory import checkpoint_, estimate, profile, usual_loss
-from lowbit.optim.names import by_name
+from lowbit.optim.names import find_optimizer
 
 CONFIG = GPTConfig(vocab=512, layers=3, heads=4, dim=128, hidden=256)
 
@@ -52,7 +52,7 @@ def measured(model, batch, recipe=None, precision=None, optimizer="adamw", polic
         lb.train.mixed_(model, precision)
     if policy is not None:
         checkpoint_(model, policy)
-    stepper = by_name(optimizer)(model.parameters())
+    stepper = find_optimizer(optimizer).make(model.parameters())
 
     def step(given):
         for _ in range(micro_batches):

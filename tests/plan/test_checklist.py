@@ -13,7 +13,7 @@ from torch import nn
 import lowbit as lb
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.memory import checkpoint_, profile, usual_loss
-from lowbit.optim.names import by_name
+from lowbit.optim.names import find_optimizer
 from lowbit.plan.checklist import TECHNIQUES, checklist
 
 CONFIG = GPTConfig(vocab=256, layers=3, heads=2, dim=128, hidden=256)
@@ -23,7 +23,7 @@ def peak(change, batch, optimizer="adamw"):
     """Of a real step of a model to which ``change`` was done."""
     model = GPT(CONFIG)
     change(model)
-    stepper = by_name(optimizer)(model.parameters())
+    stepper = find_optimizer(optimizer).make(model.parameters())
 
     def step(given):
         usual_loss(model(given), given).backward()
