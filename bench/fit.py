@@ -113,7 +113,7 @@ def _everything(cells: Cells) -> str:
 
     found = cells(f"{subject.name} everything", lambda: in_turns(space))
     known = {name for names in _SPACE.values() for name in names}
-    choices = [c.name for dimension, row in lb.plan.fitting.CHOICES.items() if dimension != "way" for c in row]
+    choices = [c.name for dimension, row in lb.plan.TECHNIQUES.items() if dimension != "way" for c in row]
     left_out = [name for name in choices if name not in known]
     by_settings = {s: (p, t) for s, p, t in zip(space, found["peaks"], found["times"], strict=True)}
     plain = by_settings[Settings()][0]

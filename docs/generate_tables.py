@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.bench import llama7b, loss_tables
+from lowbit.checkpointing.policies import POLICIES
 from lowbit.combinations import COMBINATIONS
 from lowbit.evaluate import models
 from lowbit.evaluate.cell import FLOATS, Request
@@ -25,6 +26,7 @@ from lowbit.formats import FORMATS, power_of_two
 from lowbit.ops import OPS
 from lowbit.ops.optim import FLOAT_STATES
 from lowbit.optim import STATES, States
+from lowbit.plan.techniques import FALLBACKS, LIVE, TECHNIQUES, Technique
 from lowbit.recipes import OPTIONS, RECIPES
 from lowbit.scaling import SCALINGS, SHORT_NAMES, Scaling, find_scaling, scheme
 from lowbit.tables import markdown
@@ -426,6 +428,47 @@ def _state_bits(kind: str) -> float:
     return made.format.bits + made.scale_bits / (made.block[1] or 1)
 
 
+#: What techniques do to losses.
+RESULTS = {"equal": "none: bit-identical", "close": "order of sums", "own": "other arithmetic"}
+
+
+def _change(technique: Technique) -> str:
+    recorded = f"{technique.loss:+.2f}%" if technique.loss else ""
+    return ", ".join(filter(None, (RESULTS[technique.results], recorded)))
+
+
+def techniques() -> str:
+    """Names of ``require`` and ``exclude`` of ``lb.fit``."""
+
+    def row(dimension: str, technique: Technique) -> tuple[str, ...]:
+        plain = technique is TECHNIQUES[dimension][0]
+        live = "yes" if all(name in LIVE for name in technique.changes) else "no"
+        return (
+            dimension if plain else "", f"`{technique.name}`", technique.about,
+            _change(technique) if technique.changes else "", live if technique.changes else "",
+        )  # fmt: skip
+
+    head = ("dimension", "name", "what it does", "change of losses, recorded", "`run.refit` may change it")
+    return markdown(head, (row(dimension, one) for dimension, ones in TECHNIQUES.items() for one in ones))
+
+
+def fallbacks() -> str:
+    """What a run tries when memory runs out."""
+    again = {True: ", twice as many as before", False: ""}
+    return markdown(
+        ("tried in this order", "what it does", "change of losses"),
+        ((f"`{one.name}`{again[one.more is not None]}", one.about, RESULTS[one.results]) for _, one in FALLBACKS),
+    )
+
+
+def policies() -> str:
+    """What ``checkpoint_`` knows by name."""
+    return markdown(
+        ("policy", "recomputes"),
+        ((f'`"{name}{":N" if row.argument else ""}"`', row.about) for name, row in POLICIES.items()),
+    )
+
+
 def combinations() -> str:
     return markdown(
         ("together", "because", "do instead", "noticed"),
@@ -450,6 +493,9 @@ TABLES: dict[str, Callable[[], str]] = {
         evaluate,
         calibrate,
         combinations,
+        techniques,
+        fallbacks,
+        policies,
         confirm,
         networks,
         others,

@@ -19,6 +19,10 @@ class Combination(NamedTuple):
     instead: str
     noticed: bool = True
 
+    @property
+    def words(self) -> str:
+        return f"{self.first} cannot be combined with {self.second}: {self.why}; {self.instead}"
+
 
 _IN_BACKWARD = "an optimizer that steps in the backward pass (lb.optim.in_backward_)"
 
@@ -70,6 +74,23 @@ COMBINATIONS = {
     "offload gradients torch clip": Combination(
         "lb.optim.offload_(gradients=True) on CUDA", "torch.nn.utils.clip_grad_norm_",
         "gradients are on the host, and it finds none", "use lb.optim.clip_grad_norm_", noticed=False,
+    ),
+    "offload activations shard": Combination(
+        "lb.memory.offload_activations", "lb.distributed.shard_ by zero2, zero3 or hsdp",
+        "no plan predicts what FSDP2 gathers while activations come back",
+        "take the way 'ddp' or 'zero1', or keep activations in memory",
+    ),
+    "stream processes": Combination(
+        "lb.memory.stream_blocks_", "several processes of a plan", "each would move the whole model",
+        "share it with the way 'zero3', whose blocks are gathered one at a time, or plan for a single process",
+    ),
+    "stochastic fp32": Combination(
+        "master='stochastic'", "weights in fp32", "it is of weights in bf16, which random bits round",
+        "require 'bf16' or a recipe with it",
+    ),
+    "stochastic fp16": Combination(
+        "master='stochastic'", "weights in fp16", "of these the optimizer keeps masters in fp32 alone",
+        "leave 'stochastic' out, or call model.bfloat16() first",
     ),
     "stream dtensor": Combination(
         "lb.memory.stream_blocks_", "DTensors (FSDP2)", "their shards are gathered and freed by FSDP2 itself",
@@ -146,5 +167,4 @@ COMBINATIONS = {
 
 def refusal(name: str, who: str) -> str:
     """The words of an error that ``who`` raises for a pair of the table."""
-    pair = COMBINATIONS[name]
-    return f"{who}: {pair.first} cannot be combined with {pair.second}: {pair.why}; {pair.instead}"
+    return f"{who}: {COMBINATIONS[name].words}"

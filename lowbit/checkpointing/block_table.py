@@ -5,44 +5,21 @@ The choice of checkpoints is made of such tables, of the uniform options, one es
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from torch import nn
 
-from lowbit.checkpointing.parts import find_part
-from lowbit.checkpointing.policies import Chosen
-from lowbit.checkpointing.selective import kept_products
+from lowbit.checkpointing.policies import POLICIES, Chosen
 from lowbit.memory.estimator import Estimate
 from lowbit.models.blocks import find_blocks
 
-__all__ = ["KEEP", "OPTIONS", "BlockOptions", "BlockTable", "block_table", "blocks_of", "options_of", "parts_of"]
+__all__ = ["KEEP", "BlockOptions", "BlockTable", "block_table", "blocks_of", "options_of", "parts_of"]
 
+#: The option of a block of which nothing is recomputed.
 KEEP = "keep"
-
-
-def _whole(block: nn.Module) -> list[Chosen]:
-    return [Chosen((block,))]
-
-
-def _but_products(block: nn.Module) -> list[Chosen]:
-    return [Chosen((block,), kept_products)]
-
-
-def _of_part(part: str) -> Callable[[nn.Module], list[Chosen]]:
-    return lambda block: [Chosen(tuple(modules)) for modules in find_part(block, part)]
-
-
-#: What can be done with a block, and why one would.
-OPTIONS: dict[str, tuple[Callable[[nn.Module], list[Chosen]], str]] = {
-    KEEP: (lambda block: [], "all that backward needs of it is kept: recomputing it is not needed for the budget"),
-    "attention": (_of_part("attention"), "its attention alone is recomputed: much memory for little time"),
-    "mlp": (_of_part("mlp"), "its feed-forward part alone is recomputed"),
-    "save_matmuls": (_but_products, "all but the results of products is recomputed: cheap element-wise work"),
-    "block": (_whole, "it is recomputed as a whole: the least memory"),
-}
 
 
 class BlockOptions(NamedTuple):
@@ -52,7 +29,8 @@ class BlockOptions(NamedTuple):
 
     def chosen(self, model: nn.Module) -> list[Chosen]:
         """What of ``model`` is checkpointed. Raises AttributeError for a model without these blocks."""
-        return [one for path, name in self.options.items() for one in OPTIONS[name][0](model.get_submodule(path))]
+        chosen = ((path, POLICIES[name]) for path, name in self.options.items() if name != KEEP)
+        return [one for path, policy in chosen for one in policy.of(model.get_submodule(path))]
 
 
 def blocks_of(model: nn.Module) -> list[str]:
@@ -62,9 +40,9 @@ def blocks_of(model: nn.Module) -> list[str]:
 
 
 def options_of(model: nn.Module, blocks: Sequence[str]) -> list[str]:
-    """The options that every block has, ``KEEP`` first."""
+    """What can be done with every block: ``KEEP``, and the policies that act on single blocks."""
     modules = [model.get_submodule(path) for path in blocks]
-    return [name for name, (find, _) in OPTIONS.items() if name == KEEP or (modules and all(map(find, modules)))]
+    return [KEEP, *(name for name, row in POLICIES.items() if modules and all(map(row.of, modules)))]
 
 
 @dataclass

@@ -1,4 +1,8 @@
-"""The policies of checkpointing: what of a model is recomputed, by name. A new one is a row of ``POLICIES``."""
+"""The policies of checkpointing: what of a model is recomputed, by name.
+
+A new one is a row of ``POLICIES``. One that acts on single blocks says so by ``block``; plans then choose it block by
+block, and ``lb.fit``, ``lowbit doctor`` and the documents know it. ``fallback`` lets runs fall back on it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from lowbit.models.names import matches, named, patterns_in, plain_name, shown, 
 from lowbit.models.wrap import plain_class
 from lowbit.named import did_you_mean
 
-__all__ = ["POLICIES", "Choice", "Policy", "choose"]
+__all__ = ["POLICIES", "Choice", "Chosen", "Policy", "choose"]
 
 #: What ``checkpoint_`` takes.
 Choice = Any
@@ -31,15 +35,29 @@ class Chosen(NamedTuple):
     contexts: Contexts | None = None
 
 
+#: The modules of one block that a policy recomputes, those in one sequence as one.
+InBlock = Callable[[nn.Module], Sequence[Sequence[nn.Module]]]
+
+
 class Policy(NamedTuple):
     """``choose(model)``, or ``choose(model, argument)`` with ``argument``, which reads it from its text: the modules
-    to checkpoint, those in one sequence as one. ``about``: a sentence. ``contexts``: what keeps results besides.
+    to checkpoint, those in one sequence as one; none where a model has no such modules, for which ``missing(model)``
+    has words. ``about``: what is recomputed. ``contexts``: what keeps results besides. ``block(block)``: what it
+    chooses of one block, of a policy that acts on single blocks. ``fallback``: its rank among the policies that a run
+    takes when memory runs out, of which each keeps less than those before; None: no run takes it.
     """
 
     choose: Callable[..., Sequence[Sequence[nn.Module]]]
     about: str
     argument: Callable[[str], Any] | None = None
     contexts: Contexts | None = None
+    block: InBlock | None = None
+    fallback: int | None = None
+    missing: Callable[[nn.Module], str] = lambda model: "" if stacks(model) else no_stacks(model)
+
+    def of(self, block: nn.Module) -> list[Chosen]:
+        """What it checkpoints of one block."""
+        return [] if self.block is None else [Chosen(tuple(modules), self.contexts) for modules in self.block(block)]
 
 
 def choose(model: nn.Module, policy: Choice) -> list[Chosen]:
@@ -92,25 +110,27 @@ def _by_name(model: nn.Module, policy: str) -> list[Chosen]:
         expected = f"{name}:N" if row.argument else name
         raise ValueError(f"memory.checkpoint_: expected {expected!r}, got {policy!r}")
     argument = () if row.argument is None else (row.argument(text),)
-    return [Chosen(tuple(modules), row.contexts) for modules in row.choose(model, *argument)]
+    found = [Chosen(tuple(modules), row.contexts) for modules in row.choose(model, *argument)]
+    missing = "" if found else row.missing(model)
+    if missing:
+        raise ValueError(f"memory.checkpoint_: {missing}")
+    return found
+
+
+def no_stacks(model: nn.Module) -> str:
+    """What to say of a model without blocks."""
+    return (
+        f"{plain_class(model).__name__} has no ModuleList or Sequential of two or more modules of one class; pass a "
+        f"list of modules or of their names to say what to checkpoint"
+    )
 
 
 def _stacks(model: nn.Module) -> list[list[nn.Module]]:
-    found = [list(dict.fromkeys(stack)) for stack in stacks(model)]
-    if not found:
-        raise ValueError(
-            f"memory.checkpoint_: {plain_class(model).__name__} has no ModuleList or Sequential of two or more modules "
-            f"of one class; pass a list of modules or of their names to say what to checkpoint"
-        )
-    return found
+    return [list(dict.fromkeys(stack)) for stack in stacks(model)]
 
 
 def _some_blocks(model: nn.Module, take: Callable[[list[nn.Module]], Iterable[nn.Module]]) -> list[list[nn.Module]]:
     return [[block] for stack in _stacks(model) for block in take(stack)]
-
-
-def _blocks(model: nn.Module) -> list[list[nn.Module]]:
-    return _some_blocks(model, lambda stack: stack)
 
 
 def _every(model: nn.Module, k: int) -> list[list[nn.Module]]:
@@ -140,19 +160,22 @@ def _divided(stack: list[nn.Module], parts: int) -> list[list[nn.Module]]:
     return [stack[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
-def _part(part: str, instead: str, model: nn.Module) -> list[Sequence[nn.Module]]:
+def _in_blocks(block: InBlock, model: nn.Module) -> list[Sequence[nn.Module]]:
+    found = [segment for stack in _stacks(model) for one in stack for segment in block(one)]
+    return list({tuple(map(id, segment)): segment for segment in found}.values())  # hybrids share one among blocks
+
+
+def _no_part(part: str, instead: str, model: nn.Module) -> str:
     blocks = [block for stack in _stacks(model) for block in stack]
-    found = {id(block): find_part(block, part) for block in blocks}
-    if not any(found.values()):
-        classes = ", ".join(dict.fromkeys(plain_class(block).__name__ for block in blocks))
-        others = [other for other in PARTS if other != part and any(find_part(block, other) for block in blocks)]
-        raise ValueError(
-            f"memory.checkpoint_: expected a module of {instead} in the blocks ({classes}), found none "
-            f"{_where_it_is(part, blocks[0])}; use {', '.join(map(repr, ('block', *others)))}, or a list of patterns "
-            f"such as ['*.mixer'] for modules of another name"
-        )
-    shared = {tuple(map(id, segment)): segment for segments in found.values() for segment in segments}
-    return list(shared.values())  # each once: hybrids share one attention among blocks
+    if not blocks:
+        return no_stacks(model)
+    classes = ", ".join(dict.fromkeys(plain_class(block).__name__ for block in blocks))
+    others = [other for other in PARTS if other != part and any(find_part(block, other) for block in blocks)]
+    return (
+        f"expected a module of {instead} in the blocks ({classes}), found none {_where_it_is(part, blocks[0])}; use "
+        f"{', '.join(map(repr, ('block', *others)))}, or a list of patterns such as ['*.mixer'] for modules of another "
+        f"name"
+    )
 
 
 def _where_it_is(part: str, block: nn.Module) -> str:
@@ -166,14 +189,11 @@ def _where_it_is(part: str, block: nn.Module) -> str:
     )
 
 
-def _stages(model: nn.Module) -> Sequence[Sequence[nn.Module]]:
-    found = find_stages(model)
-    if not found:
-        raise ValueError(
-            f"memory.checkpoint_: expected convolutions with a stride, or poolings, after blocks or layers of a "
-            f"Sequential in {plain_class(model).__name__}, found none; use 'block', or a list of modules"
-        )
-    return found
+def _no_stages(model: nn.Module) -> str:
+    return (
+        f"expected convolutions with a stride, or poolings, after blocks or layers of a Sequential in "
+        f"{plain_class(model).__name__}, found none; use 'block', or a list of modules"
+    )
 
 
 def _count(text: str) -> int:
@@ -192,19 +212,36 @@ def _share(text: str) -> float:
     return share
 
 
+def _by_block(block: InBlock, about: str, **more: Any) -> Policy:
+    """A policy that acts on each block."""
+    return Policy(partial(_in_blocks, block), about, block=block, **more)
+
+
+def _whole(block: nn.Module) -> list[list[nn.Module]]:
+    return [[block]]
+
+
+def _of_part(part: str, about: str, instead: str, **more: Any) -> Policy:
+    """The policy that recomputes one part of each block."""
+    return _by_block(partial(find_part, part=part), about, missing=partial(_no_part, part, instead), **more)
+
+
 POLICIES = {
-    "block": Policy(_blocks, "each repeated block"),
-    "attention": Policy(partial(_part, "attention", "attention"), "the attention of each block"),
-    "mlp": Policy(partial(_part, "mlp", "the feed-forward part"), "the feed-forward part of each block"),
-    "every": Policy(_every, "each k-th block, from the first", _count),
-    "ratio": Policy(_ratio, "a share of the blocks, spread evenly", _share),
-    "sqrt": Policy(_sqrt, "about sqrt(N) segments of consecutive blocks, each recomputed as one"),
-    "segments": Policy(_segments, "k segments of consecutive blocks, each recomputed as one", _count),
-    "save_matmuls": Policy(
-        _blocks, "each block, but for the results of products, convolutions and attention", contexts=kept_products
+    "attention": _of_part("attention", "the attention of each block", "attention", fallback=1),
+    "mlp": _of_part("mlp", "the feed-forward part of each block", "the feed-forward part"),
+    "save_matmuls": _by_block(
+        _whole, "each block, but for the results of products, convolutions and attention", contexts=kept_products,
+        fallback=2,
     ),
-    "stages": Policy(_stages, "of a convolutional net what comes before its last down-sampling"),
-}
+    "block": _by_block(_whole, "each repeated block", fallback=4),
+    "sqrt": Policy(_sqrt, "about sqrt(N) segments of consecutive blocks, each as one", fallback=3),
+    "every": Policy(_every, "each N-th block, from the first", _count),
+    "ratio": Policy(_ratio, "a share of the blocks, spread evenly", _share),
+    "segments": Policy(_segments, "N segments of consecutive blocks, each as one", _count),
+    "stages": Policy(
+        find_stages, "of a convolutional net what comes before its last down-sampling", missing=_no_stages
+    ),
+}  # fmt: skip
 
 
 # -- policies by pattern, list and function ---------------------------------------------------------------------------

@@ -18,8 +18,7 @@ from lowbit.demo.experiment import Settings, model_of, run_path
 from lowbit.demo.loop import Trainer
 from lowbit.demo.step import arrange_
 from lowbit.optim.names import OPTIMIZERS
-from lowbit.plan import Plan, fit
-from lowbit.plan.fitting import CHOICES
+from lowbit.plan import TECHNIQUES, Plan, fit
 from lowbit.plan.fitting.choices import words
 from lowbit.progress import Progress
 from lowbit.sizes import amount
@@ -96,7 +95,7 @@ def _plan(settings: Settings, corpus: Corpus, precision: str, progress: Progress
 
 def _choices(optimizer: str | None) -> Iterator[str]:
     """The names that a plan may choose: what the training loop does, with that optimizer where one is named."""
-    for dimension, row in CHOICES.items():
+    for dimension, row in TECHNIQUES.items():
         names = [choice.name for choice in row if _FOLLOWED.issuperset(choice.changes)]
         if dimension == "optimizer":
             known = [name for name in names if name in OPTIMIZERS]

@@ -8,17 +8,19 @@ imported here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import nn
 
 from lowbit import recipes
 from lowbit.convert.select import Skip
-from lowbit.plan import Plan
-from lowbit.plan.settings import Settings, prepare_model_
+from lowbit.plan import TECHNIQUES, Plan
+from lowbit.plan.settings import Settings, optimizer_class, prepare_model_
+from lowbit.plan.techniques import PARTS, WAY, in_use
 from lowbit.recipes import Recipe
 from lowbit.train import prepare_
 from lowbit.train.gemms import Products
@@ -134,42 +136,40 @@ class LowbitConverter(_Converter):
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
-class Beyond(NamedTuple):
-    """What a plan asks for that no ModelConverter can do: ``name`` is what ``done_by_job`` calls it, ``asked`` says
-    whether settings ask for it, ``remedy`` how the job does it.
-    """
+#: What a plan asks for that no ModelConverter can do, as ``done_by_job`` calls it: dimensions of ``TECHNIQUES``.
+BEYOND = tuple(
+    dimension
+    for dimension, row in TECHNIQUES.items()
+    if dimension != "masters" and any(technique.acts != "model" for technique in row)
+)
 
-    name: str
-    asked: Callable[[Settings], bool]
-    what: str
-    remedy: str
+#: How a job does it, where the technique's own line of code is not enough.
+_BY_JOB = {
+    "optimizer": "give the TrainSpec a build_optimizers_fn that makes lowbit.plan.settings.make_optimizer(parameters, "
+    "plan.settings, lr=...)",
+    "states": "call lb.optim.offload_(optimizer, directory) of each optimizer that build_optimizers_fn makes",
+    WAY: "set the degrees of parallelism to so many processes: data_parallel_replicate_degree for ddp, "
+    "data_parallel_shard_degree for zero2 and zero3",
+    PARTS: "set training.global_batch_size to the rows of a step in all processes, and divide "
+    "training.local_batch_size by {settings.micro}",
+}
 
 
-BEYOND = (
-    Beyond("parts", lambda settings: settings.micro > 1, "batches in {settings.micro} parts",
-           "set training.global_batch_size to the rows of a step in all processes, and divide "
-           "training.local_batch_size by {settings.micro}"),
-    Beyond("optimizer", lambda settings: settings.half or settings.mixed is not None or settings.bits != 32,
-           "lowbit.optim.AdamW with bits={settings.bits}",
-           "give the TrainSpec a build_optimizers_fn that makes lowbit.plan.settings.make_optimizer(parameters, "
-           "plan.settings, lr=...)"),
-    Beyond("states", lambda settings: settings.offload_states, "states of the optimizer elsewhere",
-           "call lowbit.optim.offload_(optimizer, where) of each optimizer that build_optimizers_fn makes"),
-    Beyond("activations", lambda settings: settings.offload_activations, "activations elsewhere",
-           "enter lowbit.memory.offload_activations(where) around forward and backward in the train step"),
-    Beyond("weights", lambda settings: settings.offload_weights, "weights of blocks elsewhere",
-           "call lowbit.memory.stream_blocks_(model, where) once the model has its weights"),
-    Beyond("processes", lambda settings: settings.gpus > 1, "{settings.way} on {settings.gpus} processes",
-           "set the degrees of parallelism to so many processes: data_parallel_replicate_degree for ddp, "
-           "data_parallel_shard_degree for zero2 and zero3"),
-)  # fmt: skip
+def _beyond(settings: Settings) -> Iterator[tuple[str, str, str]]:
+    """By dimension what the settings ask for that no ModelConverter can do, and how a job does it."""
+    if optimizer_class(settings)[0] is not torch.optim.AdamW:
+        yield "optimizer", f"lowbit.optim.AdamW with bits={settings.bits}", _BY_JOB["optimizer"]
+    for dimension, technique in in_use(settings).items():
+        if dimension in BEYOND and dimension != "optimizer":
+            by_job = _BY_JOB.get(dimension, technique.code).format(settings=settings)
+            yield dimension, f"{technique.name!r} ({technique.about})", by_job
 
 
 class PlanConverter(_Converter):
     """torchtitan's ModelConverter for a plan of ``lb.fit``: checkpoints, recipe and precision of its model.
 
     ``config``: as of ``LowbitConverter``; its ``plan`` is a file that ``Plan.save`` wrote. ``plan``: a plan or a file,
-    which goes before. ``done_by_job``: names of ``BEYOND`` that the job does itself; a converter has neither batches
+    which goes before. ``done_by_job``: what of ``BEYOND`` the job does itself; a converter has neither batches
     nor optimizer. The plan is one of a whole model: of what FSDP shards each process holds its part.
     Raises ValueError without a plan; for what the plan asks for that neither a converter nor the job does, with what
     does it; for tensor and pipeline parallelism, and where torchtitan checkpoints activations too.
@@ -208,18 +208,16 @@ class PlanConverter(_Converter):
 
     def _refuse(self, done: Iterable[str]) -> None:
         settings, done = self.plan.settings, tuple(done)
-        unknown = set(done) - {row.name for row in BEYOND}
+        unknown = set(done) - set(BEYOND)
         if unknown:
             raise ValueError(
-                f"PlanConverter: done_by_job names {', '.join(sorted(unknown))}, and there is "
-                f"{', '.join(row.name for row in BEYOND)}"
+                f"PlanConverter: done_by_job names {', '.join(sorted(unknown))}, and there is {', '.join(BEYOND)}"
             )
-        for row in BEYOND:
-            if row.asked(settings) and row.name not in done:
-                what, remedy = (text.format(settings=settings) for text in (row.what, row.remedy))
+        for dimension, what, by_job in _beyond(settings):
+            if dimension not in done:
                 raise ValueError(
-                    f"PlanConverter: the plan asks for {what}, which no ModelConverter can do: {remedy}, and add "
-                    f"{row.name!r} to lowbit.done_by_job"
+                    f"PlanConverter: the plan asks for {what}, which no ModelConverter can do: {by_job}, and add "
+                    f"{dimension!r} to lowbit.done_by_job"
                 )
 
 

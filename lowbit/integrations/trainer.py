@@ -22,6 +22,7 @@ from lowbit.optim import offload_
 from lowbit.optim.offload import OFFLOADED
 from lowbit.plan import Plan
 from lowbit.plan.settings import Settings, elsewhere, optimizer_class, prepare_model_
+from lowbit.plan.techniques import WAY, in_use
 
 __all__ = ["RequireSharding", "plan_arguments"]
 
@@ -71,16 +72,13 @@ def plan_arguments(
     ``train()`` for a model or an optimizer that the plan did not make.
     """
     settings = plan.settings
-    if settings.gpus > 1:
-        raise ValueError(
-            f"trainer.plan_arguments: the plan is of {settings.gpus} processes that share the model, which "
-            f"plan.apply_(model) does and Trainer does not; plan with gpus=1, for the memory of one process"
-        )
-    if settings.offload_weights:
-        raise ValueError(
-            "trainer.plan_arguments: the plan keeps weights elsewhere while other blocks compute, and Trainer moves "
-            "them to its device; plan with no=('weights on disk',), or train by plan.apply_(model)"
-        )
+    for dimension, technique in in_use(settings).items():
+        if technique.acts == "placement":
+            instead = "gpus=1" if dimension == WAY else f"no=({technique.name!r},)"
+            raise ValueError(
+                f"trainer.plan_arguments: the plan has {technique.name!r} ({technique.about}), which plan.apply_ "
+                f"does and Trainer does not, since it places the model itself; plan with {instead}"
+            )
     for row in REFUSALS:
         if row.asked(args, settings):
             raise ValueError(

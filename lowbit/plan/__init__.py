@@ -7,5 +7,8 @@ from lowbit.plan.fitting import Plan, fit
 from lowbit.plan.sensitivities import sensitivity
 from lowbit.plan.serving import GenerationPlan
 from lowbit.plan.step_estimate import estimate
+from lowbit.plan.techniques import TECHNIQUES, Technique
 
-__all__ = ["GenerationPlan", "Plan", "Score", "Sensitivity", "estimate", "fit", "sensitivity"]
+__all__ = [
+    "TECHNIQUES", "GenerationPlan", "Plan", "Score", "Sensitivity", "Technique", "estimate", "fit", "sensitivity",
+]  # fmt: skip

@@ -1,7 +1,8 @@
-"""What to do when memory runs out: the usual techniques, each with what it saves in this model and what it costs.
+"""What to do when memory runs out: the techniques of ``TECHNIQUES``, each with what it saves in this model and what it
+costs.
 
-A technique is a row of ``TECHNIQUES``. Where an estimate can take it, it is estimated like the plain step; else its
-bytes follow from the kinds of bytes at the plain peak, which the row says.
+Where an estimate can take a technique, it is estimated like the plain step; else its bytes follow from the kinds of
+bytes at the plain peak.
 """
 
 from __future__ import annotations
@@ -9,42 +10,41 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch import nn
 
+from lowbit.distributed.ways import WAYS
 from lowbit.memory.estimator import Estimate
+from lowbit.plan.settings import Settings, prepare_model_
 from lowbit.plan.step_estimate import estimate
+from lowbit.plan.subject import Loss, Subject
+from lowbit.plan.techniques import Technique, techniques
 from lowbit.sizes import amount_changed, share_changed
 from lowbit.storage.bandwidth import bandwidth
 from lowbit.tables import aligned
-from lowbit.tiled import attention_, fuse_loss_
-from lowbit.tiled.fused_loss import answers_without_logits
-from lowbit.tiled.model_attention import attends_without_scores
-from lowbit.train import compress_activations_
+from lowbit.train.micro_batches import largest_part, samples
 
-__all__ = ["TECHNIQUES", "Advice", "Checklist", "Technique", "checklist"]
+__all__ = ["ADVISED", "Advice", "Advised", "Checklist", "NotHere", "Step", "checklist"]
 
 
 @dataclass(frozen=True)
 class Step:
     """A step of training, as ``lb.estimate`` takes it."""
 
-    model: nn.Module
-    batch: Any
-    loss: Callable[[Any, Any], Tensor] | None = None
-    recipe: str | None = None
+    subject: Subject
     optimizer: Any = "adamw"
-    checkpoint: Any = None
     precision: str | None = None
+    recipe: str | None = None
     prepare: Callable[[nn.Module], object] | None = None
     micro_batches: int = 1
 
     def estimated(self) -> Estimate:
         """The estimate of the step."""
+        one = self.subject
         return estimate(
-            self.model, self.batch, self.loss, self.recipe, self.optimizer, self.checkpoint, precision=self.precision,
+            one.model, one.batch, one.loss, self.recipe, self.optimizer, precision=self.precision,
             prepare=self.prepare, micro_batches=self.micro_batches,
         )  # fmt: skip
 
@@ -64,8 +64,10 @@ class Effect(NamedTuple):
 Measure = Callable[[Step, Estimate], Effect]
 
 
-class Technique(NamedTuple):
-    """``code``: a line that applies it. ``how``: its figures are estimated, or a sum of kinds at the plain peak."""
+class Advised(NamedTuple):
+    """A technique that is advised. ``code``: a line that applies it. ``how``: its figures are estimated, or a sum of
+    kinds at the plain peak.
+    """
 
     name: str
     code: str
@@ -110,21 +112,21 @@ class Checklist:
 def checklist(
     model: nn.Module,
     batch: Any,
-    loss: Callable[[Any, Any], Tensor] | None = None,
+    loss: Loss = None,
     optimizer: Any = "adamw",
     precision: str | None = None,
     recipe: str | None = None,
 ) -> Checklist:
-    """What each technique of ``TECHNIQUES`` saves of the peak of a step of training ``model`` on ``batch``, in bytes,
-    and the time that it adds, by estimates alone: nothing is computed, and ``model`` stays, on meta or not.
+    """What each technique of ``ADVISED`` saves of the peak of a step of training ``model`` on ``batch``, in bytes, and
+    the time that it adds, by estimates alone: nothing is computed, and ``model`` stays, on meta or not.
 
     The arguments are those of ``lb.estimate``. Times follow from arithmetic and traffic at the rates of this
     machine, and serve for comparison.
     Raises as ``lb.estimate``.
     """
-    step = Step(model, batch, loss, recipe, optimizer, None, precision)
+    step = Step(Subject(model, batch, loss), optimizer, precision, recipe)
     plain = step.estimated()
-    found = [_advice(technique, step, plain) for technique in TECHNIQUES]
+    found = [_advice(technique, step, plain) for technique in ADVISED]
     useless = [row for row in found if row.note]
     return Checklist(plain, sorted((row for row in found if not row.note), key=_rank) + useless)
 
@@ -134,14 +136,12 @@ def _rank(row: Advice) -> float:
     return -row.saves / max(row.time, 0.01)
 
 
-def _advice(technique: Technique, step: Step, plain: Estimate) -> Advice:
+def _advice(technique: Advised, step: Step, plain: Estimate) -> Advice:
     name, code, how = technique.name, technique.code, technique.how
     try:
         effect = technique.measure(step, plain)
     except NotHere as reason:
         return Advice(name, 0, 0.0, code, how, str(reason))
-    except ValueError as reason:
-        return Advice(name, 0, 0.0, code, how, str(reason).split(";")[0])
     time = effect.seconds / max(plain.seconds, 1e-12)
     if effect.saves <= 0:
         return Advice(name, 0, time, code, how, f"it does not lower the peak, which is in {plain.moment}")
@@ -149,31 +149,19 @@ def _advice(technique: Technique, step: Step, plain: Estimate) -> Advice:
 
 
 # -- how figures come about -------------------------------------------------------------------------------------------
-def _changed(**changes: Any) -> Measure:
-    """By an estimate of the step with these changes."""
+def _estimated(technique: Technique) -> Measure:
+    """By an estimate of the step with the technique."""
 
     def measure(step: Step, plain: Estimate) -> Effect:
-        for name, value in changes.items():
-            if getattr(step, name) == value:
-                raise NotHere(f"{name} is {value} already")
-        return _between(replace(step, **changes), plain)
-
-    return measure
-
-
-def _without(apply: Callable[[nn.Module], object], applies: Callable[[Step], bool], instead: str) -> Measure:
-    """By an estimate in which ``apply`` has changed the model. ``instead``: why it may do nothing."""
-
-    def measure(step: Step, plain: Estimate) -> Effect:
-        if not applies(step):
-            raise NotHere(instead)
-
-        def prepare(model: nn.Module) -> None:
-            apply(model)
-            if step.prepare is not None:
-                step.prepare(model)
-
-        return _between(replace(step, prepare=prepare), plain)
+        reason = technique.why_not(step.subject)
+        if reason is not None:
+            raise NotHere(reason.split(";")[0])
+        changed = step
+        for name, value in technique.changes.items():
+            changed = _CHANGES.get(name, partial(_prepared, name))(changed, value)
+        if changed == step:
+            raise NotHere(f"precision is {step.precision} already")
+        return _between(changed, plain)
 
     return measure
 
@@ -183,100 +171,103 @@ def _between(step: Step, plain: Estimate) -> Effect:
     return Effect(plain.peak_bytes - other.peak_bytes, other.seconds - plain.seconds)
 
 
-def _smaller(micro_batches: int) -> Measure:
-    """By an estimate of half the batch, once or twice a step."""
-
-    def measure(step: Step, plain: Estimate) -> Effect:
-        return _between(replace(step, batch=_half(step.batch), micro_batches=micro_batches), plain)
-
-    return measure
+def _prepared(name: str, step: Step, value: Any) -> Step:
+    """As plans prepare a model whose settings have this value alone."""
+    settings = Settings(**{name: value})
+    return replace(step, prepare=lambda model: prepare_model_(model, settings))
 
 
-def _half(batch: Any) -> Any:
-    rows = max((leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), default=0)
-    if rows < 2:
-        raise NotHere("the batch has one row")
-
-    def cut(leaf: Any) -> Any:
-        return leaf[: rows // 2] if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == rows else leaf
-
-    return tree_map(cut, batch)
+def _recipe(step: Step, recipe: str) -> Step:
+    if step.recipe is not None:
+        raise NotHere(f"recipe is {step.recipe} already")
+    return replace(step, recipe=recipe)
 
 
-def _bits(step: Step, plain: Estimate) -> Effect:
+def _bits(step: Step, bits: int) -> Step:
     if not isinstance(step.optimizer, str) or step.optimizer.endswith(("8bit", "4bit")):
         raise NotHere("the optimizer is one of few bits, or no name")
     name = step.optimizer.removesuffix("32bit").removesuffix("16bit")
-    return _between(replace(step, optimizer=f"{name}8bit"), plain)
+    return replace(step, optimizer=f"{name}{bits}bit")
 
 
-def _compressed(step: Step, plain: Estimate) -> Effect:
-    if step.recipe is not None:
-        raise NotHere(f"recipe is {step.recipe} already")
-    return _between(replace(step, recipe="fp8", precision="bf16", prepare=compress_activations_), plain)
+def _parts(step: Step, parts: int) -> Step:
+    rows = samples(step.subject.batch)
+    if rows < parts:
+        raise NotHere(f"the batch has {'one row' if rows == 1 else f'{rows} rows'}")
+    return replace(step, subject=replace(step.subject, batch=largest_part(step.subject.batch, parts)),
+                   micro_batches=parts)  # fmt: skip
 
 
-def _share(kinds: tuple[str, ...], share: float, moved: float = 0.0) -> Measure:
-    """By the bytes of these kinds at the plain peak, of which ``share`` goes; each is written and read ``moved`` times
-    in a step at the bandwidth of a directory.
+#: By field of the settings, how a step has a value; the rest is as plans prepare models.
+_CHANGES: dict[str, Callable[[Step, Any], Step]] = {
+    "mixed": lambda step, precision: replace(step, precision=precision),
+    "recipe": _recipe,
+    "bits": _bits,
+    "micro": _parts,
+}
+
+
+def _half(step: Step, plain: Estimate) -> Effect:
+    return _between(replace(_parts(step, 2), micro_batches=1), plain)
+
+
+def _moved(*kinds: str) -> Measure:
+    """By the bytes of these kinds at the plain peak, which are written and read in each step at the bandwidth of a
+    directory.
     """
 
     def measure(step: Step, plain: Estimate) -> Effect:
-        size = sum(plain.by_kind.get(kind, 0) for kind in kinds)
-        if not size:
-            raise NotHere(f"the peak has no {' and '.join(kinds)}")
-        if not moved:
-            return Effect(int(share * size), 0.0)
+        size = _sum(plain, kinds)
         at = bandwidth("cpu" if plain.device.type == "cuda" else tempfile.gettempdir())
-        return Effect(int(share * size), moved * size * (1 / at.write + 1 / at.read))
+        return Effect(size, size * (1 / at.write + 1 / at.read))
 
     return measure
+
+
+def _freed(step: Step, plain: Estimate) -> Effect:
+    return Effect(_sum(plain, ("gradients",)), 0.0)
+
+
+def _shared(way: str) -> Measure:
+    """By what one process holds of the parameters, gradients and states at the plain peak."""
+
+    def measure(step: Step, plain: Estimate) -> Effect:
+        parameters, gradients, states = (
+            sum(plain.by_kind.get(kind, 0) for kind in kinds) for kinds in (("parameters",), ("gradients",), _STATES)
+        )
+        held = WAYS[way].bytes(parameters, gradients, states, _PROCESSES)
+        return Effect(parameters + gradients + states - held, 0.0)
+
+    return measure
+
+
+def _sum(plain: Estimate, kinds: tuple[str, ...]) -> int:
+    size = sum(plain.by_kind.get(kind, 0) for kind in kinds)
+    if not size:
+        raise NotHere(f"the peak has no {' and '.join(kinds)}")
+    return size
 
 
 _STATES = ("optimizer state", "master copies")
 
-TECHNIQUES = (
-    Technique("a smaller batch: half", "DataLoader(..., batch_size=B // 2)", _smaller(1)),
-    Technique("accumulation: two halves a step", "lb.memory.micro_batches(batch, 2)", _smaller(2)),
-    Technique("mixed precision", 'lb.train.mixed_(model, "bf16")', _changed(precision="bf16")),
-    Technique(
-        "loss without logits", "lb.memory.fuse_loss_(model)",
-        _without(fuse_loss_, lambda step: step.loss is None and answers_without_logits(step.model, step.batch),
-                 "it is of causal language models of transformers that are given labels"),
-    ),
-    Technique(
-        "attention without scores", "lb.memory.attention_(model)",
-        _without(attention_, lambda step: attends_without_scores(step.model, step.batch),
-                 "no attention here holds scores that it could spare"),
-    ),
-    Technique("optimizer of 8 bits", "lb.optim.AdamW(params, bits=8)", _bits),
-    Technique("checkpoints: blocks", "lb.memory.checkpoint_(model)", _changed(checkpoint="block")),
-    Technique("checkpoints: attention", 'lb.memory.checkpoint_(model, "attention")', _changed(checkpoint="attention")),
-    Technique(
-        "checkpoints: all but products",
-        'lb.memory.checkpoint_(model, "save_matmuls")',
-        _changed(checkpoint="save_matmuls"),
-    ),
-    Technique("checkpoints: sqrt(N) segments", 'lb.memory.checkpoint_(model, "sqrt")', _changed(checkpoint="sqrt")),
-    Technique(
-        "FP8 with compressed activations",
-        'lb.train.prepare_(model, "fp8"); lb.train.compress_activations_(model)',
-        _compressed,
-    ),
-    Technique(
-        "steps in backward: gradients go at once", "lb.optim.in_backward_(model, lb.optim.AdamW)",
-        _share(("gradients",), 1.0), "sum of gradients",
-    ),
-    Technique(
-        "states of the optimizer elsewhere", "lb.optim.offload_(optimizer, directory)",
-        _share(_STATES, 1.0, 1.0), "sum of states",
-    ),
-    Technique(
-        "activations elsewhere", "with lb.memory.offload_activations(directory): ...",
-        _share(("activations",), 1.0, 1.0), "sum of activations",
-    ),
-    Technique(
-        "sharding over 8 processes (FSDP2)", "torch.distributed.fsdp.fully_shard(model)",
-        _share(("parameters", "gradients", *_STATES), 7 / 8), "sum of 7/8 of weights, gradients, states",
-    ),
-)  # fmt: skip
+#: How many processes share a model in the advice.
+_PROCESSES = 8
+
+
+def _advised(technique: Technique) -> Advised:
+    name, code, changes = technique.name, technique.code, technique.changes
+    if "offload_states" in changes:
+        return Advised(name, code, _moved(*_STATES), "sum of states")
+    if "offload_activations" in changes:
+        return Advised(name, code, _moved("activations"), "sum of activations")
+    if "way" in changes:
+        how = f"sum of weights, gradients, states; {_PROCESSES} processes"
+        return Advised(name, code, _shared(changes["way"]), how)
+    return Advised(name, code, _estimated(technique))
+
+
+ADVISED = (
+    Advised("half the batch", "DataLoader(..., batch_size=B // 2)", _half),
+    Advised("steps in backward", "lb.optim.in_backward_(model, lb.optim.AdamW)", _freed, "sum of gradients"),
+    *(_advised(technique) for technique in techniques() if technique.code and not technique.needs),
+)

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from lowbit.checkpointing.block_table import KEEP, OPTIONS, BlockOptions, BlockTable, block_table, blocks_of, options_of
-from lowbit.checkpointing.policies import Chosen
+from lowbit.checkpointing.block_table import KEEP, BlockOptions, BlockTable, block_table, blocks_of, options_of
+from lowbit.checkpointing.policies import POLICIES, Chosen
 from lowbit.memory.estimator import Estimate
 from lowbit.models.check import check_model
 from lowbit.plan.step_estimate import estimate
@@ -59,7 +59,8 @@ class CheckpointPlan:
     def why(self, block: str) -> str:
         """The reason of what is done with the block of that path. Raises KeyError for one that the plan has not."""
         name = self.options[block]
-        return f"{block}: {name}, {OPTIONS[name][1]}"
+        about = "all that backward needs of it is kept" if name == KEEP else f"of {POLICIES[name].about}"
+        return f"{block}: {name}, {about}"
 
     def chosen(self, model: nn.Module) -> list[Chosen]:
         """What of ``model`` is checkpointed. Raises AttributeError for a model without these blocks."""

@@ -18,8 +18,7 @@ from lowbit.demo.data import Corpus
 from lowbit.demo.experiment import Settings, model_of, trainers
 from lowbit.demo.loop import Interrupted, Trainer
 from lowbit.files import read_checked
-from lowbit.plan import Plan
-from lowbit.plan.fitting import CHOICES
+from lowbit.plan import TECHNIQUES, Plan
 from lowbit.plan.fitting.predict import Prediction
 from lowbit.plan.fitting.subject import Subject
 from lowbit.plan.settings import Settings as PlanSettings
@@ -155,8 +154,8 @@ def test_a_state_of_another_plan_is_refused_and_one_from_without_plans_is_read(c
 def test_a_plan_chooses_what_the_loop_does_and_the_plain_choice_elsewhere():
     names = set(planned._choices(None))
     assert {"adamw", "adamw8bit", "adamw4bit", "block", "everything kept", "memory", "disk"} <= names
-    assert names & {choice.name for choice in CHOICES["precision"]} == {"fp32", "as loaded"}, "both change nothing"
-    for row in CHOICES.values():
+    assert names & {choice.name for choice in TECHNIQUES["precision"]} == {"fp32", "as loaded"}, "both change nothing"
+    for row in TECHNIQUES.values():
         assert names & {choice.name for choice in row}, "no dimension is left to what the loop knows nothing of"
     assert set(planned._choices("adamw8bit")) == names - {"adamw", "adamw4bit"}
     with pytest.raises(

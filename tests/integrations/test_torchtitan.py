@@ -249,18 +249,21 @@ def test_a_job_names_the_file_of_a_plan(settings, job_does, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"micro": 4}, r"batches in 4 parts.*divide training.local_batch_size by 4, and add 'parts' to lowbit.done"),
+        ({"micro": 4}, r"'parts'.*divide training.local_batch_size by 4, and add 'parts' to lowbit.done"),
         ({"bits": 8}, r"AdamW with bits=8.*give the TrainSpec a build_optimizers_fn.*add 'optimizer'"),
         ({"mixed": "bf16"}, r"AdamW with bits=32.*add 'optimizer'"),
-        ({"offload_states": True}, r"states of the optimizer elsewhere.*call lowbit.optim.offload_.*add 'states'"),
-        ({"offload_activations": True}, r"enter lowbit.memory.offload_activations.*add 'activations'"),
+        ({"offload_states": True}, r"'disk' \(states.*call lb.optim.offload_.*add 'states'"),
+        (
+            {"offload_activations": True},
+            r"'activations on disk'.*with lb.memory.offload_activations.*add 'activations'",
+        ),
     ],
 )
 def test_what_a_converter_cannot_do_is_the_jobs(changes, message):
     plan = plan_of(Settings(**changes))
     with pytest.raises(ValueError, match=message):
         PlanConverter(plan=plan)
-    assert PlanConverter(plan=plan, done_by_job=tuple(row.name for row in BEYOND)).plan is plan
+    assert PlanConverter(plan=plan, done_by_job=BEYOND).plan is plan
 
 
 def test_plans_that_do_not_go_with_the_job_are_refused():
@@ -269,7 +272,9 @@ def test_plans_that_do_not_go_with_the_job_are_refused():
         PlanConverter(job())
     with pytest.raises(ValueError, match=r"has the plan 'plan.json'; name the converter of plans.*lowbit_plan"):
         LowbitConverter(job(plan="plan.json"))
-    with pytest.raises(ValueError, match=r"names part, and there is parts, optimizer, states, activations"):
+    with pytest.raises(
+        ValueError, match=r"names part, and there is optimizer, states, activations, weights, way, parts"
+    ):
         PlanConverter(plan=plan, done_by_job=("part",))
     with pytest.raises(ValueError, match=r"recomputes by 'block', and torchtitan by 'full'.*mode = 'none'"):
         PlanConverter(SimpleNamespace(activation_checkpoint=SimpleNamespace(mode="full")), plan=plan)

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lowbit as lb
-from lowbit.plan.checklist import TECHNIQUES, NotHere, Step
+from lowbit.plan.checklist import ADVISED, NotHere, Step
+from lowbit.plan.subject import Subject
 from lowbit.tiled.model_attention import attends_without_scores
 
 WIDTH, HEADS, LENGTH = 8, 4, 40
@@ -539,8 +540,8 @@ def test_doctor_and_fit_choose_it_where_it_spares_scores():
     def loss(y, batch):
         return F.cross_entropy(y.flatten(0, 1), batch[0].flatten())
 
-    technique = next(one for one in TECHNIQUES if one.name == "attention without scores")
-    step = Step(model, batch, loss)
+    technique = next(one for one in ADVISED if one.name == "attention without scores")
+    step = Step(Subject(model, batch, loss))
     plain = step.estimated()
     saved = technique.measure(step, plain).saves
     assert saved > 2 * 2 * 4 * 128 * 128 * 4
@@ -551,7 +552,7 @@ def test_doctor_and_fit_choose_it_where_it_spares_scores():
     assert attends_without_scores(asking, (torch.randn(1, 9, 8),) * 3)
     for other, given in ((GPT().train(), batch), (GPT(dropout=0.1).eval(), batch)):
         with pytest.raises(NotHere, match="no attention here holds scores"):
-            technique.measure(Step(other, given, loss), plain)
+            technique.measure(Step(Subject(other, given, loss)), plain)
 
 
 @pytest.mark.parametrize("call", ["bool and padding"])

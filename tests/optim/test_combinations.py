@@ -124,6 +124,15 @@ def profiled(tmp_path):
         pass
 
 
+def fitted(*names, dtype=torch.float32, **options):
+    """A plan that is asked for both."""
+
+    def run(tmp_path):
+        lb.fit(network().to(dtype), torch.ones(8, 64, dtype=dtype), "400%", quality="any", keep=names, **options)
+
+    return run
+
+
 def func(transform):
     """A gradient, or what else ``transform`` makes of a checkpointed model."""
 
@@ -209,7 +218,11 @@ RUNS = {
     "in_backward clip": (clip,),
     "in_backward accumulation": (accumulation,),
     "offload dtensor": (offload_sharded,),
-    "offload shard": (shard_offloaded,),
+    "offload shard": (shard_offloaded, fitted("zero1", "disk", gpus=2)),
+    "offload activations shard": (fitted("zero3", "memory", "activations on disk", gpus=2),),
+    "stream processes": (fitted("ddp", "disk", "weights on disk", gpus=2),),
+    "stochastic fp32": (fitted("fp32", "stochastic"),),
+    "stochastic fp16": (fitted("as loaded", "stochastic", dtype=torch.float16),),
     "stream dtensor": (stream_sharded,),
     "wrapped estimate": (estimate_wrapped, estimate_wrapped_by_fsdp),
     "dtensor estimate": (estimate_sharded,),

@@ -21,11 +21,12 @@ from torch import nn
 import lowbit as lb
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.memory import profile
-from lowbit.plan import Plan
+from lowbit.plan import TECHNIQUES, Plan
 from lowbit.plan.fitting import Run
-from lowbit.plan.fitting.adapt import CHANGES, FRUGAL, permits
+from lowbit.plan.fitting.adapt import permits
 from lowbit.plan.fitting.predict import Prediction
 from lowbit.plan.settings import Settings
+from lowbit.plan.techniques import FALLBACKS, LIVE
 
 CONFIG = GPTConfig(vocab=64, layers=3, heads=2, dim=32, hidden=64)
 ROWS = torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(0))
@@ -413,10 +414,10 @@ def test_a_run_without_a_plan_has_nothing_to_choose_from():
 
 
 def test_a_change_that_fails_leaves_the_run_as_it_was(tmp_path, monkeypatch):
-    assert {row.field for row in FRUGAL} == set(CHANGES)
+    assert {field for _, technique in FALLBACKS for field in technique.changes} == set(LIVE)
     run = made("plain", Settings(), tmp_path)
     run.step(ROWS)
-    monkeypatch.setitem(CHANGES, "offload_states", lambda *_: 1 / 0)
+    monkeypatch.setitem(LIVE, "offload_states", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run._change(replace(run.settings, checkpoint="block", offload_states=True))
     assert run.settings == Settings() and "Checkpointed" not in type(run.model.blocks[0]).__name__
@@ -426,5 +427,6 @@ def test_a_change_that_fails_leaves_the_run_as_it_was(tmp_path, monkeypatch):
 
 def test_states_on_disk_do_not_permit_activations_there():
     predictions = [Prediction(Settings(offload_states=away), 1, 1.0) for away in (False, True)]
-    assert permits(predictions, "offload_states", True) and not permits(predictions, "offload_activations", True)
-    assert permits([], "offload_activations", True)
+    states, activations = TECHNIQUES["states"][1], TECHNIQUES["activations"][1]
+    assert permits(predictions, states) and not permits(predictions, activations)
+    assert permits([], activations)

@@ -14,7 +14,7 @@ import lowbit as lb
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.memory import checkpoint_, profile, usual_loss
 from lowbit.optim.names import find_optimizer
-from lowbit.plan.checklist import TECHNIQUES, checklist
+from lowbit.plan.checklist import ADVISED, checklist
 
 CONFIG = GPTConfig(vocab=256, layers=3, heads=2, dim=128, hidden=256)
 
@@ -39,23 +39,23 @@ def test_what_is_said_is_what_is_saved():
     batch = torch.randint(256, (8, 128))
     found = checklist(GPT(CONFIG), batch)
     said = {row.name: row for row in found.advice}
-    assert said.keys() == {technique.name for technique in TECHNIQUES}
+    assert said.keys() == {technique.name for technique in ADVISED}
     plain = peak(lambda model: None, batch)
     assert found.plain.peak_bytes == pytest.approx(plain, rel=0.005)
     real = {
-        "a smaller batch: half": peak(lambda model: None, batch[:4]),
-        "checkpoints: blocks": peak(checkpoint_, batch),
-        "checkpoints: attention": peak(lambda model: checkpoint_(model, "attention"), batch),
-        "mixed precision": peak(lb.train.mixed_, batch),
-        "optimizer of 8 bits": peak(lambda model: None, batch, "adamw8bit"),
+        "half the batch": peak(lambda model: None, batch[:4]),
+        "block": peak(checkpoint_, batch),
+        "attention": peak(lambda model: checkpoint_(model, "attention"), batch),
+        "bf16": peak(lb.train.mixed_, batch),
+        "adamw8bit": peak(lambda model: None, batch, "adamw8bit"),
     }
     for name, held in real.items():
         assert plain - said[name].saves == pytest.approx(held, rel=0.01), name
-    assert said["states of the optimizer elsewhere"].saves == found.plain.by_kind["optimizer state"]
-    assert said["checkpoints: blocks"].time > said["checkpoints: attention"].time > 0
-    assert said["a smaller batch: half"].time < -0.3
-    (line,) = (line for line in str(found).splitlines() if line.startswith("a smaller batch: half"))
-    assert re.match(r"a smaller batch: half +\S+ [KM]iB less +\d+% less +\d+% less +estimated", line), line
+    assert said["disk"].saves == found.plain.by_kind["optimizer state"]
+    assert said["block"].time > said["attention"].time > 0
+    assert said["half the batch"].time < -0.3
+    (line,) = (line for line in str(found).splitlines() if line.startswith("half the batch"))
+    assert re.match(r"half the batch +\S+ [KM]iB less +\d+% less +\d+% less +estimated", line), line
 
 
 def test_what_does_nothing_comes_last_with_its_reason():
@@ -63,10 +63,10 @@ def test_what_does_nothing_comes_last_with_its_reason():
     model = nn.Sequential(nn.Linear(1024, 1024))
     found = checklist(model, torch.zeros(1, 1024), precision="bf16", optimizer="adamw8bit")
     notes = {row.name: row.note for row in found.advice}
-    assert notes["mixed precision"] == "precision is bf16 already"
-    assert "few bits" in notes["optimizer of 8 bits"]
-    assert notes["a smaller batch: half"] == "the batch has one row"
-    assert "no ModuleList" in notes["checkpoints: blocks"]
+    assert notes["bf16"] == "precision is bf16 already"
+    assert "few bits" in notes["adamw8bit"]
+    assert notes["half the batch"] == "the batch has one row"
+    assert "no ModuleList" in notes["block"]
     useful = [bool(row.note) for row in found.advice]
     assert useful == sorted(useful)
     assert json.dumps(found.as_dict()) and "precision is bf16 already" in str(found)
@@ -74,7 +74,7 @@ def test_what_does_nothing_comes_last_with_its_reason():
 
 def test_the_command(run, tmp_path, monkeypatch):
     said = json.loads(run("doctor", "--memory", "demo", "--batch", "2", "--length", "32", "--json"))
-    assert said["plain"]["peak_bytes"] > 0 and len(said["advice"]) == len(TECHNIQUES)
+    assert said["plain"]["peak_bytes"] > 0 and len(said["advice"]) == len(ADVISED)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine_to_fit.py").write_text(
         "import torch\n\ndef made():\n    return torch.nn.Linear(4, 4), torch.zeros(2, 4)\n"

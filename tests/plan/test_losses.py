@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 import lowbit as lb
-from lowbit.plan import Plan
-from lowbit.plan.fitting.choices import CHOICES, NOISE, described, most_of, quality_of
+from lowbit.plan import TECHNIQUES, Plan
+from lowbit.plan.fitting.choices import NOISE, described, most_of, quality_of
 from lowbit.plan.settings import Settings
+from lowbit.plan.techniques import techniques
 
 ROWS = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 
@@ -27,9 +28,8 @@ def planned(budget, **options):
 
 
 def test_a_gain_counts_as_zero_and_fewer_bits_as_no_less_than_more():
-    for row in CHOICES.values():
-        for choice in row:
-            assert choice.counted >= max(choice.loss, 0)
+    for technique in techniques():
+        assert technique.counted >= max(technique.loss, 0)
     by_bits = [described(Settings(bits=bits))["optimizer"].counted for bits in (32, 8, 4)]
     assert by_bits == sorted(by_bits)
     assert quality_of(Settings(bits=4, mixed="bf16")) == pytest.approx(by_bits[2]) and by_bits[2] > 0
@@ -47,7 +47,7 @@ def test_losses_of_a_caller_replace_the_records(tmp_path):
     assert most_of((), 0.3, {"bf16": 0.02}).lost(Settings(mixed="bf16")) == 2.0
     plan = planned("100%", losses={"bf16": 0.02})
     assert plan.settings.mixed is None  # nor fp8, whose other ops are in bf16
-    given = {one.name: one.by({"bf16": 0.02, "fp8": 0.03}).counted for one in CHOICES["precision"]}
+    given = {one.name: one.by({"bf16": 0.02, "fp8": 0.03}).counted for one in TECHNIQUES["precision"]}
     assert given["fp32"] == 0 and given["bf16"] == given["mxfp8"] == 2 and given["fp8"] == given["fp8-compressed"] == 3
     asked = planned("100%", keep=("bf16",), losses={"bf16": 0.02, "adamw8bit": -0.5})
     assert asked.settings.mixed == "bf16" and "2.00% more (given)" in str(asked) and "given: bf16" in str(asked)

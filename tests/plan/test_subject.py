@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowbit as lb
-from lowbit.plan import Plan
-from lowbit.plan.fitting import CHOICES, Run
-from lowbit.plan.fitting.adapt import more_frugal, permits
-from lowbit.plan.fitting.choices import PARTS
+from lowbit.plan import TECHNIQUES, Plan
+from lowbit.plan.fitting import Run
+from lowbit.plan.fitting.adapt import fallback, permits
 from lowbit.plan.settings import Settings
+from lowbit.plan.subject import Subject
+from lowbit.plan.techniques import PARTS
 
 INPUTS, CLASSES = torch.randn(64, 32), torch.randint(10, (64,))
 
@@ -175,7 +176,7 @@ def test_plans_without_parts_are_in_one_and_stay_so():
     loss = lambda output, batch: F.cross_entropy(output, batch[1])
     plan = lb.fit(classifier(), (INPUTS, CLASSES), "100%", loss, no=("parts",), keep=("fp32",))
     predictions = list(plan._others.values())
-    assert {one.settings.micro for one in predictions} == {1} and not permits(predictions, "micro", 2)
+    assert {one.settings.micro for one in predictions} == {1} and not permits(predictions, TECHNIQUES[PARTS][1])
     kept = lb.fit(classifier(), (INPUTS, CLASSES), "100%", loss, keep=("fp32", "parts"))
     assert kept.settings.micro == 2 and "2 parts" in kept.table()
     with pytest.raises(ValueError, match="the batch has no 'parts': it has one row"):
@@ -187,7 +188,7 @@ def test_parts_of_a_batch_norm_have_two_rows_at_least():
     plan = lb.fit(model, (INPUTS[:63], CLASSES[:63]), "60%", lambda output, batch: F.cross_entropy(output, batch[1]))
     assert max(one.settings.micro for one in plan._others.values()) == 24
     assert plan.apply_(model).step((INPUTS[:63], CLASSES[:63])) > 0
-    few = more_frugal(Settings(micro=31), model.train(), INPUTS[:63])
+    few = fallback(Settings(micro=31), Subject(model.train(), INPUTS[:63]))
     assert few is not None and few.micro == 31
 
 
@@ -205,9 +206,10 @@ def test_a_loss_that_is_no_mean_over_rows_is_told_of_in_parts(tmp_path):
 
 
 def test_a_loss_among_rows_that_transformers_names_is_not_taken_in_parts():
-    parts = next(choice for choice in CHOICES[PARTS] if choice.name == "parts")
-    assert not parts.applies(nn.Linear(1, 1), {"return_loss": True}, None)
-    assert parts.applies(nn.Linear(1, 1), {"return_loss": False}, None) and parts.applies(nn.Linear(1, 1), INPUTS, None)
+    parts = next(technique for technique in TECHNIQUES[PARTS] if technique.name == "parts")
+    assert parts.why_not(Subject(nn.Linear(1, 1), {"return_loss": True})) == "its loss is among rows"
+    for batch in ({"return_loss": False}, INPUTS):
+        assert parts.why_not(Subject(nn.Linear(1, 1), batch)) is None
 
 
 def test_options_of_the_optimizer_are_looked_at_before_the_model_changes():

@@ -69,16 +69,21 @@ def test_the_command_line_asks_for_a_text(name):
 
 
 def test_a_choice_that_does_nothing_says_why():
-    from lowbit.plan.fitting.choices import CHOICES
+    from lowbit.plan.subject import Subject
+    from lowbit.plan.techniques import TECHNIQUES
 
     model = net()
     lb.quantize_(model, "nf4", skip=())
     model.append(nn.Linear(32, 32))
-    fp8 = next(choice for choice in CHOICES["precision"] if choice.name == "fp8")
-    assert not fp8.applies(model, BATCHES[0], None)
-    assert "0 is quantized already (recipe nf4)" in fp8.reason(model) and "\n" not in fp8.reason(model)
-    adamw8bit = next(choice for choice in CHOICES["optimizer"] if choice.name == "adamw8bit")
-    assert adamw8bit.applies(model, BATCHES[0], None), "codes are no reason against the states of what trains"
+    fp8, adamw8bit = (
+        next(technique for technique in TECHNIQUES[dimension] if technique.name == name)
+        for dimension, name in (("precision", "fp8"), ("optimizer", "adamw8bit"))
+    )
+    reason = fp8.why_not(Subject(model, BATCHES[0]))
+    assert reason is not None and "0 is quantized already (recipe nf4)" in reason and "\n" not in reason
+    assert adamw8bit.why_not(Subject(model, BATCHES[0])) is None, (
+        "codes are no reason against the states of what trains"
+    )
 
 
 def test_a_step_beside_a_checkpoint_has_its_time():

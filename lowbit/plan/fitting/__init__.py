@@ -1,12 +1,11 @@
 """A budget in bytes goes in, the fastest training that fits comes out.
 
-``choices`` is the table of what may be chosen, ``predict`` says what each combination takes by estimates, ``search``
+``choices`` says which techniques may be chosen, ``predict`` what each combination takes by estimates, ``search``
 takes the fastest that fits, ``plan`` is the result, and ``run`` trains by it.
 """
 
-from lowbit.plan.fitting.choices import CHOICES, Choice
 from lowbit.plan.fitting.plan import Plan
 from lowbit.plan.fitting.run import Run
 from lowbit.plan.fitting.search import fit
 
-__all__ = ["CHOICES", "Choice", "Plan", "Run", "fit"]
+__all__ = ["Plan", "Run", "fit"]

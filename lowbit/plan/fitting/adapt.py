@@ -1,8 +1,8 @@
 """What lets a run adapt: to memory that runs out in a step, and to another budget in the middle of training.
 
-``FRUGAL`` is the table of what takes less memory, in the order in which it is tried. ``CHANGES`` is the table of what
-may change of a model and an optimizer that train; all other settings are arithmetic, which stays. ``Before`` and
-``Marks`` are what a step that fails is put back to.
+The rows of ``TECHNIQUES`` say what takes less memory, in which order it is tried, and what may change of a model and an
+optimizer that train; all other settings are arithmetic, which stays. ``Before`` and ``Marks`` are what a step that
+fails is put back to.
 """
 
 from __future__ import annotations
@@ -12,24 +12,21 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from lowbit.checkpointing.apply import checkpoint_, uncheckpoint_
-from lowbit.checkpointing.policies import choose
 from lowbit.models.writes import HeldBuffers
-from lowbit.optim import offload_, unoffload_
-from lowbit.plan.settings import Settings, policy_of
+from lowbit.plan.settings import Settings
+from lowbit.plan.subject import Subject
+from lowbit.plan.techniques import FALLBACKS, LIVE, TECHNIQUES, Technique, technique_of
 from lowbit.sizes import amount
-from lowbit.train.micro_batches import micro_batches, samples
 from lowbit.train.states import State
 
 __all__ = [
-    "CHANGES", "FRUGAL", "RANDOM_BYTES", "TRIES", "Before", "Frugal", "Marks", "Predicted", "alike", "change_",
-    "copies_of_buffers", "difference", "fastest", "least_rows", "more_frugal", "permits", "recompute_",
+    "RANDOM_BYTES", "TRIES", "Before", "Marks", "Predicted", "alike", "change_", "copies_of_buffers", "difference",
+    "fallback", "fastest", "permits",
 ]  # fmt: skip
 
 
@@ -44,58 +41,6 @@ class Predicted(Protocol):
     def seconds(self) -> float: ...
 
 
-# -- what takes less memory -------------------------------------------------------------------------------------------
-class Frugal(NamedTuple):
-    """One way to less memory: ``next(settings, model, batch)`` is the value of ``field`` that takes less, or None. A
-    plan permits it where one of its predictions is ``like`` it.
-    """
-
-    field: str
-    next: Callable[[Settings, nn.Module, Any], Any]
-    like: Callable[[Settings, Any], bool]
-
-
-#: Policies of checkpointing, each of which keeps less than those before.
-_POLICIES = (None, "attention", "save_matmuls", "sqrt", "block")
-
-
-def least_rows(model: nn.Module) -> int:
-    """The rows that a part has at least: in training BatchNorm refuses a single value a channel."""
-    return 2 if any(isinstance(one, _BatchNorm) and one.training for one in model.modules()) else 1
-
-
-def _more_parts(settings: Settings, model: nn.Module, batch: Any) -> int | None:
-    try:
-        rows = samples(batch)
-        more = min(2 * settings.micro, max(rows // least_rows(model), 1))
-        micro_batches(batch, more)
-    except ValueError:  # a batch that cannot be split
-        return None
-    return more if more > settings.micro else None
-
-
-def _more_recomputed(settings: Settings, model: nn.Module, batch: Any) -> str | None:
-    known = settings.checkpoint in _POLICIES
-    later = _POLICIES[_POLICIES.index(settings.checkpoint) + 1 :] if known else _POLICIES[-1:]
-    return next((policy for policy in later if policy is not None and _applies(model, policy)), None)
-
-
-def _applies(model: nn.Module, policy: str) -> bool:
-    """Whether the model has what the policy looks for."""
-    try:
-        return bool(choose(model, policy))
-    except ValueError:
-        return False
-
-
-def _activations_elsewhere(settings: Settings, model: nn.Module, batch: Any) -> bool | None:
-    return None if settings.offload_activations else True
-
-
-def _states_elsewhere(settings: Settings, model: nn.Module, batch: Any) -> bool | None:
-    return None if settings.offload_states else True
-
-
 #: The bytes of torch's random state on the CPU, which a step keeps until it is done.
 RANDOM_BYTES = torch.get_rng_state().numel()
 
@@ -103,65 +48,39 @@ RANDOM_BYTES = torch.get_rng_state().numel()
 #: and how often a search chooses options of blocks again within less.
 TRIES = 6
 
-#: What is tried where memory runs out, in this order.
-FRUGAL = (
-    Frugal("micro", _more_parts, lambda planned, value: planned.micro > 1),
-    Frugal("checkpoint", _more_recomputed, lambda planned, value: planned.checkpoint == value),
-    Frugal("offload_activations", _activations_elsewhere, lambda planned, value: planned.offload_activations),
-    Frugal("offload_states", _states_elsewhere, lambda planned, value: planned.offload_states),
-)
 
-
-def more_frugal(
-    settings: Settings, model: nn.Module, batch: Any, predictions: Sequence[Predicted] = ()
-) -> Settings | None:
+# -- what takes less memory -------------------------------------------------------------------------------------------
+def fallback(settings: Settings, subject: Subject, predictions: Sequence[Predicted] = ()) -> Settings | None:
     """The next settings that take less memory and are permitted; None where none are left."""
-    for row in FRUGAL:
-        value = row.next(settings, model, batch)
-        if value is not None and permits(predictions, row.field, value):
-            return replace(settings, **{row.field: value})
+    for dimension, technique in FALLBACKS:
+        if technique.more is not None:
+            changes = technique.more(settings, subject)
+        elif _takes_less(technique, dimension, settings) and technique.why_not(subject) is None:
+            changes = technique.changes
+        else:
+            continue
+        if changes and permits(predictions, technique):
+            return replace(settings, **changes)
     return None
 
 
-def permits(predictions: Sequence[Predicted], field: str, value: Any) -> bool:
-    """Whether a plan with these predictions may have the value; without predictions there is no plan that says no."""
-    like = next(row.like for row in FRUGAL if row.field == field)
-    return not predictions or any(like(one.settings, value) for one in predictions)
+def _takes_less(technique: Technique, dimension: str, settings: Settings) -> bool:
+    """Whether it takes less memory than what the settings have of its dimension. Only the last of a dimension surely
+    takes less than what is no fallback.
+    """
+    now = technique_of(dimension, settings)
+    if now is TECHNIQUES[dimension][0]:
+        return True
+    order = [one for other, one in FALLBACKS if other == dimension]
+    return technique in order[order.index(now) + 1 :] if now in order else technique is order[-1]
+
+
+def permits(predictions: Sequence[Predicted], technique: Technique) -> bool:
+    """Whether a plan with these predictions may have it; without predictions there is no plan that says no."""
+    return not predictions or any(technique.is_on(one.settings) for one in predictions)
 
 
 # -- what may change in the middle of training ------------------------------------------------------------------------
-def recompute_(model: nn.Module, checkpoint: str | tuple[str, ...] | None) -> None:
-    """Let backward of ``model`` recompute by another policy than it does, in place."""
-    if checkpoint is None:
-        uncheckpoint_(model)
-    else:
-        checkpoint_(model, policy_of(model, checkpoint))
-
-
-def _checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Any, where: str) -> None:
-    recompute_(model, checkpoint)
-
-
-def _place_states(model: nn.Module, optimizer: torch.optim.Optimizer, away: bool, where: str) -> None:
-    if away:
-        offload_(optimizer, where)
-    else:
-        unoffload_(optimizer)
-
-
-def _read_at_each_step(model: nn.Module, optimizer: torch.optim.Optimizer, value: Any, where: str) -> None:
-    """A step reads the setting itself."""
-
-
-#: By field of the settings, what gives a live model and optimizer another value of it.
-CHANGES: dict[str, Callable[[nn.Module, torch.optim.Optimizer, Any, str], None]] = {
-    "checkpoint": _checkpoint,
-    "offload_states": _place_states,
-    "offload_activations": _read_at_each_step,
-    "micro": _read_at_each_step,
-}
-
-
 def change_(model: nn.Module, optimizer: torch.optim.Optimizer, before: Settings, after: Settings, where: str) -> None:
     """Take a model and its optimizer from settings to others, in place; where that raises they are as before.
 
@@ -170,17 +89,17 @@ def change_(model: nn.Module, optimizer: torch.optim.Optimizer, before: Settings
     """
     if not alike(before, after):
         raise ValueError(
-            f"expected settings of the same arithmetic, got {difference(before, after)}; {', '.join(CHANGES)} may "
+            f"expected settings of the same arithmetic, got {difference(before, after)}; {', '.join(LIVE)} may "
             f"change in the middle of training, for others plan anew and load a checkpoint"
         )
     done: list[str] = []
     try:
         for field in _changed(before, after):
-            CHANGES[field](model, optimizer, getattr(after, field), where)
+            LIVE[field](model, optimizer, getattr(after, field), where)
             done.append(field)
     except BaseException:
         for field in reversed(done):
-            CHANGES[field](model, optimizer, getattr(before, field), where)
+            LIVE[field](model, optimizer, getattr(before, field), where)
         raise
 
 
@@ -190,7 +109,7 @@ def _changed(before: Settings, after: Settings) -> list[str]:
 
 def alike(one: Settings, other: Settings) -> bool:
     """Whether both have the same arithmetic."""
-    return CHANGES.keys() >= set(_changed(one, other))
+    return LIVE.keys() >= set(_changed(one, other))
 
 
 def difference(before: Settings, after: Settings) -> str:

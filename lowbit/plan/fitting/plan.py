@@ -15,7 +15,7 @@ from lowbit.machine import cpu_name
 from lowbit.memory import heap
 from lowbit.plan.base import BasePlan, plain_values
 from lowbit.plan.fitting.adapt import alike
-from lowbit.plan.fitting.choices import NOISE, PARTS, described, quality_of, words
+from lowbit.plan.fitting.choices import NOISE, described, quality_of, words
 from lowbit.plan.fitting.comparison import Comparison
 from lowbit.plan.fitting.plot import plot
 from lowbit.plan.fitting.predict import Prediction
@@ -23,6 +23,7 @@ from lowbit.plan.fitting.rows import Rows
 from lowbit.plan.fitting.run import Run
 from lowbit.plan.fitting.subject import Subject
 from lowbit.plan.settings import Settings
+from lowbit.plan.techniques import PARTS
 from lowbit.processes import processes
 from lowbit.sizes import amount, amount_changed, share_changed
 from lowbit.tables import aligned

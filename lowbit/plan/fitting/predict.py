@@ -18,17 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lowbit.checkpointing.block_table import KEEP, OPTIONS, BlockTable, block_table, blocks_of, options_of, parts_of
-from lowbit.checkpointing.policies import choose
+from lowbit.checkpointing.block_table import KEEP, BlockTable, block_table, blocks_of, options_of, parts_of
+from lowbit.checkpointing.policies import POLICIES
 from lowbit.memory.estimator import Estimate, estimate_step
 from lowbit.optim.offload import CHUNK_BYTES, LEAST_BYTES
 from lowbit.plan.checkpoints import Option, best, choices_of, peak_of
-from lowbit.plan.fitting.adapt import RANDOM_BYTES, copies_of_buffers, least_rows, recompute_
+from lowbit.plan.fitting.adapt import RANDOM_BYTES, copies_of_buffers
 from lowbit.plan.fitting.comparison import Comparison, compare, is_mean_of_cross_entropies
 from lowbit.plan.fitting.link import DEFAULTS, exchange_seconds
 from lowbit.plan.fitting.sharing import Sharing, share_
 from lowbit.plan.fitting.streaming import Streaming
 from lowbit.plan.settings import ARITHMETIC, Settings, accumulate, elsewhere, make_optimizer, prepare_model_
+from lowbit.plan.techniques import least_rows, recompute_
 from lowbit.storage.bandwidth import bandwidth
 from lowbit.train.micro_batches import largest_part, samples
 
@@ -107,7 +108,7 @@ class Predictor:
     loss: Callable[[Any, Any], Tensor] | None = None
     #: Bytes a second that one of several processes sends.
     bandwidth: float = DEFAULTS["cpu"]
-    #: What the model trains by already; predictions are then of these settings with others of ``CHANGES``.
+    #: What the model trains by already; predictions are then of these settings with others of ``LIVE``.
     trains: Settings | None = None
     #: Whether the batch may be taken in parts.
     parts: bool = True
@@ -144,10 +145,7 @@ class Predictor:
 
     def applies(self, policy: str | None) -> bool:
         """Whether the model has what the policy of checkpoints looks for."""
-        try:
-            return policy is None or bool(choose(self.model, policy))
-        except ValueError:
-            return False
+        return policy is None or bool(POLICIES[policy].choose(self.model))
 
     @cached_property
     def _splits(self) -> bool:
@@ -324,7 +322,7 @@ class Predictor:
 
     def _line(self, arithmetic: Settings, policy: str) -> _Line:
         checkpoint: Any = None if policy == KEEP else policy
-        if policy in OPTIONS and policy != KEEP:
+        if policy != KEEP and POLICIES[policy].block is not None:
             checkpoint = (policy,) * len(self.blocks)
         settings = replace(arithmetic, checkpoint=checkpoint)
         whole = block_table(self._passed(settings, 1), self.blocks)

@@ -24,20 +24,25 @@ from lowbit.plan.fitting.adapt import (
     Predicted,
     change_,
     difference,
+    fallback,
     fastest,
-    more_frugal,
     permits,
 )
 from lowbit.plan.fitting.predict import Predictor
 from lowbit.plan.fitting.rows import Rows, RowWatch, rows_of
 from lowbit.plan.fitting.subject import PLANNED, check_mode
 from lowbit.plan.settings import Settings, accumulate, arrange_, elsewhere, make_optimizer, require_processes, sharded
+from lowbit.plan.subject import Subject
+from lowbit.plan.techniques import techniques
 from lowbit.processes import processes
 from lowbit.sizes import budget_in
 from lowbit.tiled.fused_loss import has_causal_loss
 from lowbit.train.micro_batches import micro_batches
 
 __all__ = ["Run"]
+
+#: What a run takes when memory runs out in the optimizer's step.
+_STATES = next(technique for technique in techniques() if technique.name == "disk")
 
 
 class Run:
@@ -80,8 +85,8 @@ class Run:
         """One step of training on a batch, in as many parts as planned; returns its mean loss before the step.
 
         Parts are weighed by their rows, under a model's own loss by their ``labels`` other than -100.
-        Where memory runs out, all that the attempt has moved is put back, ``settings`` take less memory by a row of
-        ``FRUGAL``, a warning says which, and the step is taken again. A step that fails otherwise before the
+        Where memory runs out, all that the attempt has moved is put back, ``settings`` take less memory by the next of
+        ``FALLBACKS``, a warning says which, and the step is taken again. A step that fails otherwise before the
         optimizer's is put back too. A batch that is larger than the planned one is warned of.
         Raises RuntimeError where memory runs out with nothing left that takes less, with all as before the step; and
         where it runs out after the optimizer has moved some of its parameters, which nothing puts back. Raises as
@@ -165,7 +170,7 @@ class Run:
             # The error is gone by now, and the activations that its frames held with it.
             before.put_back()
             reclaim()
-            after = more_frugal(self.settings, self.model, batch, self._predictions)
+            after = fallback(self.settings, Subject(self.model, batch), self._predictions)
             if after is None:
                 tried = difference(first, self.settings)
                 self._change(first)
@@ -279,7 +284,7 @@ class Run:
             marks.put_back()
             reclaim()
             shared = self.settings.gpus > 1
-            if shared or self.settings.offload_states or not permits(self._predictions, "offload_states", True):
+            if shared or self.settings.offload_states or not permits(self._predictions, _STATES):
                 before.put_back()
                 raise RuntimeError(
                     f"run.step: memory ran out in the optimizer's step ({said}) before anything moved, and its states "
@@ -287,7 +292,7 @@ class Run:
                     f"optimizer and random states are as before the step; plan with 'adamw8bit' or with 'disk' "
                     f"allowed, or end other processes that hold memory"
                 )
-            self._change(replace(self.settings, offload_states=True))
+            self._change(replace(self.settings, **_STATES.changes))
             warn(f"run.step: memory ran out in the optimizer's step ({said}) before anything moved; its states lie in "
                  f"{self._where} from now on, and the step goes on")  # fmt: skip
 

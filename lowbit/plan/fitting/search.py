@@ -17,20 +17,14 @@ from lowbit.models.batches import given
 from lowbit.models.check import check_model
 from lowbit.plan.fitting.adapt import TRIES
 from lowbit.plan.fitting.choices import (
-    LAST,
-    PARTS,
-    PLANNED,
     QUALITY,
-    Choice,
     Most,
     allowed,
     combinations,
     described,
     has_half,
-    loaded,
     most_of,
     plainer_by_dimension,
-    possible,
     words,
 )
 from lowbit.plan.fitting.comparison import Comparison
@@ -40,6 +34,8 @@ from lowbit.plan.fitting.predict import Prediction, Predictor
 from lowbit.plan.fitting.subject import check_mode, subject_of
 from lowbit.plan.serving import GenerationPlan, serve
 from lowbit.plan.settings import ARITHMETIC, Settings
+from lowbit.plan.subject import Subject
+from lowbit.plan.techniques import LAST, PARTS, PLANNED, Technique, conflict, loaded
 from lowbit.progress import Progress, reporting
 from lowbit.sizes import amount, budget_in
 
@@ -111,7 +107,7 @@ def fit(
     peak of plain training, ``"50%"``. ``batch`` and ``loss``: as ``lb.estimate`` takes them; the batch may be
     taken in parts, whose gradients add up to those of the whole. ``keep``: names that the plan has to have, of its
     precision (``fp32``, ``bf16``, a recipe such as ``fp8``), optimizer (``adamw``, ``adamw8bit``), checkpoint policy
-    and so on, see ``lowbit.plan.fitting.CHOICES``; ``no``: names that it must not have, such as ``disk``.
+    and so on, see ``lowbit.plan.TECHNIQUES``; ``no``: names that it must not have, such as ``disk``.
     ``quality``: by how many percent the choices together may raise the loss: the sum of what was recorded of the demo's
     GPT for each that raises it and is not in ``keep``; ``"any"`` lifts that. ``losses``: by name of a choice the
     relative change of the loss that you have measured, such as ``{"bf16": 0.02}`` for 2% more, in place of the record.
@@ -192,7 +188,7 @@ def fits(
     given(batch)
     most = most_of(keep, quality, losses)
     choices = allowed(keep, no, most, group.gpus, group.group_size)
-    choices = dict(_applicable(choices, model, batch, loss))
+    choices = dict(_applicable(choices, Subject(model, batch, loss)))
     parts = any(choice.name == "parts" for choice in choices[PARTS])
     predictor = Predictor(model, batch, loss, group.bandwidth, parts=parts)
     progress("plain training", 0, 1)
@@ -213,33 +209,33 @@ def fits(
 
 
 def _applicable(
-    choices: Mapping[str, tuple[Choice, ...]], model: nn.Module, batch: Any, loss: Any
-) -> Iterator[tuple[str, tuple[Choice, ...]]]:
+    choices: Mapping[str, tuple[Technique, ...]], subject: Subject
+) -> Iterator[tuple[str, tuple[Technique, ...]]]:
     """Of each dimension the choices that do something here. Raises ValueError where none does."""
+    kind = type(subject.model).__name__
     for dimension, row in choices.items():
-        found = tuple(choice for choice in row if choice.applies(model, batch, loss))
+        reasons = {choice: choice.why_not(subject) for choice in row}
+        found = tuple(choice for choice, reason in reasons.items() if reason is None)
         if not found:
             names = ", ".join(repr(choice.name) for choice in row)
             if row[0].name == "fp32":
                 raise ValueError(
-                    f"fit: {names} is of a model in fp32, and this {type(model).__name__} has weights in "
-                    f"{loaded(model)}; keep "
+                    f"fit: {names} is of a model in fp32, and this {kind} has weights in {loaded(subject.model)}; keep "
                     f"'as loaded', or call model.float() before you plan"
                 )
             raise ValueError(
-                f"fit: {names} does nothing for this {type(model).__name__}, its batch and its loss; leave it out of "
-                f"keep{row[0].reason(model)}"
+                f"fit: {names} does nothing for this {kind}, its batch and its loss; leave it out of keep: "
+                f"{reasons[row[0]]}"
             )
         yield dimension, found
 
 
-def _tried(choices: Mapping[str, tuple[Choice, ...]], gpus: int) -> Iterator[Mapping[str, tuple[Choice, ...]]]:
+def _tried(choices: Mapping[str, tuple[Technique, ...]], gpus: int) -> Iterator[Mapping[str, tuple[Technique, ...]]]:
     """The choices of a search, and those of another one where nothing fits."""
     first, *others = choices[LAST]
     yield {**choices, LAST: (first,)}
-    if others and any(
-        map(possible, (replace(one, gpus=gpus) for one in combinations([tuple(others), choices["states"]])))
-    ):
+    found = combinations([tuple(others), choices["states"]]) if others else []
+    if any(conflict(replace(one, gpus=gpus)) is None for one in found):
         yield {**choices, LAST: tuple(others)}
 
 
@@ -261,7 +257,7 @@ class _Search:
     def __init__(
         self,
         predictor: Predictor,
-        choices: Mapping[str, tuple[Choice, ...]],
+        choices: Mapping[str, tuple[Technique, ...]],
         limit: int,
         group: Together,
         most: Most,
@@ -293,9 +289,7 @@ class _Search:
         self._arithmetics = [one for one in arithmetics if self._all(one)]
         if not self._arithmetics:
             raise ValueError(
-                "fit: the choices that keep, no and quality leave do not go together: 'stochastic' is of weights in "
-                "bf16, so keep 'bf16' or a recipe with it; 'weights on disk' needs 'disk' and a single process; what "
-                "is not in keep may cost no more loss than quality says"
+                f"fit: the choices that keep, no and quality leave do not go together: {self._conflicts(arithmetics)}"
             )
 
     def fastest(self) -> Prediction | None:
@@ -329,7 +323,14 @@ class _Search:
         left = self._most - self._losses[arithmetic]
         others = [other for other in self._others if self._losses[other] <= left]
         found = [replace(other, micro=count, **fixed) for other in others for count in self._counts]
-        return [settings for settings in found if possible(settings)]
+        return [settings for settings in found if conflict(settings) is None]
+
+    def _conflicts(self, arithmetics: Iterable[Settings]) -> str:
+        """Why no combination is possible, in words."""
+        fixed = [{name: getattr(one, name) for name in ARITHMETIC} for one in arithmetics]
+        found = (conflict(replace(other, **values)) for values in fixed for other in self._others)
+        reasons = dict.fromkeys(reason for reason in found if reason is not None)
+        return "; ".join(reasons) or "what is not in keep may cost no more loss than quality says"
 
     def _fastest_of(self, arithmetic: Settings) -> Prediction | None:
         settings = self._all(arithmetic)

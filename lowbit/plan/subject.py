@@ -1,0 +1,29 @@
+"""What is trained: a model, a batch, and a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Loss", "Subject"]
+
+#: A loss of the model's output and the batch; None: ``lb.memory.usual_loss``.
+Loss = Callable[[Any, Any], Tensor] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A model with what it is trained on."""
+
+    model: nn.Module
+    batch: Any
+    loss: Loss = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first parameter is; the CPU for a model without any."""
+        return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
