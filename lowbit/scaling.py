@@ -17,7 +17,17 @@ from math import prod
 from lowbit import formats
 from lowbit.formats import Format
 
-__all__ = ["SCALE_FORMATS", "SCALINGS", "SHORT_NAMES", "ScaleFormat", "Scaling", "Scheme", "scheme"]
+__all__ = [
+    "SCALE_FORMATS",
+    "SCALINGS",
+    "SHORT_NAMES",
+    "SHORT_NAMES_8BIT",
+    "ScaleFormat",
+    "Scaling",
+    "Scheme",
+    "scheme",
+    "scheme_8bit",
+]
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,9 @@ SHORT_NAMES: dict[str, str] = {
     "nvfp4": "fp4_e2m1:nvfp4",
     "nf4": "nf4:group64",
 }
+#: More short names for functions that take 8-bit schemes alone; recipes with these names quantize weights so. Elsewhere
+#: ``int8`` is a format.
+SHORT_NAMES_8BIT: dict[str, str] = {"fp8": "fp8_e4m3:row", "fp8-tensor": "fp8_e4m3:tensor", "int8": "int8:row"}
 _LONG_TO_SHORT = {long: short for short, long in SHORT_NAMES.items()}
 
 _GRAMMAR = (
@@ -251,6 +264,11 @@ def scheme(text: str | Scheme) -> Scheme:
         if not formats.tracing():
             _parsed[text] = found
     return found
+
+
+def scheme_8bit(text: str | Scheme) -> Scheme:
+    """``scheme(text)``, which also knows ``SHORT_NAMES_8BIT``. Raises ValueError as ``scheme``."""
+    return scheme(SHORT_NAMES_8BIT.get(text, text) if isinstance(text, str) else text)
 
 
 #: Schemes by every name they were asked for; kept as ``formats.find`` keeps formats.

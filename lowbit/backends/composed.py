@@ -18,10 +18,10 @@ from lowbit.ops import conv as convolution
 from lowbit.ops import grouped as grouping
 from lowbit.ops import packed as packing
 from lowbit.ops import quantize as q
-from lowbit.ops.linear import Linear, Scales, given_scales, product
+from lowbit.ops.linear import Linear, given_scales, product
 from lowbit.ops.spec import as_rows
 from lowbit.tensor import packing as tensors
-from lowbit.tensor.quantized import zero_dtype
+from lowbit.tensor.quantized import Scales, zero_dtype
 
 __all__ = ["conv", "every", "grouped", "linear", "packed", "quantize_both", "quantize_global"]
 
@@ -71,8 +71,7 @@ def _codes(parts: dict[str, Impl], x: Tensor, call: Linear) -> tuple[Tensor, Sca
         return _quantize(parts, x, scaling.scheme(call.input_scheme))
     if x.dtype == torch.uint8:
         return x, given
-    assert given.scale is not None
-    static = q.QuantizeStatic(x, call.input_scheme, given.scale, given.zero_point, given.global_scale)
+    static = q.QuantizeStatic(x, call.input_scheme, *given)
     (codes,) = outs = _empty("quantize_static", static, x.device)
     parts["quantize_static"].run(outs, static)
     return codes, given
@@ -108,7 +107,7 @@ def _supports(parts: dict[str, Impl], call: Linear) -> str | None:
         return parts["scaled_mm"].supports(product(call, x))
     if x.dtype == torch.uint8:
         reason = _no_codes(parts, call)
-        return reason or parts["scaled_mm"].supports(product(call, x, given_scales(call) or Scales()))
+        return reason or parts["scaled_mm"].supports(product(call, x, given_scales(call)))
     reason = _no_codes(parts, call)
     if reason is not None:
         return reason
@@ -260,46 +259,52 @@ def _run_conv(parts: dict[str, Impl], outs: tuple[Tensor, ...], call: convolutio
 
 
 def _multiply_patches(parts: dict[str, Impl], out: Tensor, call: convolution.Conv) -> None:
-    source, scales = _source(parts, call)
+    source, scales, above = _source(parts, call)
     step, cols = _rows_at_a_time(call), call.weight.shape[0] // call.groups
     for begin in range(0, out.shape[0], step):
         end = min(begin + step, out.shape[0])
         for group in range(call.groups):
-            a, of_a = _some(parts, call, source, scales, (group, begin, end))
+            a, of_a = _some(parts, call, source, scales, above, (group, begin, end))
             y = torch.empty((end - begin, cols), dtype=out.dtype, device=out.device)
             parts["scaled_mm"].run((y,), convolution.product(call, group, a, of_a, out.dtype))
             out[begin:end, group * cols : (group + 1) * cols] = y
 
 
-def _source(parts: dict[str, Impl], call: convolution.Conv) -> tuple[Tensor, Scales]:
-    """What patches are made of, and the scales that span it: floats, or codes, a byte each, where one scale does."""
+def _source(parts: dict[str, Impl], call: convolution.Conv) -> tuple[Tensor, Scales | None, Tensor | None]:
+    """The source of patches: floats, or codes of a byte each with their scales if one scale spans it; and the global
+    scale that spans it, if patches get scales below it.
+    """
     given = given_scales(call)
     if given is not None and call.x.dtype == torch.uint8:
-        return convolution.coded_pixels(call, given), given
+        return convolution.coded_pixels(call, given), given, None
     source = convolution.pixels(call.x)
     if call.input_scheme is None:
-        return source, Scales()
+        return source, None, None
     scheme = scaling.scheme(call.input_scheme)
     if not convolution.spans_tensor(scheme):
         if scheme.global_scale != "tensor":
-            return source, Scales()
+            return source, None, None
         asked = q.GlobalScale(source, scheme.name)
         (global_scale,) = _empty("global_scale", asked, source.device)
         parts["global_scale"].run((global_scale,), asked)
-        return source, Scales(global_scale=global_scale)
+        return source, None, global_scale
     if given is None:
         codes, scales = _quantize(parts, source, scheme)
     else:
-        assert given.scale is not None
-        static = q.QuantizeStatic(source, scheme.name, given.scale, given.zero_point, given.global_scale)
+        static = q.QuantizeStatic(source, scheme.name, *given)
         (codes,), scales = _empty("quantize_static", static, source.device), given
         parts["quantize_static"].run((codes,), static)
-    return tensors.unpack(codes, scheme.format.bits, source.shape[1]), scales
+    return tensors.unpack(codes, scheme.format.bits, source.shape[1]), scales, None
 
 
 def _some(
-    parts: dict[str, Impl], call: convolution.Conv, source: Tensor, scales: Scales, where: tuple[int, int, int]
-) -> tuple[Tensor, Scales]:
+    parts: dict[str, Impl],
+    call: convolution.Conv,
+    source: Tensor,
+    scales: Scales | None,
+    above: Tensor | None,
+    where: tuple[int, int, int],
+) -> tuple[Tensor, Scales | None]:
     """Patches of a group from one row to another, as floats or as stored codes, with their scales."""
     part = convolution.patches(source, call, *where)
     if call.input_scheme is None:
@@ -307,7 +312,7 @@ def _some(
     scheme = scaling.scheme(call.input_scheme)
     if convolution.spans_tensor(scheme):
         return tensors.pack(part, scheme.format.bits), scales
-    return _quantize(parts, part, scheme, scales.global_scale)
+    return _quantize(parts, part, scheme, above)
 
 
 def _rows_at_a_time(call: convolution.Conv) -> int:
@@ -326,7 +331,7 @@ def _supports_conv(parts: dict[str, Impl], call: convolution.Conv) -> str | None
     dtype = torch.float32 if call.x.dtype == torch.uint8 else call.x.dtype
     x = torch.empty((rows, convolution.columns(call)), dtype=dtype, device="meta")
     asked: list[tuple[str, object]] = []
-    data, scales = x, Scales()
+    data, scales = x, None
     if call.input_scheme is not None:
         scheme = scaling.scheme(call.input_scheme)
         global_scale = torch.empty(scheme.global_scale_shape(rows), device="meta") if scheme.global_scale else None

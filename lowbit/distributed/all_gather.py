@@ -30,15 +30,13 @@ from lowbit.optim.shards import is_dtensor
 from lowbit.processes import gather_flat, processes
 from lowbit.recipes import Cast
 from lowbit.report import Report, report_on
-from lowbit.scaling import SHORT_NAMES, Scheme, scheme
+from lowbit.scaling import SHORT_NAMES, SHORT_NAMES_8BIT, Scheme, scheme_8bit
 from lowbit.tensor.quantized import Quantized, scale_dtype
 from lowbit.train.gemms import Products, WeightOperands
 from lowbit.train.linear import TrainLinear
 
 __all__ = ["AllGatherWeight", "all_gather_", "encoded_", "gathered_layers"]
 
-#: Short names of schemes, whose recipes in training quantize weights so.
-_NAMES = {"fp8": "fp8_e4m3:row", "fp8-tensor": "fp8_e4m3:tensor", "int8": "int8:row"}
 #: The attributes of a layer that have the scheme in which its weight is to be gathered, and the hook that waits for
 #: ``shard_``.
 _SCHEME, _WAITING = "_lowbit_all_gather", "_lowbit_all_gather_waiting"
@@ -134,11 +132,11 @@ def _replace(held: Holder, old: nn.Parameter, made: nn.Parameter) -> None:
 
 # -- what can be gathered ---------------------------------------------------------------------------------------------
 def _kind(bits: str | Scheme) -> Scheme:
-    known = ", ".join(_NAMES)
+    known = ", ".join(SHORT_NAMES_8BIT)
     try:
-        kind = scheme(_NAMES.get(bits, bits) if isinstance(bits, str) else bits)
+        kind = scheme_8bit(bits)
     except ValueError as error:
-        close = did_you_mean(bits, [*_NAMES, *SHORT_NAMES]) if isinstance(bits, str) else ""
+        close = did_you_mean(bits, [*SHORT_NAMES_8BIT, *SHORT_NAMES]) if isinstance(bits, str) else ""
         raise ValueError(
             f"distributed.all_gather_: expected one of {known}, or a scheme, got {bits!r}{close}; {error}"
         ) from None

@@ -20,14 +20,12 @@ from torch import Tensor, nn
 from lowbit.functional import quantize
 from lowbit.ops.spec import as_rows
 from lowbit.processes import gather_flat
-from lowbit.scaling import Scheme, scheme
+from lowbit.scaling import Scheme, scheme_8bit
 from lowbit.storage.places import side_stream
 from lowbit.tensor.quantized import Quantized
 
 __all__ = ["compress_gradients_", "order_gradients_"]
 
-#: Short names of what goes over the wire, each row of ``_WIDTH`` numbers with a scale of its own.
-_NAMES = {"int8": "int8:row", "fp8": "fp8_e4m3:row"}
 #: Numbers of a row.
 _WIDTH = 256
 
@@ -47,11 +45,11 @@ def compress_gradients_(model: nn.Module, bits: str | Scheme = "int8", error_fee
 
     Returns ``model``. Raises ValueError for a model that is not sharded, and a scheme with scales over several rows.
     """
-    kind = scheme(_NAMES.get(bits, bits) if isinstance(bits, str) else bits)
+    kind = scheme_8bit(bits)
     if kind.block[0] != 1 or kind.global_scale is not None:
         raise ValueError(
-            f"distributed.compress_gradients_: expected a scheme whose scales lie within a row, got {kind}; use one of "
-            f"{', '.join(_NAMES)}, or a scheme such as 'int8:group64' or 'mxfp8'"
+            f"distributed.compress_gradients_: expected a scheme whose scales lie within a row, got {kind}; use "
+            f"'int8', 'fp8', or a scheme such as 'int8:group64' or 'mxfp8'"
         )
     return _attach(model, _Rows(kind), error_feedback, "compress_gradients_")
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lowbit import reference, scaling
 from lowbit.ops import matmul
-from lowbit.ops.linear import Scales, given_scales
+from lowbit.ops.linear import given_scales, of_scales
 from lowbit.ops.matmul import ScaledMM
 from lowbit.ops.spec import (
     FLOATS,
@@ -40,6 +40,7 @@ from lowbit.ops.spec import (
 )
 from lowbit.scaling import Scheme
 from lowbit.tensor import packing
+from lowbit.tensor.quantized import Scales
 
 
 class Window(NamedTuple):
@@ -162,10 +163,8 @@ def pixels(x: Tensor) -> Tensor:
 
 def coded_pixels(call: Conv, scales: Scales) -> Tensor:
     """The same of an x that holds codes: the last row is the codes of zeros."""
-    assert scales.scale is not None
     zeros = torch.zeros(1, call.x.shape[-1], device=call.x.device)
-    given = (scales.scale, scales.zero_point, scales.global_scale)
-    codes = reference.quantize_static(zeros, scaling.scheme(call.input_scheme or ""), *given, None)
+    codes = reference.quantize_static(zeros, scaling.scheme(call.input_scheme or ""), *scales, None)
     return torch.cat([call.x.reshape(-1, call.x.shape[-1]), codes])
 
 
@@ -249,14 +248,14 @@ def _by_row(weight: Weight, scheme: Scheme) -> Weight:
 
 
 # -- the definition ----------------------------------------------------------------------------------------------------
-def product(call: Conv, group: int, a: Tensor, scales: Scales, out_dtype: torch.dtype) -> ScaledMM:
+def product(call: Conv, group: int, a: Tensor, scales: Scales | None, out_dtype: torch.dtype) -> ScaledMM:
     """The product of some patches of a group, floats or codes with these scales, with the weight."""
     w = group_weight(call, group)
     rows = w.codes.shape[0]
     bias = None if call.bias is None else call.bias[group * rows : (group + 1) * rows]
     return ScaledMM(
-        a, w.codes, columns(call), call.input_scheme, w.scheme, *scales, w.scale, w.zero_point, w.global_scale, bias,
-        out_dtype,
+        a, w.codes, columns(call), call.input_scheme, w.scheme, *of_scales(scales),
+        w.scale, w.zero_point, w.global_scale, bias, out_dtype,
     )  # fmt: skip
 
 
@@ -266,15 +265,15 @@ def products(call: Conv) -> list[ScaledMM]:
     dtype = call.out_dtype if call.out_scheme is None else torch.float32
     every = range(call.groups)
     if call.input_scheme is None:
-        return [product(call, g, patches(source, call, g, 0, rows), Scales(), dtype) for g in every]
+        return [product(call, g, patches(source, call, g, 0, rows), None, dtype) for g in every]
     scheme = scaling.scheme(call.input_scheme)
     global_scale = reference.global_scale(source, scheme) if scheme.global_scale == "tensor" else None
     made: list[ScaledMM] = []
-    scales = given_scales(call) or Scales()
-    if call.x.dtype == torch.uint8:
+    scales = given_scales(call)
+    if scales is not None and call.x.dtype == torch.uint8:
         codes = coded_pixels(call, scales)
-    elif scales.scale is not None:
-        codes = reference.quantize_static(source, scheme, scales.scale, scales.zero_point, scales.global_scale, None)
+    elif scales is not None:
+        codes = reference.quantize_static(source, scheme, *scales, None)
     elif spans_tensor(scheme):
         codes, scale, zero = reference.quantize(source, scheme, global_scale, None)
         scales = Scales(scale, zero, global_scale)

@@ -31,6 +31,7 @@ from lowbit.ops.spec import (
     stored_scale,
 )
 from lowbit.tensor import packing
+from lowbit.tensor.quantized import Scales
 
 
 class Linear(NamedTuple):
@@ -60,22 +61,15 @@ class Linear(NamedTuple):
     out_zero_point: Tensor | None = None
 
 
-class Scales(NamedTuple):
-    """What decodes the codes of ``x``; nothing where it stays float."""
-
-    scale: Tensor | None = None
-    zero_point: Tensor | None = None
-    global_scale: Tensor | None = None
+def of_scales(scales: Scales | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Scales, zero points and global scale of an operand; of one that stays float there are none."""
+    return (None, None, None) if scales is None else scales
 
 
-_NONE = Scales()
-
-
-def product(call: Linear, a: Tensor, scales: Scales = _NONE) -> ScaledMM:
+def product(call: Linear, a: Tensor, scales: Scales | None = None) -> ScaledMM:
     """The product that is left once ``x`` is ``a``: its rows, or with ``input_scheme`` their codes with scales."""
     return ScaledMM(
-        a, call.weight, call.x.shape[-1], call.input_scheme, call.scheme,
-        scales.scale, scales.zero_point, scales.global_scale,
+        a, call.weight, call.x.shape[-1], call.input_scheme, call.scheme, *of_scales(scales),
         stored_scale(call.scale, call.scheme), call.zero_point, stored_global(call.global_scale), call.bias,
         call.out_dtype if call.out_scheme is None else torch.float32,
     )  # fmt: skip
@@ -98,8 +92,7 @@ def quantized(call: Linear) -> ScaledMM:
     if scales is not None and call.x.dtype == torch.uint8:
         return product(call, x, scales)
     if scales is not None:
-        assert scales.scale is not None
-        codes = reference.quantize_static(x, scheme, scales.scale, scales.zero_point, scales.global_scale, None)
+        codes = reference.quantize_static(x, scheme, *scales, None)
     else:
         global_scale = reference.global_scale(x, scheme) if scheme.global_scale else None
         codes, scale, zero = reference.quantize(x, scheme, global_scale, None)
