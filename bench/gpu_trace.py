@@ -147,7 +147,7 @@ def pretended(precision: str = "highest") -> Iterator[None]:
         rows = table[row.op, "cuda"]
         if row not in rows:
             rows.append(row)
-            rows.sort(key=lambda impl: -impl.priority)
+            rows.sort(key=lambda impl: registry.place(impl, "cuda"))
     before = torch.get_float32_matmul_precision()
     with ExitStack() as stack:
         for where, name, value in (

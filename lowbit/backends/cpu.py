@@ -18,7 +18,7 @@ __all__ = ["IMPLS", "isa", "isas", "processor", "unavailable"]
 #: What kernels serve not every call of their op.
 _SUPPORTS: dict[str, Callable[[Any], str | None]] = {"conv": cpu_mm.no_conv}
 _ROWS = tuple(
-    replace(row, supports=_SUPPORTS[row.op]) if row.op in _SUPPORTS else row for row in native_ops.rows("cpu", 10)
+    replace(row, supports=_SUPPORTS[row.op]) if row.op in _SUPPORTS else row for row in native_ops.rows("cpu")
 )
 _ROUNDING = cpu_mm.rounding(_ROWS)
 
@@ -29,7 +29,7 @@ IMPLS = (
     *composed.grouped(_ROWS + _ROUNDING),
     *composed.quantize_both(_ROWS),
     *composed.quantize_global(_ROWS),
-    *(replace(row, name="cpu_patches", priority=9) for row in composed.conv(_ROWS)),
+    *(replace(row, name="cpu_patches") for row in composed.conv(_ROWS)),
 )
 
 

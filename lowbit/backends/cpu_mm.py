@@ -82,7 +82,7 @@ def rounding(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
     """``cpu_bf16``: the products among ``rows``, on operands rounded to bf16."""
     numerics = Numerics("bf16", "fp32")
     return tuple(
-        replace(row, name="cpu_bf16", priority=11, run=partial(_in_bf16, row.run), supports=_no_bf16, numerics=numerics)
+        replace(row, name="cpu_bf16", run=partial(_in_bf16, row.run), supports=_no_bf16, numerics=numerics)
         for row in rows
         if row.op in ("scaled_mm", "linear")
     )

@@ -75,10 +75,6 @@ def _refuses_blocks(block: int) -> str | None:
     return f"it adds integers block by block, which takes blocks of at most {reference.SEGMENT} along K, got {block}"
 
 
-#: Below Triton's, whose kernels are faster (bench/results/gpu.md).
-_PRIORITY = 40
-
-
 def _multiplied(run: Run) -> Run:
     """``quantize``, whose kernel takes no factors."""
 
@@ -94,7 +90,7 @@ def _row(row: Impl) -> Impl:
     return replace(row, supports=_supports, run=_multiplied(row.run) if row.op == "quantize" else row.run)
 
 
-_ROWS = tuple(map(_row, native_ops.rows("cuda", _PRIORITY)))
+_ROWS = tuple(map(_row, native_ops.rows("cuda")))
 IMPLS = composed.every(_ROWS)
 
 

@@ -234,17 +234,17 @@ def _supports_fp8_blocks(call: matmul.ScaledMM) -> str | None:
     return _multiples(call, 16)
 
 
-#: Above Triton's by priority, from the rows of ``a`` on from which each was the faster one on an H200; rounded operands
-#: and FP8 in blocks from where what Triton multiplies instead waits for tensor cores, by an estimate.
+#: With the number of rows of ``a`` from which each was faster than Triton's on an H200; for rounded operands and FP8 in
+#: blocks the number from which Triton's waits for tensor cores, by an estimate.
 _PRODUCTS = tuple(
-    Impl("scaled_mm", name, ("cuda",), priority, run, _unless_old(supports), numerics, fewest_rows)
-    for name, priority, run, supports, numerics, fewest_rows in (
-        ("delegated_fp8_wide", 73, _fp8, _supports_wide_fp8, Numerics("fp8", "fp32"), 1024),
-        ("delegated_fp8", 72, _fp8, _supports_fp8, Numerics("fp8", "fp22"), 1),
-        ("delegated_fp8_blocks", 72, _fp8_blocks, _supports_fp8_blocks, Numerics("fp8", "fp22"), 128),
-        ("delegated_int8", 71, _int8, _supports_int8, Numerics("fp32", "fp32"), 4096),
-        ("delegated_bf16", 70, _bf16, _supports_bf16, Numerics("fp32", "fp32"), 1024),
-        ("delegated_rounded", 69, _bf16, _supports_rounded, Numerics("bf16", "fp32", codebooks=True), 512),
+    Impl("scaled_mm", name, ("cuda",), run, _unless_old(supports), numerics, fewest_rows)
+    for name, run, supports, numerics, fewest_rows in (
+        ("delegated_fp8_wide", _fp8, _supports_wide_fp8, Numerics("fp8", "fp32"), 1024),
+        ("delegated_fp8", _fp8, _supports_fp8, Numerics("fp8", "fp22"), 1),
+        ("delegated_fp8_blocks", _fp8_blocks, _supports_fp8_blocks, Numerics("fp8", "fp22"), 128),
+        ("delegated_int8", _int8, _supports_int8, Numerics("fp32", "fp32"), 4096),
+        ("delegated_bf16", _bf16, _supports_bf16, Numerics("fp32", "fp32"), 1024),
+        ("delegated_rounded", _bf16, _supports_rounded, Numerics("bf16", "fp32", codebooks=True), 512),
     )
 )
 

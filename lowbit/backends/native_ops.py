@@ -43,12 +43,10 @@ def run(spec: OpSpec) -> Run:
     return run_native
 
 
-def rows(device: str, priority: int) -> tuple[Impl, ...]:
+def rows(device: str) -> tuple[Impl, ...]:
     """A row for each op that the library has a kernel of for this device, whose name is the backend's too."""
     return tuple(
-        Impl(spec.name, device, (device,), priority, run(spec))
-        for spec in OPS.values()
-        if has_kernel(spec.name, device)
+        Impl(spec.name, device, (device,), run(spec)) for spec in OPS.values() if has_kernel(spec.name, device)
     )
 
 

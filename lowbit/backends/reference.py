@@ -177,8 +177,7 @@ _RUN: dict[str, Callable[[tuple[Tensor, ...], Any], None]] = {
 }
 
 _ROWS = tuple(
-    Impl(op, "reference", ("cpu", "cuda"), priority=0, run=run, numerics=Numerics("fp32", "fp32"))
-    for op, run in _RUN.items()
+    Impl(op, "reference", ("cpu", "cuda"), run=run, numerics=Numerics("fp32", "fp32")) for op, run in _RUN.items()
 )
 IMPLS = composed.packed(composed.every(_ROWS))
 

@@ -1,6 +1,6 @@
 """Which kernel runs: a table of implementations, and a pure function of the call that picks one.
 
-Selection takes the highest-priority implementation for the device whose ``supports`` returns no reason against.
+Selection takes the first implementation in ``ORDER`` for the device whose ``supports`` returns no reason against.
 ``use_backend`` narrows the table to one backend; where that one cannot serve, the call raises and says why.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,28 @@ from lowbit.calls import original
 from lowbit.ops import OPS, Numerics
 from lowbit.ops.spec import matrix_shape
 
-__all__ = ["BackendError", "Explanation", "Impl", "Refusal", "add", "impls", "select", "use_backend"]
+__all__ = ["ORDER", "BackendError", "Explanation", "Impl", "Refusal", "add", "impls", "place", "select", "use_backend"]
 
+#: Names of kernels, best first; bench/results/gpu.md has the times that decided. On a CPU Triton's are interpreted and
+#: come last (``place``).
+ORDER = (
+    "triton_implicit",  # reads patches from images; all others lay patches out
+    "delegated_fp8_wide",
+    "delegated_fp8",
+    "delegated_fp8_blocks",
+    "triton_codes",
+    "triton_codes_medium",
+    "delegated_int8",
+    "delegated_bf16",
+    "delegated_rounded",
+    "triton",
+    "triton_apart",
+    "cuda",
+    "cpu_bf16",  # says no unless rounding of operands is allowed
+    "cpu",
+    "cpu_patches",
+    "reference",
+)
 
 #: Fills contiguous outputs that it is given.
 Run = Callable[[tuple[Tensor, ...], Any], None]
@@ -32,13 +53,12 @@ Run = Callable[[tuple[Tensor, ...], Any], None]
 class Impl:
     """One kernel for one op, as ``run(outs, call)``; ``backend`` is its family.
 
-    ``fewest_rows``: of the first argument as a matrix; below that those of lower priority come first.
+    ``fewest_rows``: of the first argument as a matrix; with fewer rows, the kernels behind it come first.
     """
 
     op: str
     name: str
     devices: tuple[str, ...]
-    priority: int
     run: Run
     supports: Callable[[Any], str | None] = field(default=lambda call: None)
     numerics: Numerics = Numerics()
@@ -103,16 +123,32 @@ class _Answer(Exception):
         self.explanation = explanation
 
 
+def place(impl: Impl, device: str) -> tuple[bool, int]:
+    """Where an implementation stands among those for a device; the least is the best."""
+    interpreted = device == "cpu" and impl.backend == "triton"
+    return interpreted, ORDER.index(impl.name)
+
+
 def add(rows: tuple[Impl, ...]) -> None:
+    """Add implementations to the table.
+
+    Raises:
+        ValueError: For an unknown op, and for a name that ``ORDER`` does not have.
+    """
     for row in rows:
         if row.op not in OPS:
             raise ValueError(f"implementation {row.name!r} is for unknown op {row.op!r}; known: {', '.join(OPS)}")
+        if row.name not in ORDER:
+            raise ValueError(
+                f"implementation {row.name!r} of {row.op!r} has no place among the others; add it to ORDER of "
+                f"lowbit/backends/registry.py"
+            )
         prepared.clear()
         _known.update((row.name, row.backend))
         for device in row.devices:
             listed = _table.setdefault((row.op, device), [])
             listed.append(row)
-            listed.sort(key=lambda impl: -impl.priority)
+            listed.sort(key=partial(place, device=device))
             if device == "cpu" and listed[0] is row and row.backend not in ("cpu", "reference"):
                 announce(1)  # for good: C++ chooses among the kernels of the backend "cpu" alone
 

@@ -372,26 +372,25 @@ _ROWS: dict[str, tuple[Callable[[tuple[Tensor, ...], Any], None], Callable[[Any]
 _NUMERICS = Numerics("fp32", "fp32")
 
 _IMPLS = tuple(
-    Impl(op, "triton", (device,), priority, run, supports, _NUMERICS)
-    for device, priority in (("cuda", 50), *((("cpu", -50),) if INTERPRETED else ()))
+    Impl(op, "triton", (device,), run, supports, _NUMERICS)
+    for device in ("cuda", *(("cpu",) if INTERPRETED else ()))
     for op, (run, supports) in _ROWS.items()
 )
 #: Two schemes one after the other, where no tile suits both, and the global scale first, where none has whole rows.
 _APART = tuple(
-    replace(row, name="triton_apart", priority=row.priority - 1)
-    for row in (*composed.quantize_both(_IMPLS), *composed.quantize_global(_IMPLS))
+    replace(row, name="triton_apart") for row in (*composed.quantize_both(_IMPLS), *composed.quantize_global(_IMPLS))
 )
 #: Convolutions that read patches from images, before those that lay them out for these products or for torch's.
 _IMPLICIT = tuple(
-    Impl("conv", "triton_implicit", impl.devices, impl.priority + 30, _conv, _supports_conv, _NUMERICS)
+    Impl("conv", "triton_implicit", impl.devices, _conv, _supports_conv, _NUMERICS)
     for impl in _IMPLS
     if impl.op == "scaled_mm"
 )
 #: Products of codes as they are.
 _CODES = (
-    Impl("scaled_mm", "triton_codes", ("cuda",), 71, _scaled_mm_of_codes, _supports_codes, Numerics("fp8", "fp32")),
+    Impl("scaled_mm", "triton_codes", ("cuda",), _scaled_mm_of_codes, _supports_codes, Numerics("fp8", "fp32")),
     Impl(
-        "scaled_mm", "triton_codes_medium", ("cuda",), 71, _scaled_mm_of_codes, _supports_codes_in_short,
+        "scaled_mm", "triton_codes_medium", ("cuda",), _scaled_mm_of_codes, _supports_codes_in_short,
         Numerics("fp8", "fp22"),
     ),
 )  # fmt: skip

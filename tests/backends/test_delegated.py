@@ -201,7 +201,7 @@ def test_fp8_as_such_is_taken_where_its_sums_are_as_good_as_in_fp32(monkeypatch)
 
 def test_few_rows_are_left_to_kernels_below(monkeypatch):
     few, many = (make_call(torch.ones(m, 64), torch.ones(16, 64), "int8:row", "int8:row") for m in (4, 4096))
-    below = replace(IMPLS["delegated_int8"], name="triton", priority=50, fewest_rows=1)
+    below = replace(IMPLS["delegated_int8"], name="triton", fewest_rows=1)
     monkeypatch.setitem(registry._table, ("scaled_mm", "cuda"), [IMPLS["delegated_int8"], below])
     assert registry.select("scaled_mm", "cuda", few, empty=False).name == "triton"
     assert registry.select("scaled_mm", "cuda", many, empty=False).name == "delegated_int8"

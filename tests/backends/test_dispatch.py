@@ -148,7 +148,7 @@ def test_no_entry_throws_on_a_valid_call(op):
 @compiled
 def test_an_error_of_an_entry_that_python_does_not_share_is_counted(monkeypatch):
     spec, before = OPS["decode"], torch.ops.lowbit_native.swallowed()
-    served = registry.Impl("decode", "none", ("cpu",), 0, lambda outs, call: None)
+    served = registry.Impl("decode", "none", ("cpu",), lambda outs, call: None)
     with pytest.raises((TypeError, ValueError, RuntimeError), match="must be uint8 codes"):
         torch.ops.lowbit.decode(torch.zeros(3, dtype=torch.int8), "fp8_e4m3")
     assert torch.ops.lowbit_native.swallowed() == before

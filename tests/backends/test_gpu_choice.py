@@ -21,7 +21,7 @@ def refuses(call):
 def alone(monkeypatch):
     """The reference behind a kernel that serves nothing."""
     last = next(impl for impl in reference.IMPLS if impl.op == "scaled_mm")
-    kernel = registry.Impl("scaled_mm", "kernel", ("cuda",), 50, lambda outs, call: None, refuses)
+    kernel = registry.Impl("scaled_mm", "kernel", ("cuda",), lambda outs, call: None, refuses)
     monkeypatch.setitem(registry._table, ("scaled_mm", "cuda"), [kernel, last])
 
 
@@ -56,7 +56,7 @@ def test_kernels_refuse_a_device_that_is_too_old(backend, monkeypatch):
 
 def test_convolutions_read_patches_from_images_before_any_kernel_lays_them_out():
     rows = [impl for impl in (*triton.IMPLS, *delegated.IMPLS) if impl.op == "conv" and "cuda" in impl.devices]
-    first, *others = sorted(rows, key=lambda impl: -impl.priority)
+    first, *others = sorted(rows, key=lambda impl: registry.place(impl, "cuda"))
     assert first.name == "triton_implicit" and {impl.name for impl in others} >= {"triton", "delegated_int8"}
 
 
@@ -84,7 +84,7 @@ def test_what_is_worked_out_for_a_kind_of_call_is_remembered(monkeypatch):
     """On meta tensors, which no kernel serves: what is remembered is put there."""
     x = torch.ones(4, 64, device="meta")
     spec, asked = OPS["encode"], []
-    kernel = registry.Impl("encode", "kernel", ("meta",), 50, lambda outs, call: None, lambda call: asked.append(call))
+    kernel = registry.Impl("encode", "kernel", ("meta",), lambda outs, call: None, lambda call: asked.append(call))
     monkeypatch.setitem(registry._table, ("encode", "meta"), [kernel])
     monkeypatch.setattr(registry, "prepared", {})
     for call in (spec.args(x, "fp8_e4m3"), spec.args(x + 1, "fp8_e4m3")):

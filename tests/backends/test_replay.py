@@ -100,7 +100,7 @@ def test_tensors_that_share_memory_are_not_replayed():
 def test_the_third_call_of_a_kind_is_the_first_that_is_replayed(monkeypatch):
     x, started = torch.ones(4, 64), []
     spec, impl = OPS["encode"], IMPLS["encode"]
-    noted = registry.Impl("encode", "triton", ("cpu",), 50, lambda *a: started.append(impl.run(*a)))
+    noted = registry.Impl("encode", "triton", ("cpu",), lambda *a: started.append(impl.run(*a)))
     monkeypatch.setitem(registry._table, ("encode", "cpu"), [noted])
     monkeypatch.setattr(registry, "kind_of", registry.look_of)
     monkeypatch.setattr(registry, "prepared", {})

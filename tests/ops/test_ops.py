@@ -294,7 +294,7 @@ def test_impls_are_listed_best_first():
         lb.impls("matmul")
     for op in OPS:
         rows = lb.impls(op, "cpu")
-        assert [r.priority for r in rows] == sorted((r.priority for r in rows), reverse=True)
+        assert list(rows) == sorted(rows, key=lambda row: registry.place(row, "cpu"))
         assert "reference" in [r.name for r in rows]
     assert lb.impls("encode", device="tpu") == ()
 
@@ -308,15 +308,14 @@ def test_use_backend_runs_that_backend_and_no_other(variant: Variant):
     assert all(impl.backend == variant.backend for impl in answer.behind)
 
 
-def test_use_backend_never_falls_back():
+def test_use_backend_never_falls_back(monkeypatch):
+    monkeypatch.setattr(registry, "ORDER", (*registry.ORDER, "stubborn"))
     with (
         pytest.raises(lb.BackendError, match=r"backend 'gpu' is not available: known backends: .*reference"),
         lb.use_backend("gpu"),
     ):
         pass
-    refusing = registry.Impl(
-        "encode", "stubborn", ("cpu",), -5, lambda outs, call: None, lambda call: "it never wants to"
-    )
+    refusing = registry.Impl("encode", "stubborn", ("cpu",), lambda outs, call: None, lambda call: "it never wants to")
     registry.add((refusing,))
     try:
         with lb.use_backend("stubborn"), pytest.raises(lb.BackendError) as caught:
@@ -346,9 +345,11 @@ def test_use_backend_nests_and_is_given_back():
     assert registry.forced() is None
 
 
-def test_an_implementation_of_an_unknown_op_is_refused():
+def test_an_implementation_of_an_unknown_op_or_without_a_place_is_refused():
     with pytest.raises(ValueError, match="is for unknown op 'matmul'"):
-        registry.add((registry.Impl("matmul", "x", ("cpu",), 0, lambda outs, call: None),))
+        registry.add((registry.Impl("matmul", "x", ("cpu",), lambda outs, call: None),))
+    with pytest.raises(ValueError, match="'x' of 'encode' has no place"):
+        registry.add((registry.Impl("encode", "x", ("cpu",), lambda outs, call: None),))
 
 
 def test_meta_tensors_give_shapes():
