@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from lowbit.checkpointing.policies import Choice, choose
 from lowbit.checkpointing.segment import Offload, Recomputed, Segment
 from lowbit.memory.kept import Kept
 from lowbit.models.check import check_model
-from lowbit.models.wrap import surround, surrounding, unsurround
+from lowbit.models.wrap import unwrap_all, wrap, wrapped, wrapper_of
 from lowbit.report import Report, report_on
 
 __all__ = ["checkpoint_", "recomputing", "uncheckpoint_"]
@@ -73,7 +73,7 @@ def checkpoint_(
     for one in chosen:
         segment = Segment(len(one.modules), one.contexts, place)
         for index, module in enumerate(one.modules):
-            surround(module, Recomputed(names[id(module)], segment, index, numbered))
+            wrap(module, Recomputed(names[id(module)], segment, index, numbered))
     layers = {names[id(module)]: module for one in chosen for module in one.modules}
     report = report_on("memory.checkpoint_", model, layers, "checkpointed")
     return kept.told(replace(report, notes=notes + _saves_little(model, layers.values())))
@@ -82,27 +82,14 @@ def checkpoint_(
 def uncheckpoint_(model: nn.Module) -> Report:
     """Undo ``checkpoint_``, in place; nothing where nothing is checkpointed."""
     check_model(model)
-    found = {name: module for name, module in model.named_modules() if isinstance(surrounding(module), Recomputed)}
-    for module in found.values():
-        unsurround(module)
-    return report_on("memory.uncheckpoint_", model, found, "restored")
+    modules = {path: model.get_submodule(path) for path, _ in unwrap_all(model, "memory.uncheckpoint_", Recomputed)}
+    return report_on("memory.uncheckpoint_", model, modules, "restored")
 
 
-@contextmanager
-def recomputing(modules: Iterable[nn.Module]) -> Iterator[None]:
+def recomputing(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """Within, each of ``modules`` is checkpointed; afterwards it is what it was."""
-    modules = list(dict.fromkeys(modules))
-    before = [surrounding(module) for module in modules]
-    try:
-        for module in modules:
-            surround(module, Recomputed(type(module).__name__, Segment(1)))
-        yield
-    finally:
-        for module, around in zip(modules, before, strict=True):
-            if around is None:
-                unsurround(module)
-            else:
-                surround(module, around)
+    others = [module for module in dict.fromkeys(modules) if wrapper_of(module, Recomputed) is None]
+    return wrapped((module, Recomputed(type(module).__name__, Segment(1))) for module in others)
 
 
 #: A policy that checkpoints less than this share of a model's weights saves next to nothing.

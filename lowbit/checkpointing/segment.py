@@ -1,4 +1,4 @@
-"""What stands around the forward of a checkpointed module."""
+"""The wrapper of a checkpointed module."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from lowbit.checkpointing.caches import is_cache, is_filled, place_of
 from lowbit.checkpointing.calls import Contexts
 from lowbit.checkpointing.frame import Frame
 from lowbit.combinations import refusal
+from lowbit.models.wrap import Wrapper
 from lowbit.notice import warn
 from lowbit.offload.activations import Offloading, offload_activations
 
@@ -69,7 +70,7 @@ class Segment:
 
 
 @dataclass(eq=False)
-class Recomputed:
+class Recomputed(Wrapper):
     """Around a forward: without gradients nothing, else what backward computes again. ``path``: the module's.
 
     ``index``: its place in the segment. ``numbered``: whether modules of the model say which layer of a cache they use.
@@ -79,9 +80,10 @@ class Recomputed:
     segment: Segment
     index: int = 0
     numbered: bool = False
+    outermost = True
     prefix = "Checkpointed"
 
-    def __call__(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if module.__dict__.get("gradient_checkpointing"):

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lowbit.models.wrap import replaced_forward
 from lowbit.nn.attention import QuantMultiheadAttention
-from lowbit.nn.base import full_name, replaced_forward
+from lowbit.nn.base import full_name
 from lowbit.nn.conv import QuantConv, QuantConv1d, QuantConv2d, QuantConv3d
 from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.experts import QuantExperts, stacks

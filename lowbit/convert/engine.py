@@ -14,8 +14,8 @@ from torch.nn.parameter import is_lazy
 from lowbit.convert.adapters import Adapter
 from lowbit.convert.select import Chosen, Judge, Protection, Selection, Skip, nothing_found, select
 from lowbit.models.ties import model_bytes
-from lowbit.models.wrap import AROUND, plain_class, surround, surrounding
-from lowbit.nn.base import WrappedForward, kind
+from lowbit.models.wrap import WRAPPERS, plain_class, wrap, wrappers
+from lowbit.nn.base import kind
 from lowbit.recipes import Plan, Recipe
 from lowbit.report import LayerReport, Report
 
@@ -132,17 +132,13 @@ def make_all(chosen: dict[str, Chosen], make: Callable[[Any, Adapter, Any], Any]
 
 
 def take_over(new: nn.Module, layer: nn.Module) -> None:
-    """Give ``new`` the mode, hooks, checkpointing and origin of the layer that it replaces."""
+    """Give ``new`` the mode, hooks, wrappers and origin of the layer that it replaces."""
     new.train(layer.training)
     # The very dictionaries, because the handles that remove a hook refer to them.
     for hooks in _HOOKS:
         setattr(new, hooks, getattr(layer, hooks))
-    forward = vars(layer).get("forward")
-    if isinstance(forward, WrappedForward):  # one that runs its class's, since all others are refused
-        vars(new)["forward"] = forward.of(new)
-    around = surrounding(layer)
-    if around is not None:
-        surround(new, around)
+    for wrapper in wrappers(layer):
+        wrap(new, wrapper)
     if kind(new) is not None:
         vars(new)[_ORIGIN] = origin(layer) if kind(layer) is not None else _origin_of(layer)
 
@@ -162,10 +158,8 @@ def shell(layer: nn.Module) -> nn.Module:
     plain = plain_class(layer)
     bare = plain.__new__(plain)
     nn.Module.__init__(bare)
-    own = {
-        name: value for name, value in vars(layer).items() if name not in vars(bare) and name not in ("forward", AROUND)
-    }
-    vars(bare).update(own)
+    others = {*vars(bare), "forward", WRAPPERS}
+    vars(bare).update({name: value for name, value in vars(layer).items() if name not in others})
     bare.training = layer.training
     bare._parameters.update(dict.fromkeys(layer._parameters))
     bare._buffers.update(dict.fromkeys(layer._buffers))

@@ -140,5 +140,5 @@ def _users(modules: dict[str, nn.Module], node: fx.Node) -> Iterator[fx.Node | N
 
 def _is(modules: dict[str, nn.Module], node: fx.Node, kinds: tuple[Any, ...]) -> bool:
     if node.op == "call_module":
-        return type(modules[str(node.target)]) in kinds
+        return plain_class(modules[str(node.target)]) in kinds
     return node.op in ("call_function", "call_method") and node.target in kinds

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from lowbit.convert.engine import quantized_layers, take_over
 from lowbit.convert.maker import Ruled
+from lowbit.models.wrap import plain_class
 from lowbit.nn.attention import QuantMultiheadAttention
 from lowbit.nn.base import kind
 from lowbit.nn.conv import QuantConv1d, QuantConv2d, QuantConv3d
@@ -179,7 +180,7 @@ class LoraQuantLinear(LoraLinear):  # type: ignore[misc]
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> None:
         layer = base_layer.get_base_layer() if isinstance(base_layer, BaseTunerLayer) else base_layer
         name = kwargs.get("target_name") or type(layer).__name__
-        reason = _REFUSED.get(type(layer))
+        reason = _REFUSED.get(plain_class(layer))
         if reason is not None:
             raise ValueError(f"LoRA: {name} {reason}")
         init = config.init_lora_weights

@@ -10,6 +10,7 @@ import copy
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
-from lowbit.nn.base import wrap_forward
+from lowbit.models.wrap import Wrapper, wrap
 from lowbit.optim import offload_
 from lowbit.optim.offload import OFFLOADED
 from lowbit.plan import Plan
@@ -159,7 +160,7 @@ class _ByPlan(TrainerCallback):  # type: ignore[misc]
         self._subject.check(model, "trainer.plan_arguments")
         prepare_model_(model, self._settings)
         if self._settings.offload_activations:
-            wrap_forward(model, _offloading, self._settings, self._where(model))
+            wrap(model, _Offloading(self._settings, self._where(model)))
         self._model = weakref.ref(model)
 
     def on_train_begin(
@@ -186,11 +187,15 @@ class _ByPlan(TrainerCallback):  # type: ignore[misc]
         return str(self._directory or ("cpu" if on_gpu else tempfile.gettempdir()))
 
 
-def _offloading(
-    forward: Callable[..., Any], model: nn.Module, settings: Settings, where: str, /, *args: Any, **kwargs: Any
-) -> Any:
-    """The model's forward with its activations elsewhere."""
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    with elsewhere(settings, where):
-        return forward(*args, **kwargs)
+@dataclass(eq=False)
+class _Offloading(Wrapper):
+    """The model with its activations elsewhere."""
+
+    settings: Settings
+    where: str
+
+    def __call__(self, module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        with elsewhere(self.settings, self.where):
+            return forward(*args, **kwargs)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from lowbit.models.batches import copied, feed
-from lowbit.models.wrap import plain_class
+from lowbit.models.wrap import Wrapper, plain_class, wrapped
 from lowbit.models.writes import Unchanged
 
-__all__ = ["Chain", "find_blocks", "largest_stack", "restored_forwards", "same", "stacks"]
+__all__ = ["Chain", "find_blocks", "largest_stack", "same", "stacks"]
 
 
 def stacks(model: nn.Module) -> list[list[nn.Module]]:
@@ -75,19 +76,6 @@ def _size(blocks: Iterable[nn.Module]) -> int:
     return sum(p.numel() for p in nn.ModuleList(blocks).parameters())
 
 
-@contextmanager
-def restored_forwards(blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """Afterwards each of ``blocks`` has the ``forward`` that it has now: its class's, or its own."""
-    before = [vars(block).get("forward") for block in blocks]
-    try:
-        yield
-    finally:
-        for block, forward in zip(blocks, before, strict=True):
-            vars(block).pop("forward", None)
-            if forward is not None:
-                block.forward = forward  # type: ignore[method-assign]
-
-
 # -- chains -----------------------------------------------------------------------------------------------------------
 def same(given: Any, other: Any) -> bool:
     """Whether two trees have the same structure and the same values, in tensors and in what objects of other classes
@@ -134,6 +122,19 @@ class _Call(NamedTuple):
         return block(**{self.keyword: hidden.clone()}, **kwargs)
 
 
+#: Answers for the block of an index: its forward, and what that is called with.
+_Answer = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass(eq=False)
+class _Link(Wrapper):
+    called: _Answer
+    index: int
+
+    def __call__(self, module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return self.called(self.index, forward, args, kwargs)
+
+
 class _NotAChain(Exception):
     """The blocks do not feed one another, or something happens between them."""
 
@@ -168,7 +169,7 @@ class Chain:
         for number, batch in enumerate(batches):
             recording = _Recording()
             try:
-                with self._patched(recording.called):
+                with self._with(recording.called):
                     feed(model, batch)
                 recording.finish(len(self.blocks))
             except Exception as error:
@@ -220,7 +221,7 @@ class Chain:
             return output
 
         try:
-            with self._patched(called):
+            with self._with(called):
                 feed(model, batch)
         except _NotAChain:
             return None
@@ -234,18 +235,12 @@ class Chain:
             given, _ = _Call.split(args, kwargs)
             return self._form(self.hidden[number].clone() if index == len(self.blocks) - 1 else given)
 
-        with self._patched(called):
+        with self._with(called):
             yield
 
-    @contextmanager
-    def _patched(self, called: Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-        def patch(index: int, forward: Any) -> Any:
-            return lambda *args, **kwargs: called(index, forward, args, kwargs)
-
-        with restored_forwards(self.blocks):
-            for index, block in enumerate(self.blocks):
-                block.forward = patch(index, block.forward)  # type: ignore[method-assign]
-            yield
+    def _with(self, called: _Answer) -> AbstractContextManager[None]:
+        """Within, ``called`` answers for the blocks."""
+        return wrapped((block, _Link(called, index)) for index, block in enumerate(self.blocks))
 
 
 class _Recording:

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 from lowbit.calls import call
 from lowbit.functional import hadamard, quantize
 from lowbit.functional.grouped import multiplies_at_once
+from lowbit.models.wrap import plain_class
 from lowbit.nn.base import kind
 from lowbit.nn.linear import PARTS, QuantLinear
 from lowbit.ops.grouped import has_rows_of_its_own
@@ -141,7 +142,7 @@ class QuantExperts(nn.Module):
         twice.
         """
         for layers in (self.gate_up, self.down):
-            for name in PARTS if all(type(layer) is QuantLinear for layer in layers) else ():
+            for name in PARTS if all(plain_class(layer) is QuantLinear for layer in layers) else ():
                 parts: list[Any] = [layer._parameters[name] for layer in layers]
                 if _may_stack(parts) and _whole(parts) is None:
                     with torch.no_grad(), torch.inference_mode(False):

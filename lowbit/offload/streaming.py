@@ -6,8 +6,8 @@ Source: Ren et al., "ZeRO-Infinity", arXiv 2104.07857, section 5; here a block's
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -23,7 +23,7 @@ from lowbit.memory.estimator import WITHOUT_ESTIMATE
 from lowbit.models.blocks import find_blocks
 from lowbit.models.check import check_model
 from lowbit.models.ties import storage
-from lowbit.nn.base import unwrap_forwards, wrap_forward, wrapped_forward
+from lowbit.models.wrap import Wrapper, unwrap_all, wrap, wrapper_of
 from lowbit.nn.experts import stack_experts_
 from lowbit.offload.activations import unmodified
 from lowbit.report import Report, report_on
@@ -80,7 +80,7 @@ def stream_blocks_(
     stream = _Stream([_kind(found)(found, files) for found in tensors])
     for index, block in enumerate(chosen):
         stream.blocks[index].attach()
-        wrap_forward(block, _streamed, stream, index)
+        wrap(block, Streamed(stream, index))
     stream.evict_all()
     report = report_on("memory.stream_blocks_", model, {names[id(block)]: block for block in chosen}, "streamed")
     return _without(report, "bytes_after", stream.blocks)
@@ -92,9 +92,9 @@ def unstream_(model: nn.Module) -> Report:
     Raises ValueError, with the model untouched, where a forward has been replaced since.
     """
     check_model(model)
-    found = unwrap_forwards(model, "memory.unstream_", _streamed)
-    blocks = {path: model.get_submodule(path) for path in found}
-    streamed = [stream.blocks[index] for stream, index in (forward.settings for forward in found.values())]
+    removed = unwrap_all(model, "memory.unstream_", Streamed)
+    blocks = {path: model.get_submodule(path) for path, _ in removed}
+    streamed = [wrapper.stream.blocks[wrapper.index] for _, wrapper in removed]
     for block in streamed:
         block.restore()
     stack_experts_(model)
@@ -116,7 +116,7 @@ def _without(report: Report, side: str, blocks: Iterable[_Mapped | _Copied]) -> 
 
 def is_streamed(model: nn.Module) -> bool:
     """Whether blocks of ``model`` are streamed."""
-    return any(wrapped_forward(module, _streamed) for module in model.modules())
+    return any(wrapper_of(module, Streamed) for module in model.modules())
 
 
 WITHOUT_ESTIMATE["stream estimate"] = is_streamed
@@ -340,23 +340,28 @@ class _Stream:
         return unmodified(block.tensors[number], version).detach().view(dtype).as_strided(*layout)
 
 
-@uncompiled
-def _streamed(
-    forward: Callable[..., Any], block: nn.Module, stream: _Stream, index: int, /, *args: Any, **kwargs: Any
-) -> Any:
-    recomputing = torch._C._current_graph_task_id() != -1
-    stream.use(index, -1 if recomputing else 1)
-    tensors = stream.blocks[index]
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    if isinstance(tensors, _Mapped):  # autograd keeps addresses, which stay
-        output = forward(*args, **kwargs)
-    else:
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        pack = partial(stream.pack, tensors, outer)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved()):
+@dataclass(eq=False)
+class Streamed(Wrapper):
+    """A block, by its number."""
+
+    stream: _Stream
+    index: int
+
+    @uncompiled
+    def __call__(self, module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+        recomputing = torch._C._current_graph_task_id() != -1
+        self.stream.use(self.index, -1 if recomputing else 1)
+        tensors = self.stream.blocks[self.index]
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if isinstance(tensors, _Mapped):  # autograd keeps addresses, which stay
             output = forward(*args, **kwargs)
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
-            leaf.register_hook(partial(stream.before_backward, index))
-    return output
+        else:
+            outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            pack = partial(self.stream.pack, tensors, outer)
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved()):
+                output = forward(*args, **kwargs)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+                leaf.register_hook(partial(self.stream.before_backward, self.index))
+        return output

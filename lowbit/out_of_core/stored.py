@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,13 +12,22 @@ from torch import Tensor, nn
 
 from lowbit.calibrate.recording import Observed
 from lowbit.calibrate.weights import InMemory
-from lowbit.models.blocks import restored_forwards
 from lowbit.models.ties import storage
+from lowbit.models.wrap import Wrapper, wrapped
 from lowbit.nn.linear import QuantLinear
 from lowbit.notice import warn
 from lowbit.serialize.shards import Checkpoint
 
 __all__ = ["Stored"]
+
+
+@dataclass(eq=False)
+class _Paged(Wrapper):
+    weights: Stored
+
+    def __call__(self, module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+        with self.weights.held(module):
+            return forward(*args, **kwargs)
 
 
 class Stored(InMemory):
@@ -64,24 +74,9 @@ class Stored(InMemory):
                     if isinstance(module, QuantLinear):
                         module.to("meta")
 
-    @contextmanager
-    def paged(self, blocks: Iterable[nn.Module]) -> Iterator[None]:
+    def paged(self, blocks: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """Inside, each of ``blocks`` has its tensors while it is called."""
-
-        def served(block: nn.Module) -> Any:
-            forward = block.forward
-
-            def call(*args: Any, **kwargs: Any) -> Any:
-                with self.held(block):
-                    return forward(*args, **kwargs)
-
-            return call
-
-        blocks = list(blocks)
-        with restored_forwards(blocks):
-            for block in blocks:
-                block.forward = served(block)  # type: ignore[method-assign]
-            yield
+        return wrapped((block, _Paged(self)) for block in blocks)
 
     def _fill(self, modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Any]]:
         """Give ``modules`` what the checkpoint has; where that was put, and what was there."""

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from lowbit.memory.fake import answer_without_data
 from lowbit.memory.kept import Kept
 from lowbit.models.check import check_model
-from lowbit.nn.base import WrappedForward, full_name, unwrap_forwards, wrap_forward, wrapped_forward
+from lowbit.models.wrap import Wrapper, plain_class, unwrap_all, wrap, wrapper_of
+from lowbit.nn.base import full_name
 from lowbit.report import Report, report_on
 from lowbit.tiled.loss import linear_cross_entropy
 from lowbit.tiled.tied import Lookups, Tie, can_share
@@ -83,11 +85,11 @@ def fuse_loss_(model: nn.Module, *, batch: Any = None, loss: Callable[[Any, Any]
     for causal in found:
         head = causal.get_output_embeddings()
         fused = _Fused(causal.loss_function)
-        wrap_forward(causal, _model, fused)
-        wrap_forward(head, _head, fused)
+        wrap(causal, FusedModel(fused))
+        wrap(head, FusedHead(fused))
         for module in causal.modules():
             if isinstance(module, nn.Embedding) and module.weight is head.weight:
-                wrap_forward(module, _embedding, fused)
+                wrap(module, FusedEmbedding(fused))
         causal.loss_function = partial(_loss, fused, head)
         heads.update({name: module for name, module in model.named_modules() if module is head})
     return kept.told(report_on("memory.fuse_loss_", model, heads, "fused with the loss"))
@@ -100,11 +102,11 @@ def unfuse_loss_(model: nn.Module) -> Report:
     """
     check_model(model)
     heads = {}
-    for path, forward in unwrap_forwards(model, "memory.unfuse_loss_", _model, _head, _embedding).items():
+    for path, wrapper in unwrap_all(model, "memory.unfuse_loss_", _Wrapper):
         module = model.get_submodule(path)
-        if forward.around is _model:
+        if isinstance(wrapper, FusedModel):
             del module._loss_function
-        elif forward.around is _head:
+        elif isinstance(wrapper, FusedHead):
             heads[path] = module
     return report_on("memory.unfuse_loss_", model, heads, "as it was")
 
@@ -141,11 +143,9 @@ def fusing_libraries(model: nn.Module) -> list[str]:
 
 def _fuses(causal: nn.Module) -> str | None:
     """Which of ``_FUSING`` has made a forward that a call of ``causal`` runs."""
-    for forward in (vars(causal).get("forward"), type(causal).forward):
+    forwards: tuple[Any, ...] = (causal.forward, type(causal).forward)
+    for forward in forwards:
         while forward is not None:
-            if isinstance(forward, WrappedForward):
-                forward = forward.own
-                continue
             # Decorators copy the module's name from the function that they wrap; its globals they cannot.
             function = getattr(forward, "__func__", forward)
             library = str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0]
@@ -156,7 +156,7 @@ def _fuses(causal: nn.Module) -> str | None:
 
 
 def _is_fused(model: nn.Module) -> bool:
-    return any(wrapped_forward(module, _model) for module in model.modules())
+    return any(wrapper_of(module, FusedModel) for module in model.modules())
 
 
 def _found(model: nn.Module) -> tuple[list[Any], list[str]]:
@@ -164,7 +164,7 @@ def _found(model: nn.Module) -> tuple[list[Any], list[str]]:
     found, reasons = [], []
     for causal in _causal(model):
         head, name = causal.get_output_embeddings(), type(causal).__name__
-        if type(head) is not nn.Linear:
+        if plain_class(head) is not nn.Linear:
             reasons.append(f"the last layer of {name} is a {full_name(type(head))}, not an nn.Linear")
         elif not _asks_for_loss(causal):
             reasons.append(f"{name} computes its loss in its forward, and not by loss_function")
@@ -230,45 +230,61 @@ def _nothing() -> None:
 _CAPPED = threading.RLock()
 
 
-def _model(forward: Callable[..., Any], model: nn.Module, fused: _Fused, /, *args: Any, **kwargs: Any) -> Any:
-    given = inspect.signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments if args else kwargs
-    config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
-    with _CAPPED if hasattr(config, _SOFTCAP) else nullcontext():
-        if not model.training or given.get("labels") is None:
+@dataclass(eq=False)
+class _Wrapper(Wrapper):
+    fused: _Fused
+
+
+class FusedModel(_Wrapper):
+    """The model, which answers without logits."""
+
+    def __call__(self, module: Any, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+        plain, fused = type(module).forward, self.fused
+        given = inspect.signature(plain).bind_partial(module, *args, **kwargs).arguments if args else kwargs
+        config = module.config.get_text_config()
+        with _CAPPED if hasattr(config, _SOFTCAP) else nullcontext():
+            if not module.training or given.get("labels") is None:
+                return forward(*args, **kwargs)
+            head = module.get_output_embeddings()
+            _require_plain(head)
+            fused.active, fused.done, fused.softcap = True, False, getattr(config, _SOFTCAP, None)
+            fused.weight = head.weight
+            try:
+                if fused.softcap is not None:
+                    setattr(config, _SOFTCAP, None)
+                output = forward(*args, **kwargs)
+            finally:
+                if fused.softcap is not None:
+                    setattr(config, _SOFTCAP, fused.softcap)
+                hidden, fused.active, fused.hidden = fused.hidden, False, None
+                fused.weight = fused.tie = None
+        if not fused.done:
+            raise ValueError(_refused(f"{type(module).__name__} computes its loss itself, of what is no logits"))
+        if isinstance(output, tuple):
+            return tuple(part for part in output if part is not hidden)
+        output.logits = None
+        return output
+
+
+class FusedHead(_Wrapper):
+    """The last layer, which hands its input on."""
+
+    def __call__(self, module: nn.Module, forward: Any, /, hidden: Tensor) -> Any:
+        if not self.fused.active:
+            return forward(hidden)
+        self.fused.hidden = hidden
+        return hidden
+
+
+class FusedEmbedding(_Wrapper):
+    """An embedding that shares the last layer's weight."""
+
+    def __call__(self, module: Any, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+        fused = self.fused
+        if fused.weight is None or module.weight is not fused.weight or not can_share(fused.weight):
             return forward(*args, **kwargs)
-        head: Any = model.get_output_embeddings()  # type: ignore[operator]
-        _require_plain(head)
-        fused.active, fused.done, fused.softcap = True, False, getattr(config, _SOFTCAP, None)
-        fused.weight = head.weight
-        try:
-            if fused.softcap is not None:
-                setattr(config, _SOFTCAP, None)
-            output = forward(*args, **kwargs)
-        finally:
-            if fused.softcap is not None:
-                setattr(config, _SOFTCAP, fused.softcap)
-            hidden, fused.active, fused.hidden = fused.hidden, False, None
-            fused.weight = fused.tie = None
-    if not fused.done:
-        raise ValueError(_refused(f"{type(model).__name__} computes its loss itself, of what is no logits"))
-    if isinstance(output, tuple):
-        return tuple(part for part in output if part is not hidden)
-    output.logits = None
-    return output
-
-
-def _head(forward: Callable[..., Any], head: nn.Module, fused: _Fused, /, hidden: Tensor) -> Tensor:
-    if not fused.active:
-        return forward(hidden)  # type: ignore[no-any-return]
-    fused.hidden = hidden
-    return hidden
-
-
-def _embedding(forward: Callable[..., Any], module: nn.Embedding, fused: _Fused, /, *args: Any, **kwargs: Any) -> Any:
-    if fused.weight is None or module.weight is not fused.weight or not can_share(fused.weight):
-        return forward(*args, **kwargs)
-    with Lookups(fused.weight, fused.tied):
-        return forward(*args, **kwargs)
+        with Lookups(fused.weight, fused.tied):
+            return forward(*args, **kwargs)
 
 
 def _loss(
@@ -315,7 +331,7 @@ def _is_same(logits: Tensor, hidden: Tensor | None) -> bool:
 
 
 def _require_plain(head: nn.Module) -> None:
-    if type(head) is not nn.Linear:
+    if plain_class(head) is not nn.Linear:
         raise ValueError(_refused(f"the last layer has become a {full_name(type(head))}"))
 
 

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowbit.convert.engine import sync_fused_kernels
-from lowbit.models.wrap import change_class, derived, plain_class
+from lowbit.models.wrap import change_class, derived, plain_class, replaced_forward
 from lowbit.nn.attention import MultiheadForward, QuantMultiheadAttention
-from lowbit.nn.base import replaced_forward
 from lowbit.tiled.attention_tiles import AttentionCall, attend, cast_by_autocast
 from lowbit.tiled.attention_weights import attend_with_weights
 

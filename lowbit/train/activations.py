@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from lowbit.autograd import backend_now, first_order, on_backend, transformed
 from lowbit.functional import quantize
 from lowbit.models.check import check_model
-from lowbit.nn.base import unwrap_forwards, wrap_forward, wrapped_forward
+from lowbit.models.wrap import Wrapper, unwrap_all, wrap, wrapper_of
 from lowbit.report import Report, report_on
 from lowbit.scaling import Scheme
 from lowbit.scaling import scheme as find_scheme
@@ -77,7 +78,7 @@ def compress_activations_(
             f"train.compress_activations_: {kind} has a global scale, which takes a pass over each activation of its "
             f"own; use {ACTIVATIONS}, or another scheme that has none"
         )
-    if any(wrapped_forward(module, _compressing) for module in model.modules()):
+    if any(wrapper_of(module, Compressing) for module in model.modules()):
         raise ValueError(
             "train.compress_activations_: activations of this model are compressed already; call "
             "lowbit.train.uncompress_activations_(model) first"
@@ -93,7 +94,7 @@ def compress_activations_(
     kept = Kept(model, batch, loss)
     for module in model.modules():
         if _computes(module) or not isinstance(module, nn.Linear | nn.Embedding | nn.ModuleList | nn.ModuleDict):
-            wrap_forward(module, _compressing, kind if _computes(module) else None)
+            wrap(module, Compressing(kind if _computes(module) else None))
     return kept.told(report_on("train.compress_activations_", model, modules, f"inputs kept as {kind}"))
 
 
@@ -103,8 +104,8 @@ def uncompress_activations_(model: nn.Module) -> Report:
     Raises ValueError, with the model untouched, where a forward has been replaced since.
     """
     check_model(model)
-    found = unwrap_forwards(model, "train.uncompress_activations_", _compressing)
-    modules = {path: model.get_submodule(path) for path in found}
+    removed = unwrap_all(model, "train.uncompress_activations_", Compressing)
+    modules = {path: model.get_submodule(path) for path, _ in removed}
     computing = {path: module for path, module in modules.items() if _computes(module)}
     return report_on("train.uncompress_activations_", model, computing, "inputs kept as they are")
 
@@ -122,29 +123,32 @@ class _Active(threading.local):
     """Whether the module under way in this thread compresses, and the innermost mode that is there."""
 
     on = False
-    mode: _Compressing | None = None
+    mode: _Mode | None = None
 
 
 _active = _Active()
 
 
-def _compressing(
-    forward: Callable[..., Any], module: nn.Module, scheme: Scheme | None, /, *args: Any, **kwargs: Any
-) -> Any:
+@dataclass(eq=False)
+class Compressing(Wrapper):
     """``scheme`` None: the module is not one of those whose functions keep codes, whatever it is called in."""
-    if torch.compiler.is_compiling() or transformed() or not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    before = _active.on, _active.mode
-    _active.on = scheme is not None
-    try:
-        # A checkpoint inside the module that has the mode recomputes without it: what is called there has its own.
-        if scheme is None or (_active.mode is not None and _active.mode.hooks == _saved_tensors_hooks()):
+
+    scheme: Scheme | None
+
+    def __call__(self, module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or transformed() or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        _active.mode = _Compressing(scheme)
-        with _active.mode:
-            return forward(*args, **kwargs)
-    finally:
-        _active.on, _active.mode = before
+        before = _active.on, _active.mode
+        _active.on = self.scheme is not None
+        try:
+            # A checkpoint inside the module that has the mode recomputes without it: what is called there has its own.
+            if self.scheme is None or (_active.mode is not None and _active.mode.hooks == _saved_tensors_hooks()):
+                return forward(*args, **kwargs)
+            _active.mode = _Mode(self.scheme)
+            with _active.mode:
+                return forward(*args, **kwargs)
+        finally:
+            _active.on, _active.mode = before
 
 
 def _saved_tensors_hooks() -> Any:
@@ -152,7 +156,7 @@ def _saved_tensors_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-class _Compressing(TorchFunctionMode):
+class _Mode(TorchFunctionMode):
     """Within, functions of the table keep codes. An input that several of them have is encoded once."""
 
     def __init__(self, scheme: Scheme) -> None:
@@ -187,7 +191,7 @@ class _Compressing(TorchFunctionMode):
         return codes
 
 
-def _forget(mode: weakref.ref[_Compressing], key: int, x: Any) -> None:
+def _forget(mode: weakref.ref[_Mode], key: int, x: Any) -> None:
     """A tensor is gone. A reference to the mode would be a cycle, which keeps what its hooks hold: a block's inputs."""
     if (found := mode()) is not None:
         found.encoded.pop(key, None)
@@ -219,7 +223,7 @@ class _FromCodes(torch.autograd.Function):
     """``func`` of leaves of a tree of arguments."""
 
     @staticmethod
-    def forward(ctx: Any, mode: _Compressing, func: Callable[..., Any], spec: TreeSpec, *leaves: Any) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, mode: _Mode, func: Callable[..., Any], spec: TreeSpec, *leaves: Any) -> Any:  # type: ignore[override]
         device = next(leaf.device.type for leaf in leaves if isinstance(leaf, Tensor))
         ctx.func, ctx.spec, ctx.backend = func, spec, backend_now()
         ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))

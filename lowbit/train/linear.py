@@ -19,8 +19,8 @@ from lowbit.convert.engine import Task, convert, sync_fused_kernels
 from lowbit.convert.maker import measured, require_float
 from lowbit.convert.protect import protections
 from lowbit.convert.select import DEFAULT_SKIP, Skip, plain_layers
-from lowbit.models.wrap import change_class, plain_class
-from lowbit.nn.base import Announced, announce, forget_bound_forward, replaced_forward
+from lowbit.models.wrap import change_class, plain_class, replaced_forward
+from lowbit.nn.base import Announced, announce
 from lowbit.nn.linear import result_dtype
 from lowbit.recipes import Recipe
 from lowbit.recipes import recipe as find_recipe
@@ -154,7 +154,6 @@ def prepare_(
         announce()  # a layer that changes its class is not made anew
         paths = {id(module): path for path, module in model.named_modules()}
         for layer, recipe in made.values():
-            forget_bound_forward(layer)
             layer._lowbit_class = plain_class(layer)
             change_class(layer, TrainLinear)
             layer.recipe, layer.products, layer.reuse = recipe, products[recipe], Reuse(reuse_weights)
@@ -250,7 +249,6 @@ def convert_(model: nn.Module) -> Report:
             f"would go on in low precision; remove that first, then call convert_ again"
         )
     for layer in prepared.values():
-        forget_bound_forward(layer)
         del layer.recipe, layer.products, layer.reuse, layer.state, layer.path, layer.places
         for name in ("watcher", "gathered"):
             vars(layer).pop(name, None)

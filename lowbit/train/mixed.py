@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from lowbit.machine import float_precision, multiplies
 from lowbit.models.check import check_model
 from lowbit.models.ties import model_bytes, tensor_bytes
-from lowbit.nn.base import WrappedForward, wrap_forward
+from lowbit.models.wrap import Wrapper, unwrap, wrap, wrapper_of
 from lowbit.notice import warn
 from lowbit.optim import Optimizer, masters
 from lowbit.optim.shards import is_dtensor, local
@@ -83,16 +83,27 @@ _MATRICES: dict[type[nn.Module], tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class _Setting:
+@dataclass(eq=False)
+class Mixed(Wrapper):
     """How a model is mixed; ``copies``: by name, what was cut off parameters that were stored in 16 bits.
-    ``around``: makes a context of each forward.
+    ``context``: makes one of each forward.
     """
 
     precision: str
     copies: dict[str, masters.Remainder]
     fp32_gradients: bool
-    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def __call__(self, module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # A copy of the model, and one that has moved, have forgotten what its parameters were given.
+            if self.fp32_gradients:
+                _refuse_ddp()
+                _widen_gradients(module)
+            _attach(module, self.copies)
+        short = torch.autocast(_device_type(module, (*args, *kwargs.values())), PRECISIONS[self.precision])
+        with short, self.context():
+            return _widened(forward(*args, **kwargs))
 
 
 class _LSTMsWithoutOneDNN(TorchFunctionMode):
@@ -136,7 +147,7 @@ def mixed_(
         raise ValueError("train.mixed_: expected the plain model, got what torch.compile made; call mixed_ before it")
     if precision not in PRECISIONS:
         raise ValueError(f"train.mixed_: precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
-    before = _setting(model)
+    before = wrapper_of(model, Mixed)
     if before is not None:
         raise ValueError(
             f"train.mixed_: the model computes in mixed {before.precision} already; call lowbit.train.unmixed_(model) "
@@ -155,7 +166,7 @@ def mixed_(
     remainders = {name: masters.store_short(param, dtype) for name, param in copies.items()}
     slowness = _slowness(model, precision)
     lacks = bool(slowness) and any(isinstance(module, nn.LSTM) for module in model.modules())
-    wrap_forward(model, _mixed, _Setting(precision, remainders, wide, _LSTMsWithoutOneDNN if lacks else nullcontext))
+    wrap(model, Mixed(precision, remainders, wide, _LSTMsWithoutOneDNN if lacks else nullcontext))
     if wide:
         _widen_gradients(model)
     notes = ("floats in 16 bits come back in fp32", *slowness)
@@ -172,47 +183,24 @@ def unmixed_(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     optimizer without masters of its working copies.
     """
     check_model(model)
-    setting = _setting(model)
-    if setting is None:
-        raise ValueError(
-            "train.unmixed_: expected a model that lowbit.train.mixed_ changed and whose forward is still the one that "
-            "it made; undo first what was done to model.forward since"
-        )
+    mixed = wrapper_of(model, Mixed)
+    if mixed is None:
+        raise ValueError("train.unmixed_: expected a model that lowbit.train.mixed_ changed")
     sizes, params = _sizes(model), dict(model.named_parameters())
-    copies = {name: params[name] for name in setting.copies}
+    copies = {name: params[name] for name in mixed.copies}
     weights = {name: masters.widened(param) if optimizer is None else _master(optimizer, name, param)
                for name, param in copies.items()}  # fmt: skip
+    unwrap(model, mixed, "train.unmixed_")
     for name, param in copies.items():
         param.grad, param.data = None, weights[name]
         masters.forget(param)
-    own = vars(model).pop("forward").own
-    if own is not None:
-        model.forward = own
-    for param in model.parameters() if setting.fp32_gradients else ():
+    for param in model.parameters() if mixed.fp32_gradients else ():
         if param.requires_grad and param.dtype in PRECISIONS.values():
             param.grad, param.grad_dtype = None, param.dtype
     return _report("train.unmixed_", model, sizes, "multiply in their own dtype")
 
 
 # -- the forward ------------------------------------------------------------------------------------------------------
-def _setting(model: nn.Module) -> _Setting | None:
-    forward = vars(model).get("forward")
-    mixed = isinstance(forward, WrappedForward) and forward.around is _mixed
-    return forward.settings[0] if mixed else None  # type: ignore[union-attr]
-
-
-def _mixed(forward: Callable[..., Any], model: nn.Module, setting: _Setting, /, *args: Any, **kwargs: Any) -> Any:
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        # A copy of the model, and one that has moved, have forgotten what its parameters were given.
-        if setting.fp32_gradients:
-            _refuse_ddp()
-            _widen_gradients(model)
-        _attach(model, setting)
-    short = torch.autocast(_device_type(model, (*args, *kwargs.values())), PRECISIONS[setting.precision])
-    with short, setting.around():
-        return _widened(forward(*args, **kwargs))
-
-
 def _device_type(model: nn.Module, given: Iterable[Any]) -> str:
     """Of the first tensor that the forward is given; of the first parameter where there is none."""
     found = next((x for x in given if isinstance(x, Tensor)), None)
@@ -250,8 +238,8 @@ def _refuse_ddp() -> None:
         )
 
 
-def _attach(model: nn.Module, setting: _Setting) -> None:
-    waiting = {name: remainder for name, remainder in setting.copies.items() if remainder.bits is not None}
+def _attach(model: nn.Module, copies: dict[str, masters.Remainder]) -> None:
+    waiting = {name: remainder for name, remainder in copies.items() if remainder.bits is not None}
     params = dict(model.named_parameters()) if waiting else {}
     for name in waiting.keys() & params.keys():
         masters.attach(params[name], waiting[name])

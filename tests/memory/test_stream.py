@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from support.peaks import resident_peak
 from torch import nn
 
 import lowbit as lb
-from lowbit.memory import stream
+from lowbit.models.wrap import wrapper_of
+from lowbit.offload import streaming as stream
 from lowbit.offload.streaming import stream_blocks_, unstream_
 
 
@@ -91,7 +93,7 @@ def test_weights_leave_memory_between_uses(tmp_path, monkeypatch):
     monkeypatch.setattr(stream, "_kind", lambda tensors: stream._Copied)
     model = network()
     stream_blocks_(model, tmp_path)
-    blocks = vars(model[1][0])["forward"].settings[0].blocks
+    blocks = wrapper_of(model[1][0], stream.Streamed).stream.blocks
     counts = []
 
     def count(*_):
@@ -173,8 +175,11 @@ def test_shared_weights_stay_and_wrong_arguments_are_errors(tmp_path):
     with pytest.raises(ValueError, match="streamed already"):
         stream_blocks_(model, tmp_path)
     lb.train.compress_activations_(model)
-    with pytest.raises(ValueError, match="has been replaced since"):
+    model[1][0].forward = partial(lambda forward, x: forward(x), model[1][0].forward)
+    with pytest.raises(ValueError, match=r"the forward of 1\.0 has been replaced since"):
         unstream_(model)
+    del model[1][0].forward
+    assert len(unstream_(model).layers) == 4 and len(lb.train.uncompress_activations_(model).layers) > 4
     with pytest.raises(ValueError, match="found none in Linear"):
         stream_blocks_(nn.Linear(4, 4), tmp_path)
     with pytest.raises(ValueError, match="got others"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import lowbit as lb
+from lowbit.models.wrap import unwrap, wrapper_of, wrappers
+from lowbit.tiled.fused_loss import FusedEmbedding
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -50,13 +53,14 @@ def made(name: str = "llama", dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def is_tied(model: nn.Module) -> bool:
-    return "forward" in vars(model.get_input_embeddings())
+    return wrapper_of(model.get_input_embeddings(), FusedEmbedding) is not None
 
 
 def separate(model: nn.Module) -> nn.Module:
     """A copy whose embedding and last layer have gradients of their own, which autograd adds up."""
     copied = copy.deepcopy(model)
-    del vars(copied.get_input_embeddings())["forward"]
+    table = copied.get_input_embeddings()
+    unwrap(table, wrapper_of(table, FusedEmbedding))
     return copied
 
 
@@ -190,7 +194,7 @@ def test_no_bit_changes_where_the_embedding_is_recomputed(inside, reentrant):
         try:
             step(model)
         finally:
-            del vars(model.model)["forward"]
+            del model.model.forward
 
     assert_same(made(), whole if inside == "all" else body)
 
@@ -233,7 +237,7 @@ def test_rows_are_those_of_torch_for_vocabularies_of_any_size(rows):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_gradient_as_large_as_the_weight_is_held(dtype, monkeypatch):
     """By autograd two."""
-    monkeypatch.setattr(lb.memory.loss, "TILE", 1 << 18)  # beside which this weight is a large one
+    monkeypatch.setattr(lb.tiled.loss, "TILE", 1 << 18)  # beside which this weight is a large one
     torch.manual_seed(0)
     model = fused(llama(vocab_size=20_000, hidden_size=128, num_hidden_layers=1).to(dtype))
     size, batch = model.lm_head.weight.nbytes, {"input_ids": IDS[:1, :16], "labels": IDS[:1, :16]}
@@ -358,17 +362,16 @@ def test_names_states_and_hooks_stay_and_so_does_the_way_back():
         assert is_tied(copied) and copied.get_input_embeddings().weight is copied.lm_head.weight
         assert_same(copied)
     lb.memory.unfuse_loss_(model)
-    assert not any("forward" in vars(module) for module in model.modules())
+    assert not any(wrappers(module) for module in model.modules())
 
 
 def test_a_forward_that_was_replaced_since_leaves_the_model_fused():
     model = made()
     for module in (model, model.get_input_embeddings()):
-        kept = vars(module)["forward"]
-        lb.nn.base.wrap_forward(module, lambda forward, module, *args, **kwargs: forward(*args, **kwargs))
+        module.forward = partial(lambda forward, *args, **kwargs: forward(*args, **kwargs), module.forward)
         with pytest.raises(ValueError, match="has been replaced since"):
             lb.memory.unfuse_loss_(model)
-        assert is_tied(model) and "forward" in vars(model.lm_head)
-        module.forward = kept
+        assert is_tied(model) and wrappers(model.lm_head)
+        del module.forward
     lb.memory.unfuse_loss_(model)
     assert not is_tied(model)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from lowbit.checkpointing.block_table import blocks_of
 from lowbit.memory import checkpoint_, stream_blocks_
-from lowbit.models.blocks import Chain, find_blocks, largest_stack, restored_forwards, stacks
+from lowbit.models.blocks import Chain, find_blocks, largest_stack, stacks
+from lowbit.models.wrap import wrappers
 
 
 class Block(nn.Module):
@@ -151,7 +152,7 @@ def test_a_chain_gives_each_block_what_the_one_before_returned():
         assert torch.equal(model.head(chain.hidden[number]), y)
         with chain.replayed(number):
             assert torch.equal(model(batches[number]), y)
-    assert all("forward" not in vars(block) for block in model.blocks)
+    assert not any(wrappers(block) for block in model.blocks)
 
 
 def test_blocks_that_are_not_called_in_order_are_no_chain():
@@ -159,11 +160,14 @@ def test_blocks_that_are_not_called_in_order_are_no_chain():
     assert not Chain(list(reversed(model.blocks))).record(model, [torch.randn(3, 4)])
 
 
-def test_forwards_are_restored_also_where_blocks_have_their_own():
-    plain, special = Block(), Block()
-    own = special.forward = lambda x: x
-    with pytest.raises(KeyError), restored_forwards([plain, special]):
-        plain.forward = special.forward = lambda x: -x
-        raise KeyError
-    assert "forward" not in vars(plain)
-    assert vars(special)["forward"] is own
+def test_a_forward_that_a_block_was_given_is_there_afterwards():
+    model = Model()
+    forward = model.blocks[1].forward
+    own = model.blocks[1].forward = lambda x, scale: forward(2 * x, scale)
+    chain, x = Chain(model.blocks), torch.randn(3, 4)
+    expected = model(x)
+    assert chain.record(model, [x])
+    for index in range(3):
+        chain.advance(index)
+    assert torch.equal(model.head(chain.hidden[0]), expected)
+    assert vars(model.blocks[1])["forward"] is own and not any(wrappers(block) for block in model.blocks)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
+from lowbit.models.wrap import plain_class, replaced_forward, wrappers
 from lowbit.train import mixed
 from lowbit.train.mixed import PARTS, PRECISIONS
 
@@ -288,10 +289,10 @@ def test_a_model_that_is_one_layer():
     layer = nn.Linear(8, 4)
     lb.train.mixed_(layer)
     lb.train.prepare_(layer, "fp8", skip=())
-    assert type(layer) is lb.train.TrainLinear and layer(torch.randn(3, 8)).dtype is torch.float32
+    assert plain_class(layer) is lb.train.TrainLinear and layer(torch.randn(3, 8)).dtype is torch.float32
     lb.train.convert_(layer)
     lb.train.unmixed_(layer)
-    assert "forward" not in vars(layer)
+    assert type(layer) is nn.Linear and not wrappers(layer)
 
 
 def test_transformers_finds_the_arguments_of_the_forward():
@@ -412,7 +413,7 @@ def test_the_way_back():
     before = copy.deepcopy(model.state_dict())
     lb.train.mixed_(model, "bf16", working_copies=True)
     report = lb.train.unmixed_(model)
-    assert "forward" not in vars(model) and report.converted == ("up", "down")
+    assert type(model) is Model and not wrappers(model) and report.converted == ("up", "down")
     assert model(x).dtype is torch.float32 and model.seen == [torch.float32]
     for name, value in model.state_dict().items():
         if name in ("up.weight", "down.weight"):
@@ -427,7 +428,7 @@ def test_a_forward_of_the_models_own_comes_back():
     model = Model()
     model.forward = own = lambda x: model.up(x) * 2
     lb.train.mixed_(model)
-    assert model(torch.ones(1, 8)).dtype is torch.float32 and lb.nn.base.replaced_forward(model) is not None
+    assert model(torch.ones(1, 8)).dtype is torch.float32 and replaced_forward(model) is own
     lb.train.unmixed_(model)
     assert model.forward is own
 
@@ -452,7 +453,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
         model.down.weight[0, 0] = 1e6
     refused(r"down.weight holds numbers beyond torch.float16, whose largest is 65504; use 'bf16'", model, "fp16",
             working_copies=True)  # fmt: skip
-    assert "forward" not in vars(model) and all(p.dtype is torch.float32 for p in model.parameters())
+    assert not wrappers(model) and all(p.dtype is torch.float32 for p in model.parameters())
     with pytest.raises(ValueError, match=r"expected a model that lowbit.train.mixed_ changed"):
         lb.train.unmixed_(model)
     lb.train.mixed_(model, "bf16", working_copies=True)
