@@ -168,8 +168,8 @@ def report_on(what: str, model: nn.Module, layers: Mapping[str, Any], done: str)
 
 def _weights(module: nn.Module) -> list[Any]:
     """What a module itself multiplies by: a quantized weight, or its parameters but the bias."""
-    if hasattr(type(module), "lowbit_kind") and isinstance(module.weight, Quantized):
-        return [module.weight]
+    if hasattr(type(module), "lowbit_kind") and isinstance(weight := getattr(module, "weight", None), Quantized):
+        return [weight]
     return [p for name, p in module.named_parameters(recurse=False) if name != "bias" and not is_lazy(p)]
 
 

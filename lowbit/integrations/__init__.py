@@ -1,4 +1,4 @@
-"""lowbit inside other libraries: ``lowbit.integrations.transformers``, ``trainer``, ``peft`` and ``torchtitan``.
+"""lowbit inside other libraries: ``lowbit.integrations.transformers``, ``trainer`` and ``peft``.
 
 None of the libraries need be there, and lowbit imports none. It acts once one is imported, before lowbit or after it.
 
@@ -9,7 +9,6 @@ None of the libraries need be there, and lowbit imports none. It acts once one i
 - ``AttentionInterface`` and ``AttentionMaskInterface`` of transformers have ``"lowbit"``, which is
   ``lb.memory.attention``.
 - The table of ``torch.onnx`` has rows for ops of lowbit, which say what to export in their place.
-- torchtitan's table of model converters has the rows ``"lowbit"`` and ``"lowbit_plan"``.
 
 Two more changes wait for the first layer of lowbit in the process, because they serve models with such layers alone:
 
@@ -79,10 +78,6 @@ def _know_generation(generation: Any) -> None:
     import_module("lowbit.integrations.generation")
 
 
-def _register_converter(protocols: Any) -> None:
-    import_module("lowbit.integrations.torchtitan").register(protocols)
-
-
 def _serve_layers() -> None:
     """What only a process with layers of lowbit needs."""
     when_imported("peft", _teach_peft)
@@ -96,5 +91,4 @@ if os.environ.get("LOWBIT_INTEGRATIONS", "1") != "0":
     when_imported("transformers.modeling_utils", model_attention.register)
     when_imported("transformers.masking_utils", model_attention.register_mask)
     when_imported("torch.onnx", _refuse_onnx)
-    when_imported("torchtitan.protocols.model_converter", _register_converter)
     ON_FIRST_LAYER.append(_serve_layers)

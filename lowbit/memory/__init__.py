@@ -93,3 +93,6 @@ if not TYPE_CHECKING:
         if name not in _ABOVE:
             raise AttributeError(f"module 'lowbit.memory' has no attribute {name!r}")
         return getattr(_import_module(_ABOVE[name]), name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_ABOVE})

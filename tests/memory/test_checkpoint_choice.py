@@ -267,5 +267,3 @@ def test_a_list_of_modules_stands_for_the_modules_in_it():
 def test_a_mapping_gives_a_list_of_modules_its_policy():
     model = GPT(GPTConfig(vocab=32, context=8, layers=4, heads=2, dim=32, hidden=64))
     assert checkpoint_(model, {"blocks": "every:2"}).converted == ("blocks.0", "blocks.2")
-    with pytest.raises(ValueError, match="only policies by name take settings, got ofload"):
-        checkpoint_(model, ["blocks"], ofload="cpu")

@@ -14,8 +14,10 @@ from torch.utils import _foreach_utils
 
 import lowbit as lb
 from lowbit.checkpointing.host_time import overhead
+from lowbit.checkpointing.selective import looked_at
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.memory import checkpoint_, estimate, profile, usual_loss
+from lowbit.memory.estimator import Recomputation
 from lowbit.optim.names import find_optimizer
 
 CONFIG = GPTConfig(vocab=512, layers=3, heads=4, dim=128, hidden=256)
@@ -232,8 +234,8 @@ def test_an_op_that_raises_shifts_no_time():
 def test_what_checkpoints_take_of_the_hosts_time_is_counted(steady_times, monkeypatch, policy, each):
     batch = torch.randint(512, (2, 32))
     before = estimate(GPT(CONFIG), batch, checkpoint=policy).seconds_by_phase
-    module = import_module("lowbit.memory.estimator")
-    monkeypatch.setattr(module, "overhead", lambda selective: 0.5 if selective else 0.25)
+    takes = Recomputation(looked_at, lambda selective: 0.5 if selective else 0.25)
+    monkeypatch.setattr("lowbit.memory.estimator.RECOMPUTATIONS", [takes])
     found = estimate(GPT(CONFIG), batch, checkpoint=policy)
     again = sum(op.phase == "recomputation" for op in found.ops)
     assert (again == 0) == (policy is None)

@@ -175,7 +175,7 @@ def test_no_hook_is_left_and_an_error_ends_it():
 
 def test_what_cannot_be_profiled_says_so(tmp_path):
     model = nn.Linear(8, 8)
-    with pytest.raises(ValueError, match=r"memory\.estimate"):
+    with pytest.raises(ValueError, match=r"lb\.estimate"):
         profile(model.to("meta"))
     with pytest.raises(ValueError, match="step="):
         profile(nn.Linear(2, 2), torch.randn(2, 2))
