@@ -6,6 +6,7 @@ import gc
 import tempfile
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ import torch
 from torch import nn
 
 import lowbit as lb
+
+with suppress(ImportError):
+    import peft  # noqa: F401  # errors that its first import catches hold the frames of whoever asks for it
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 IDS = torch.arange(24).view(2, 12) % 64
