@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["everywhere", "gather_flat", "gathered", "processes"]
+__all__ = ["everywhere", "exchange_device", "gather_flat", "gathered", "processes"]
 
 
 def processes() -> int:
@@ -14,11 +14,20 @@ def processes() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def exchange_device() -> torch.device:
+    """Where a tensor has to be for the default process group to exchange it: the CPU, unless the group serves none.
+
+    A group made for ``"nccl"`` alone exchanges CUDA tensors only; one made for ``"cpu:gloo,cuda:nccl"`` takes both.
+    """
+    devices = [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
+    return torch.device("cpu" if "cpu" in devices else devices[0])
+
+
 def everywhere(holds: bool) -> bool:
     """Whether ``holds`` is true in every process."""
     if processes() == 1:
         return holds
-    votes = torch.tensor([holds], dtype=torch.int32)
+    votes = torch.tensor([holds], dtype=torch.int32, device=exchange_device())
     dist.all_reduce(votes, dist.ReduceOp.MIN)
     return bool(votes.all())
 

@@ -21,7 +21,7 @@ from lowbit.checkpointing.frame import NotReplayed
 from lowbit.models.batches import feed
 from lowbit.models.blocks import find_blocks
 from lowbit.models.writes import Written, despite_writes
-from lowbit.processes import processes
+from lowbit.processes import exchange_device, processes
 
 __all__ = ["weigh"]
 
@@ -133,6 +133,7 @@ def _normalize(layer: Observed) -> None:
     for row in rows:
         total += torch.tensor([float(row.sum(dtype=torch.float64)), row.numel()], dtype=torch.float64)
     if processes() > 1:
+        total = total.to(exchange_device())
         dist.all_reduce(total)
     mean = float(total[0] / total[1]) if total[1] else 0.0
     if mean <= 0:

@@ -28,7 +28,7 @@ from lowbit.models.blocks import Chain, same
 from lowbit.models.writes import Unchanged
 from lowbit.observers import Ranges
 from lowbit.ops.conv import Window
-from lowbit.processes import processes
+from lowbit.processes import exchange_device, processes
 from lowbit.recipes import Plan, Recipe
 from lowbit.tensor.quantized import Quantized
 
@@ -279,7 +279,7 @@ class Recorder:
         """
         strayed = [layer in self.strayed for layer in self.layers]
         if processes() > 1:
-            votes = torch.tensor(strayed, dtype=torch.int32)
+            votes = torch.tensor(strayed, dtype=torch.int32, device=exchange_device())
             dist.all_reduce(votes, dist.ReduceOp.MAX)
             strayed = votes.bool().tolist()
         for layer, astray in zip(self.layers, strayed, strict=True):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit.observers import Ranges
 from lowbit.ops.conv import Window
-from lowbit.processes import processes
+from lowbit.processes import exchange_device, processes
 
 __all__ = ["NEEDS", "Statistics"]
 
@@ -114,7 +114,7 @@ class Statistics:
         if processes() == 1:
             return
         for one in several:
-            rows = torch.tensor(one.rows, dtype=torch.int64)
+            rows = torch.tensor(one.rows, dtype=torch.int64, device=exchange_device())
             for total in (rows, one._squares, one._magnitude, one._gram, one._cross):
                 if total is not None:
                     dist.all_reduce(total)

@@ -79,7 +79,7 @@ class Ranges:
         dist.all_reduce(self.low, dist.ReduceOp.MIN)
         dist.all_reduce(self.high, dist.ReduceOp.MAX)
         if self.counts is not None:
-            exponent = torch.tensor(self.exponent)
+            exponent = torch.tensor(self.exponent, device=self.low.device)
             dist.all_reduce(exponent, dist.ReduceOp.MAX)
             self._widen(int(exponent))
             dist.all_reduce(self.counts)
