@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lowbit.backends.registry import forced, use_backend
-from lowbit.calls import below_autograd
 from lowbit.ops import OPS
 from lowbit.ops.conv import Conv, window
 from lowbit.ops.spec import stored_global, stored_scale
+from lowbit.torch_private import below_autograd, functorch_level, graph_task, single_level_function
 
 __all__ = ["backend_now", "bias_gradient", "first_order", "in_backward", "on_backend", "transformed", "uncompiled"]
 
@@ -32,7 +32,7 @@ uncompiled: Callable[..., Any] = torch.compiler.disable
 
 def in_backward() -> bool:
     """Whether a backward pass runs this: a layer that is called there is recomputed by a checkpoint."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return bool(graph_task() != -1)
 
 
 def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -46,7 +46,7 @@ def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
 
 def transformed() -> bool:
     """Whether a transform of torch.func (grad, vmap) runs this; dynamo traces those of compiled code."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
+    return not torch.compiler.is_compiling() and functorch_level() is not None
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -242,7 +242,7 @@ def _differentiable(name: str, setup: Callable[..., None], backward: Callable[..
     # One level of autograd: the dispatcher calls this kernel once for each level of torch.func.grad.
     function: Any = type(
         f"lowbit_{name}",
-        (torch.autograd.function._SingleLevelFunction,),
+        (single_level_function(),),
         {key: staticmethod(method) for key, method in methods.items()},
     )
 

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["OVERLOADS", "below_autograd", "call", "failed", "fill", "original"]
+from lowbit.torch_private import below_autograd
 
-#: Within, ops skip their gradient's kernel.
-below_autograd: Callable[[], Any] = torch._C._AutoDispatchBelowAutograd
+__all__ = ["OVERLOADS", "call", "failed", "fill", "original"]
 
 
 class _Failure(threading.local):

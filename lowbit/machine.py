@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from lowbit._version import __version__
+from lowbit.torch_private import multiplies_bf16
 
 __all__ = ["cpu_name", "fastest", "float_precision", "multiplies", "provenance", "version"]
 
@@ -41,7 +42,7 @@ def multiplies(precision: str) -> bool:
         return any(has for name, has in asked().items() if precision in name)
     if platform.machine() in ("aarch64", "arm64"):  # elsewhere this is true where it is emulated too
         return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{precision}_supported")())
-    return precision == "bf16" and bool(torch.cpu._is_avx512_bf16_supported())
+    return precision == "bf16" and multiplies_bf16()
 
 
 def version(package: str) -> str:

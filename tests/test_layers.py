@@ -21,7 +21,19 @@ PACKAGE = ROOT / "lowbit"
 
 #: From the bottom up: a module may import its own layer's and lower ones.
 LAYERS = [
-    {"_version", "files", "machine", "checkout", "named", "notice", "tables", "processes", "sizes", "combinations"},
+    {
+        "_version",
+        "files",
+        "machine",
+        "checkout",
+        "named",
+        "notice",
+        "tables",
+        "processes",
+        "sizes",
+        "combinations",
+        "torch_private",
+    },
     {"formats", "rounding"},
     {"scaling"},
     {"calls", "recipes"},
@@ -150,6 +162,50 @@ def test_formats_and_scalings_need_no_torch():
         names |= {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
         outside = {n.split(".")[0] for n in names} - sys.stdlib_module_names - {"lowbit"}
         assert not outside, f"{path} imports {outside}"
+
+
+#: Packages of torch whose names begin with an underscore, and which its documentation names all the same.
+DOCUMENTED = {"torch.utils._pytree", "torch.utils._python_dispatch"}
+#: Attributes of torch's objects that only ``torch_private`` reads and writes.
+PRIVATE_ATTRIBUTES = {
+    "_execution_engine",
+    "_local_tensor",
+    "_make_subclass",
+    "_post_accumulate_grad_hooks",
+    "_get_foreach_kernels_supported_devices",
+}
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_names_of_torch(tree: ast.Module) -> set[str]:
+    """What a module imports or reads of torch's own modules by names that begin with an underscore."""
+    names, of_torch = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imports = {alias.name for alias in node.names if alias.name.split(".")[0] == "torch"}
+            names |= {name for name in imports if any(map(private, name.split(".")))}
+            of_torch |= {"torch"} if imports else set()
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            closed = any(map(private, node.module.split("."))) and node.module not in DOCUMENTED
+            names |= {f"{node.module}.{alias.name}" for alias in node.names if closed or private(alias.name)}
+            of_torch |= {alias.asname or alias.name for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root, *rest = ast.unparse(node).split(".")
+            operator = root == "torch" and rest[0] == "ops"
+            if (root in of_torch and not operator and private(node.attr)) or node.attr in PRIVATE_ATTRIBUTES:
+                names.add(ast.unparse(node))
+    return names - DOCUMENTED
+
+
+def test_what_torch_does_not_document_is_used_in_one_file():
+    for path in modules():
+        if path.name != "torch_private.py":
+            names = private_names_of_torch(ast.parse(path.read_text()))
+            assert not names, f"{path.relative_to(ROOT)} uses {', '.join(sorted(names))}; see lowbit/torch_private.py"
 
 
 def constants(path: Path) -> set[float]:

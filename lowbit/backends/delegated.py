@@ -21,6 +21,7 @@ from lowbit.backends import triton
 from lowbit.backends.registry import Impl, matmul_precision
 from lowbit.ops import matmul
 from lowbit.ops.spec import Numerics
+from lowbit.torch_private import int_mm, scaled_mm
 
 __all__ = ["IMPLS", "unavailable"]
 
@@ -57,8 +58,8 @@ def _int8(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
 def _int_mm(a: Tensor, b: Tensor) -> Tensor:
     """torch takes more than 16 rows."""
     if a.shape[0] > 16:
-        return torch._int_mm(a, b.t())
-    return torch._int_mm(torch.nn.functional.pad(a, (0, 0, 0, 17 - a.shape[0])), b.t())[: a.shape[0]]
+        return int_mm(a, b.t())
+    return int_mm(torch.nn.functional.pad(a, (0, 0, 0, 17 - a.shape[0])), b.t())[: a.shape[0]]
 
 
 def _supports_int8(call: matmul.ScaledMM) -> str | None:
@@ -130,7 +131,7 @@ def _fp8(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
     one = _one(outs[0].device)
     _finish(
         outs, call, scales,
-        lambda rows: torch._scaled_mm(a[rows], b.t(), one, one, out_dtype=torch.float32),
+        lambda rows: scaled_mm(a[rows], b.t(), one, one, out_dtype=torch.float32),
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from lowbit.backends.native import loading_error
 from lowbit.backends.registry import Impl, Run
 from lowbit.ops import OPS, OpSpec
+from lowbit.torch_private import dispatches_to
 
 __all__ = ["has_kernel", "rows", "run"]
 
@@ -29,9 +30,7 @@ def _define() -> None:
 
 def has_kernel(op: str, device: str) -> bool:
     """Whether the library was built with a kernel of the op for a type of device."""
-    return loading_error() is None and torch._C._dispatch_has_kernel_for_dispatch_key(
-        f"lowbit_native::{op}", device.upper()
-    )
+    return loading_error() is None and dispatches_to(f"lowbit_native::{op}", device.upper())
 
 
 def run(spec: OpSpec) -> Run:

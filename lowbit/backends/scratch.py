@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowbit.backends import triton
 from lowbit.backends.registry import BackendError, Impl, select
 from lowbit.backends.replay import does
 from lowbit.ops import OPS
+from lowbit.torch_private import without_modes
 
 __all__ = ["allocated"]
 
@@ -56,7 +57,7 @@ def allocated(op: str, call: Any) -> int:
 
 @lru_cache(maxsize=4096)
 def _allocated(impl: Impl, device: torch.device, looks: tuple[Any, ...]) -> int:
-    with _disable_current_modes(), torch.no_grad(), triton.arguments().standing_for(device):
+    with without_modes(), torch.no_grad(), triton.arguments().standing_for(device):
         call = OPS[impl.op].args(*(one.empty() if isinstance(one, _Look) else one for one in looks))
         outs = tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in OPS[impl.op].outputs(call))
         impl.run(outs, call)  # the first makes what is remembered, such as tables

@@ -10,10 +10,10 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowbit.autograd import backend_now, on_backend
+from lowbit.torch_private import NormBase
 
 __all__ = ["Buffers", "CallState", "Contexts", "Flags", "Random", "Weights", "gather", "unmoved", "version_of"]
 
@@ -100,7 +100,7 @@ def _autocast(kind: str) -> tuple[str, dict[str, Any]]:
 @contextmanager
 def unmoved(module: nn.Module) -> Iterator[None]:
     """Afterwards the running statistics of BatchNorm in ``module`` are as before: forward alone moves them."""
-    norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
+    norms = [m for m in module.modules() if isinstance(m, NormBase) and m.training and m.track_running_stats]
     held = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
     try:
         yield
@@ -145,7 +145,7 @@ class Buffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        norms = {m for m in module.modules() if isinstance(m, _NormBase)}
+        norms = {m for m in module.modules() if isinstance(m, NormBase)}
         self._before = [
             _before(place, name, tensor)
             for owner in module.modules()

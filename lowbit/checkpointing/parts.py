@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
-from torch.nn.modules.pooling import _AvgPoolNd, _MaxPoolNd
 
 from lowbit.models.wrap import plain_class
+from lowbit.torch_private import AvgPoolNd, ConvNd, ConvTransposeNd, MaxPoolNd
 
 __all__ = ["PARTS", "find_part", "find_stages", "split_part"]
 
@@ -153,8 +152,8 @@ def _is_loop(module: nn.Module) -> bool:
     return lists or (len(list(module.children())) == 1 and isinstance(children[0], nn.Sequential))
 
 
-def _convolutions(module: nn.Module) -> list[_ConvNd]:
-    return [m for m in module.modules() if isinstance(m, _ConvNd)]
+def _convolutions(module: nn.Module) -> list[ConvNd]:
+    return [m for m in module.modules() if isinstance(m, ConvNd)]
 
 
 def _convolves(module: nn.Module) -> bool:
@@ -166,7 +165,7 @@ def _downsamples(module: nn.Module) -> bool:
 
 
 def _is_strided(layer: nn.Module) -> bool:
-    down = isinstance(layer, _ConvNd | _MaxPoolNd | _AvgPoolNd) and not isinstance(layer, _ConvTransposeNd)
+    down = isinstance(layer, ConvNd | MaxPoolNd | AvgPoolNd) and not isinstance(layer, ConvTransposeNd)
     return down and any(s > 1 for s in _numbers(layer.stride))
 
 

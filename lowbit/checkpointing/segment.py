@@ -22,6 +22,7 @@ from lowbit.combinations import refusal
 from lowbit.models.wrap import Wrapper
 from lowbit.notice import warn
 from lowbit.offload.activations import Offloading, offload_activations
+from lowbit.torch_private import transforms_tensors
 
 __all__ = ["Offload", "Recomputed", "Segment"]
 
@@ -134,9 +135,8 @@ class Recomputed(Wrapper):
 
 def _is_transformed(args: Any, kwargs: Any) -> bool:
     """Whether a transform of torch.func is under way, or arguments carry derivatives of forward mode."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return True
-    if forward_ad._current_level < 0:
-        return False
+    by_func, by_forward_mode = transforms_tensors()
+    if by_func or not by_forward_mode:
+        return by_func
     tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)

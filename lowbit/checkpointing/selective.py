@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from lowbit.checkpointing.frame import NotReplayed
 from lowbit.memory.fake import written
 from lowbit.models.ties import storage
+from lowbit.torch_private import OpOverload, with_version_of
 
 __all__ = ["kept_products", "looked_at"]
 
@@ -136,7 +136,7 @@ class _Keeping(_Mode):
             self._keep(op, out, _draws(op, args, kwargs))
         elif op is torch.ops.aten._unsafe_view.default and (place := self._places.get(storage(out))) is not None:
             # What ``linear`` returns of more than two dimensions: the same memory with a version of its own.
-            entry, alias = self.kept[place], _alias(out)
+            entry, alias = self.kept[place], with_version_of(out)
             self.kept[place] = entry._replace(watched=(*entry.watched, (alias, alias._version)))
         return out
 
@@ -146,7 +146,7 @@ class _Keeping(_Mode):
             self.kept.append(_Kept(op))
             return
         self._places.update((storage(tensor), len(self.kept)) for tensor in tensors)
-        self.kept.append(_Kept.of(op, tree_map_only(Tensor, _alias, out)))
+        self.kept.append(_Kept.of(op, tree_map_only(Tensor, with_version_of, out)))
 
     def _before_writing(self, into: list[Any]) -> None:
         dense = [tensor for tensor in into if isinstance(tensor, Tensor) and tensor.layout is torch.strided]
@@ -158,12 +158,6 @@ class _Keeping(_Mode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._places.clear()
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    """The same numbers and version without a graph, which would hold the frame that holds this."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
 
 
 def _copied(where: int, tensor: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from lowbit.autograd import transformed
 from lowbit.calls import call
@@ -32,6 +31,14 @@ from lowbit.recipes import Cast
 from lowbit.report import Report, report_on
 from lowbit.scaling import SHORT_NAMES, SHORT_NAMES_8BIT, Scheme, scheme_8bit
 from lowbit.tensor.quantized import Quantized, scale_dtype
+from lowbit.torch_private import (
+    below_torch_dispatch,
+    disabled_torch_function,
+    local_part,
+    make_subclass,
+    preserved_version,
+    set_local_part,
+)
 from lowbit.train.gemms import Products, WeightOperands
 from lowbit.train.linear import TrainLinear
 
@@ -210,7 +217,7 @@ class Weight:
         param = self.layer._parameters["weight"]
         if is_dtensor(param):  # else it is gathered at the moment, and the one from before is still its shard
             self._param = param
-        local = None if self._param is None else self._param._local_tensor
+        local = None if self._param is None else local_part(self._param)
         return local if isinstance(local, AllGatherWeight) else None
 
     def changed(self) -> bool:
@@ -223,7 +230,7 @@ class Weight:
             torch.autograd.graph.increment_version(self._param)
 
     def _now(self) -> tuple[int, ...]:
-        return id(self._param), self._param._version, self._param._local_tensor._version
+        return id(self._param), self._param._version, local_part(self._param)._version
 
     def measured(self, shard: Tensor, count: int) -> Tensor:
         """What the other processes need of these rows: their amax fp32 ``[1]``, or bytes of scales for as many rows as
@@ -266,8 +273,8 @@ class Weight:
     def loaded(self, layer: nn.Module, keys: Any) -> None:
         """``load_state_dict(assign=True)`` puts plain rows in place of these."""
         param: Any = layer._parameters["weight"]
-        if is_dtensor(param) and not isinstance(param._local_tensor, AllGatherWeight):
-            param._local_tensor = AllGatherWeight(param._local_tensor, self)
+        if is_dtensor(param) and not isinstance(local_part(param), AllGatherWeight):
+            set_local_part(param, AllGatherWeight(local_part(param), self))
 
 
 class Exchange:
@@ -342,10 +349,10 @@ class AllGatherWeight(Tensor):
 
     of: Weight
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     def __new__(cls, rows: Tensor, of: Weight) -> AllGatherWeight:
-        made: AllGatherWeight = Tensor._make_subclass(cls, rows)
+        made: AllGatherWeight = make_subclass(cls, rows)
         made.of = of
         return made
 
@@ -353,7 +360,7 @@ class AllGatherWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with below_torch_dispatch():
             found = func(*args, **(kwargs or {}))
             return cls(found, args[0].of) if func in _KEEPS else found
 
@@ -389,6 +396,6 @@ class AllGatherWeight(Tensor):
             made = self.of.decode(outputs[0], param_dtype, None)
             return made, (made,)
         # Backward may have saved it: what is filled again are the same numbers.
-        with torch.no_grad(), _unsafe_preserve_version_counter(out):
+        with torch.no_grad(), preserved_version(out):
             self.of.decode(outputs[0], param_dtype, out.detach())
         return None

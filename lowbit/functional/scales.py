@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from lowbit import reference
 from lowbit.calls import call
 from lowbit.functional.codec import decode, encode
 from lowbit.scaling import Scheme, as_matrix
 from lowbit.tensor.quantized import scale_dtype, zero_dtype
+from lowbit.torch_private import is_fake
 
 
 def given_scales(

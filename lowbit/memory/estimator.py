@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
-from torch.utils import _foreach_utils
 
 from lowbit.combinations import refusal
 from lowbit.memory.cost import Work, rates, work
@@ -32,6 +30,7 @@ from lowbit.memory.usage import Holding, Usage, kinds_of
 from lowbit.models.batches import call
 from lowbit.models.check import check_model
 from lowbit.models.losses import usual_loss
+from lowbit.torch_private import FakeTensor, current_node, graph_task, has_foreach_kernels
 
 __all__ = ["Estimate", "Recomputation", "Seen", "can_run", "estimate_step", "scalar"]
 
@@ -165,7 +164,7 @@ class Seen:
         return {number: found[id(call)] for number, call in calls.items() if id(call) in found}
 
     def __call__(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+        node = current_node() if graph_task() != -1 else None
         self.nodes[number] = -1 if node is None else node._sequence_nr()
         if func is torch.ops.aten.add.Tensor and _sums_in_place(args):
             self.sums.add(number)
@@ -308,7 +307,7 @@ def _step_over_lists(optimizer: torch.optim.Optimizer, device: torch.device) -> 
     """Let an optimizer of torch that is free to choose do what it would do with real parameters: on CUDA it
     computes on lists of all parameters, with temporaries as large as they are. A fake tensor would turn it away.
     """
-    if device.type in _foreach_utils._get_foreach_kernels_supported_devices():
+    if has_foreach_kernels(device):
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True

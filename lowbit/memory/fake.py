@@ -16,20 +16,21 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from lowbit.memory.repeated import Repeated, tensors_of
 from lowbit.memory.runnable import FAILURES, MOST, Call, call_of, made
 from lowbit.models.batches import call
 from lowbit.models.ties import storage
+from lowbit.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    fake_tensor_log,
+    without_modes,
+)
 
 __all__ = [
     "Routed",
@@ -51,7 +52,7 @@ _KEPT = 1 << 20
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
     """Within, tensors that are made are fake, and ``value_of`` knows those of small whole numbers."""
-    quiet = mock.patch.object(fake_tensor.log, "disabled", True)  # an op that fails raises, and need not be logged
+    quiet = mock.patch.object(fake_tensor_log, "disabled", True)  # an op that fails raises, and need not be logged
     with quiet, FakeTensorMode(allow_non_fake_inputs=True) as mode, _Values(mode), _told_to_transformers():
         yield mode
 
@@ -151,7 +152,7 @@ def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | str | Non
     with mode:
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
     if tensor.device.type != "meta" and _is_kept(tensor):
-        with _disable_current_modes():
+        with without_modes():
             value = tensor.detach().to("cpu", copy=True)
         _keep(made, value, _Shared())
     return made
@@ -249,7 +250,7 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
             return torch.device("cpu")
         return values[id(leaf)] if isinstance(leaf, Tensor) else leaf
 
-    with _disable_current_modes(), torch.no_grad():
+    with without_modes(), torch.no_grad():
         return func(*tree_map(real, args), **tree_map(real, kwargs))
 
 
@@ -287,7 +288,7 @@ class Routed(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.topk.default and value_of(out[1]) is None and _is_kept(out[1]):
             axis = args[2] if len(args) > 2 else -1
-            with _disable_current_modes():
+            with without_modes():
                 first = torch.empty(out[1].shape, dtype=torch.long)
                 first.movedim(axis, -1).copy_(torch.arange(first.shape[axis]))
             _keep(out[1], first, _Shared())
@@ -319,7 +320,7 @@ def _workspace_bytes(call: Call) -> int | None:
     """Measured by the op itself, as the library decides; None where it is too large to be run."""
     if call.bytes > MOST:
         return None
-    with _disable_current_modes(), torch.enable_grad():
+    with without_modes(), torch.enable_grad():
         try:
             return int(made(call, torch.device("cpu"))()[-1].numel())
         except FAILURES:
@@ -332,7 +333,7 @@ def _ctc_loss(log_probs: Any, targets: Any, lengths: Any, target_lengths: Any, *
     if known is None:
         return torch.ops.aten._ctc_loss.Tensor(log_probs, targets, lengths, target_lengths, *rest, **kwargs)
     time, batch, _ = log_probs.shape
-    with _disable_current_modes():
+    with without_modes():
         labels = 2 * max(map(int, known), default=0) + 1
     return log_probs.new_empty(batch), log_probs.new_empty(batch, time, labels)
 

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._autograd import DeviceType
 from torch.profiler import record_function
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from lowbit.memory.measure import counting
 from lowbit.memory.runnable import FAILURES, MOST, Call, Kept, Made, directory, fewer_rows, made, setting, within
+from lowbit.torch_private import DeviceType, without_modes
 
 __all__ = ["Footprint", "Footprints", "footprints"]
 
@@ -68,7 +67,7 @@ class Footprints:
     def _measure(self, calls: list[Call]) -> None:
         parts = [_within(call) for call in calls]
         # Gradients are on, as in a forward: some ops make their workspace only then. No tensor asks for one.
-        with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        with without_modes(), torch.inference_mode(False), torch.enable_grad():
             found = _run([part if part.bytes <= MOST else None for part, _ in parts], self.device)
         for call, (_, share), footprint in zip(calls, parts, found, strict=True):
             whole = None if footprint is None else _whole(footprint, share, call)

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as hooks
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowbit.memory.repeated import tensors_of
+from lowbit.torch_private import FakeTensor, current_node, graph_task, sequence_number
 
 __all__ = ["KINDS", "OUTSIDE", "Ledger", "Op", "Piece"]
 
@@ -220,7 +220,7 @@ class Ledger(TorchDispatchMode):
     def _note_nodes(self) -> None:
         """Nodes of autograd made from now on are of this layer."""
         if torch.is_grad_enabled():
-            self._nodes.append(torch._C._autograd._get_sequence_nr())
+            self._nodes.append(sequence_number())
             self._node_layers.append(self._inside[-1] if self._inside else OUTSIDE)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -237,13 +237,13 @@ class Ledger(TorchDispatchMode):
 
     def _place(self) -> tuple[str, str]:
         """The layer and the phase of the op that comes now."""
-        if torch._C._current_graph_task_id() == -1:
+        if graph_task() == -1:
             if self._stepping and not self._inside:  # a closure's forward and backward are what they are
                 return "(optimizer)", "step"
             return (self._inside[-1] if self._inside else OUTSIDE), "forward"
         if torch.is_grad_enabled() and self._inside:
             return self._inside[-1], "recomputation"
-        node = torch._C._current_autograd_node()
+        node = current_node()
         number = -1 if node is None else node._sequence_nr()
         index = bisect_right(self._nodes, number) - 1 if 0 <= number < 1 << 62 else -1
         return (self._node_layers[index] if index >= 0 else OUTSIDE), "backward"

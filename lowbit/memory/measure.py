@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+
+from lowbit.torch_private import DeviceType
 
 __all__ = ["allocated_peak", "allocations", "counting", "saved_bytes"]
 

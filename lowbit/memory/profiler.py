@@ -21,6 +21,7 @@ from lowbit.memory.usage import Holding, Usage, kinds_of
 from lowbit.models.check import check_model
 from lowbit.sizes import amount
 from lowbit.tables import aligned
+from lowbit.torch_private import profiling
 
 __all__ = ["Leak", "Profile", "Snapshot", "profile"]
 
@@ -72,7 +73,7 @@ class Profile(Usage):
     def __enter__(self) -> Profile:
         if self._begun:
             raise RuntimeError("memory.profile: this profile has run already; make another with memory.profile(model)")
-        if torch._C._autograd._profiler_enabled():
+        if profiling():
             raise RuntimeError(refusal("profile profiler", "memory.profile"))
         self._begun = True
         self._ledger = Ledger(

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from lowbit.models.ties import storage
+from lowbit.torch_private import FakeTensor, below_torch_dispatch, make_subclass, refuse_data_pointer
 
 __all__ = ["Repeated", "signature", "tensors_of"]
 
@@ -167,13 +167,13 @@ def _made(result: _Result, given: list[Tensor]) -> Tensor:
     if result.place is not None and result.is_argument:
         return given[result.place]
     held = None if result.place is None else given[result.place].untyped_storage()
-    with torch._C._DisableTorchDispatch():
+    with below_torch_dispatch():
         meta = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device="meta")
         if held is not None:
             meta.set_(held, result.offset, result.shape, result.stride)  # type: ignore[call-overload]
-    made = Tensor._make_subclass(  # as the class does, which then takes ten times as long to fill its dict
+    made = make_subclass(  # as the class does, which then takes ten times as long to fill its dict
         FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=result.device
     )
-    torch._C._set_throw_on_mutable_data_ptr(made)
+    refuse_data_pointer(made)
     made.__dict__.update(result.state)
     return cast(Tensor, made)

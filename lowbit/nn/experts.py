@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 
 from lowbit.calls import call
 from lowbit.functional import hadamard, quantize
@@ -17,6 +16,7 @@ from lowbit.nn.base import kind
 from lowbit.nn.linear import PARTS, QuantLinear
 from lowbit.ops.grouped import has_rows_of_its_own
 from lowbit.ops.spec import stored_global, stored_scale
+from lowbit.torch_private import is_fake
 
 __all__ = ["QuantExperts", "stack_experts_", "stacks"]
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lowbit import notice
 from lowbit.sizes import is_bytes
 from lowbit.storage.interrupts import uninterrupted
 from lowbit.storage.places import Imagined, Parked, Place, place
+from lowbit.torch_private import FakeTensor, pop_saved_tensors_hooks, push_saved_tensors_hooks, storage_holders
 
 __all__ = ["Offloading", "offload_activations", "unmodified"]
 
@@ -79,11 +79,11 @@ class Offloading:
 
     def __enter__(self) -> Offloading:
         self.place.traffic.begin()
-        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, _unpack)
+        push_saved_tensors_hooks(self._pack, _unpack)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        pop_saved_tensors_hooks()
         if kind is None:
             self.place.check()
 
@@ -149,7 +149,7 @@ class _Storage:
             return False
         tensors = [tensor for tensor, _ in kept]
         del kept
-        return bool(tensors) and _holders(tensors[0]) == _ALONE - 1 + len(tensors)
+        return bool(tensors) and storage_holders(tensors[0]) == _ALONE - 1 + len(tensors)
 
     def move(self) -> None:
         """Begin to move it away; where that raises, it stays."""
@@ -229,12 +229,8 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _holders(tensor: Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
 #: What ``_holders`` says of a storage that one tensor holds.
-_ALONE = _holders(torch.empty(1))
+_ALONE = storage_holders(torch.empty(1))
 
 
 def _raw(tensor: Tensor) -> Tensor:

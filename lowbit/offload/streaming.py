@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from lowbit.autograd import uncompiled
@@ -30,6 +29,7 @@ from lowbit.report import Report, report_on
 from lowbit.storage.directory import ScratchDirectory
 from lowbit.storage.mapped import drop_pages, mapped_like, read_ahead
 from lowbit.storage.places import side_stream
+from lowbit.torch_private import FakeTensor, after_backward, graph_task, saved_tensors_hooks
 
 __all__ = ["LEAST", "is_streamed", "stream_blocks_", "unstream_"]
 
@@ -316,10 +316,10 @@ class _Stream:
 
     def before_backward(self, index: int, _: Tensor) -> None:
         """A hook of the block's outputs, whose gradients are there."""
-        running = torch._C._current_graph_task_id()
+        running = graph_task()
         if self.backward != running:
             self.backward = running
-            torch.autograd.Variable._execution_engine.queue_callback(self.evict_all)
+            after_backward(self.evict_all)
         self.use(index, -1)
 
     # -- weights that autograd keeps ---------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ class Streamed(Wrapper):
 
     @uncompiled
     def __call__(self, module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
-        recomputing = torch._C._current_graph_task_id() != -1
+        recomputing = graph_task() != -1
         self.stream.use(self.index, -1 if recomputing else 1)
         tensors = self.stream.blocks[self.index]
         if not torch.is_grad_enabled():
@@ -357,7 +357,7 @@ class Streamed(Wrapper):
         if isinstance(tensors, _Mapped):  # autograd keeps addresses, which stay
             output = forward(*args, **kwargs)
         else:
-            outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            outer = saved_tensors_hooks()
             pack = partial(self.stream.pack, tensors, outer)
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved()):
                 output = forward(*args, **kwargs)

@@ -23,6 +23,7 @@ from lowbit.optim.shards import Part, local
 from lowbit.optim.states import FEW, find, is_aligned, zeros
 from lowbit.optim.step import Plan, Work, advance, advance_joined, advance_listed
 from lowbit.rounding import Rounding
+from lowbit.torch_private import foreach_add_
 
 __all__ = ["Optimizer"]
 
@@ -241,7 +242,7 @@ class Optimizer(Keeping):
         counted = [state["step"] for turn in turns for state in turn.states]
         if not counted:
             return
-        torch._foreach_add_(counted, 1)
+        foreach_add_(counted, 1)
         numbers = iter(_numbers(counted))
         for turn in turns:
             steps = list(islice(numbers, len(turn.params)))

@@ -13,6 +13,7 @@ from lowbit.combinations import refusal
 from lowbit.optim.base import Optimizer
 from lowbit.optim.offload import OFFLOADED
 from lowbit.processes import processes
+from lowbit.torch_private import gradient_hooks
 
 __all__ = ["in_backward_"]
 
@@ -64,7 +65,7 @@ def _require_all(model: nn.Module, optimizer: Optimizer) -> None:
             + (f"it lacks {', '.join(missing[:3])}" if missing else "it has others")
         )
     for name, param in theirs.items():
-        hooks = (param._post_accumulate_grad_hooks or {}).values()  # type: ignore[attr-defined]
+        hooks = gradient_hooks(param).values()
         if any(getattr(hook, "func", None) is _step for hook in hooks):
             raise ValueError(f"in_backward_: {name} steps in the backward pass already")
         if processes() > 1 and not hasattr(param, "placements"):

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from lowbit import reference
 from lowbit.optim.shards import Part, local
+from lowbit.torch_private import is_fake
 
 __all__ = ["Remainder", "attach", "blank", "first", "forget", "number", "of", "store_short", "stored", "widened"]
 

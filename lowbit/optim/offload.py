@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lowbit.combinations import refusal
 from lowbit.optim.base import Optimizer
@@ -23,6 +22,7 @@ from lowbit.optim.plain import WeakMethod, plain_step, replace_step_, require_ow
 from lowbit.storage.directory import ScratchDirectory
 from lowbit.storage.mapped import drop_pages, mapped_like
 from lowbit.storage.places import side_stream
+from lowbit.torch_private import FakeTensor
 
 __all__ = ["CHUNK_BYTES", "LEAST_BYTES", "OFFLOADED", "clip_grad_norm_", "offload_", "unoffload_"]
 

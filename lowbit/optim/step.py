@@ -19,6 +19,7 @@ from lowbit.ops.optim import OptimizerStep
 from lowbit.ops.steps import OptimizerSteps, step_
 from lowbit.optim.shards import Part, local
 from lowbit.optim.states import Storage, Stored
+from lowbit.torch_private import foreach_copy_
 
 __all__ = ["Plan", "Work", "advance", "advance_joined", "advance_listed", "direction", "mean_of"]
 
@@ -128,7 +129,7 @@ def advance_joined(works: Sequence[Work], factors: Sequence[float]) -> list[Tens
     grad = torch.cat([_flat(work.grad) for work in works])
     step_(_arguments(works[0], factors, param, grad, None, [("fp32", moment, None) for moment in moments]))
     sizes = [work.part.numel for work in works]
-    torch._foreach_copy_(
+    foreach_copy_(
         [tensor for tensors in flat for tensor in tensors],
         [piece for joined in (param, *moments) for piece in joined.split(sizes)],
     )

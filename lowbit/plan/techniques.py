@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lowbit.checkpointing.apply import checkpoint_, uncheckpoint_
 from lowbit.checkpointing.policies import POLICIES, no_stacks
@@ -28,6 +27,7 @@ from lowbit.plan.settings import Settings, make_optimizer, policy_of, prepare_mo
 from lowbit.plan.subject import Subject
 from lowbit.tiled.fused_loss import answers_without_logits
 from lowbit.tiled.model_attention import attends_without_scores
+from lowbit.torch_private import BatchNorm
 from lowbit.train.micro_batches import micro_batches, samples
 
 __all__ = [
@@ -117,7 +117,7 @@ def loaded(model: nn.Module) -> str:
 
 def least_rows(model: nn.Module) -> int:
     """The rows that a part has at least: in training BatchNorm refuses a single value a channel."""
-    return 2 if any(isinstance(one, _BatchNorm) and one.training for one in model.modules()) else 1
+    return 2 if any(isinstance(one, BatchNorm) and one.training for one in model.modules()) else 1
 
 
 def _not_in_fp32(subject: Subject) -> str | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lowbit.qat.linear import FakeQuantLinear
 from lowbit.report import Report, report_on
+from lowbit.torch_private import BatchNorm
 
 __all__ = ["freeze_batchnorm_", "freeze_observers_"]
 
@@ -43,7 +43,7 @@ def freeze_batchnorm_(model: nn.Module) -> Report:
     What the layer computes in training is then what it computes deployed, as for quantized layers.
     Raises ValueError for a model without BatchNorm layers that have running statistics.
     """
-    found = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None}
+    found = {name: m for name, m in model.named_modules() if isinstance(m, BatchNorm) and m.running_mean is not None}
     if not found:
         raise ValueError("qat.freeze_batchnorm_: the model has no BatchNorm layers with running statistics")
     for layer in found.values():

@@ -22,6 +22,7 @@ from lowbit.qat.gradients import Operand, fake_quant_conv, fake_quant_linear, mu
 from lowbit.qat.learned import Learned
 from lowbit.recipes import Recipe
 from lowbit.tensor.quantized import Quantized, Scales
+from lowbit.torch_private import assert_async
 
 __all__ = ["FakeQuantLinear"]
 
@@ -151,7 +152,7 @@ class FakeQuantLinear(Announced, nn.Module):
             f"them of; run the model on batches in training mode first"
         )
         if torch.compiler.is_compiling():  # a graph does not branch on a number: it raises when it runs
-            torch._assert_async(~unseen, message)
+            assert_async(~unseen, message)
         elif bool(unseen):
             raise RuntimeError(message)
 

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 from torch.backends import cuda
 
 from lowbit.tables import aligned
 from lowbit.tiled.products import TILE, product, sum_dtype
+from lowbit.torch_private import is_fake
 
 __all__ = [
     "AttentionBackends",

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from lowbit.tiled.attention_tiles import AttentionCall, refuse_second_order
 from lowbit.tiled.products import product, sum_dtype
+from lowbit.torch_private import is_fake
 
 __all__ = ["attend_with_weights"]
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from lowbit.tiled.products import TILE, product, sum_dtype
+from lowbit.torch_private import assert_async, is_fake
 
 __all__ = ["linear_cross_entropy"]
 
@@ -250,7 +250,7 @@ def _check_classes(classes: Tensor, counted: Tensor, count: int) -> None:
         return
     wrong = counted & ((classes < 0) | (classes >= count))
     if classes.device.type != "cpu":
-        torch._assert_async(~wrong.any())
+        assert_async(~wrong.any())
     elif wrong.any():
         raise IndexError(
             f"memory.linear_cross_entropy: targets are classes from 0 to {count - 1}, got "

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.overrides import TorchFunctionMode
+
+from lowbit.torch_private import graph_task, is_fake
 
 __all__ = ["Lookups", "Tie", "can_share"]
 
@@ -111,7 +112,7 @@ class _Sum:
                 "gradient of its own, and backward was called with create_graph=True; call "
                 "lowbit.memory.unfuse_loss_(model)"
             )
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         if task != self._task:
             self._task, self._total = task, None
         self.begun = True

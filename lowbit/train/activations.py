@@ -29,6 +29,7 @@ from lowbit.report import Report, report_on
 from lowbit.scaling import Scheme
 from lowbit.scaling import scheme as find_scheme
 from lowbit.tensor.quantized import Quantized
+from lowbit.torch_private import saved_tensors_hooks
 
 __all__ = ["ACTIVATIONS", "FUNCTIONS", "compress_activations_", "uncompress_activations_"]
 
@@ -142,7 +143,7 @@ class Compressing(Wrapper):
         _active.on = self.scheme is not None
         try:
             # A checkpoint inside the module that has the mode recomputes without it: what is called there has its own.
-            if self.scheme is None or (_active.mode is not None and _active.mode.hooks == _saved_tensors_hooks()):
+            if self.scheme is None or (_active.mode is not None and _active.mode.hooks == saved_tensors_hooks()):
                 return forward(*args, **kwargs)
             _active.mode = _Mode(self.scheme)
             with _active.mode:
@@ -151,17 +152,12 @@ class Compressing(Wrapper):
             _active.on, _active.mode = before
 
 
-def _saved_tensors_hooks() -> Any:
-    """What saved tensors go through now: a checkpoint that is not reentrant has hooks of its own."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
 class _Mode(TorchFunctionMode):
     """Within, functions of the table keep codes. An input that several of them have is encoded once."""
 
     def __init__(self, scheme: Scheme) -> None:
         super().__init__()
-        self.scheme, self.hooks = scheme, _saved_tensors_hooks()
+        self.scheme, self.hooks = scheme, saved_tensors_hooks()
         self.encoded: dict[int, tuple[weakref.ref[Tensor], int, Quantized]] = {}
 
     def __torch_function__(
@@ -180,7 +176,7 @@ class _Mode(TorchFunctionMode):
         """Whether functions keep codes now. Not in a part of the module's forward that a checkpoint will recompute by
         itself: the mode will not be on there.
         """
-        return _active.on and torch.is_grad_enabled() and _saved_tensors_hooks() == self.hooks
+        return _active.on and torch.is_grad_enabled() and saved_tensors_hooks() == self.hooks
 
     def encode(self, x: Tensor) -> Quantized:
         known = self.encoded.get(id(x))

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.backends import mkldnn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
@@ -27,6 +26,7 @@ from lowbit.notice import warn
 from lowbit.optim import Optimizer, masters
 from lowbit.optim.shards import is_dtensor, local
 from lowbit.report import LayerReport, Report
+from lowbit.torch_private import ConvNd, is_fake
 
 __all__ = ["PARTS", "PRECISIONS", "Part", "mixed_", "unmixed_"]
 
@@ -78,7 +78,7 @@ PARTS = (
 #: Layers whose matrices autocast casts in every forward, with the matrices' names.
 _MATRICES: dict[type[nn.Module], tuple[str, ...]] = {
     nn.Linear: ("weight",),
-    nn.modules.conv._ConvNd: ("weight",),
+    ConvNd: ("weight",),
     nn.MultiheadAttention: ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
 }
 

@@ -18,6 +18,7 @@ from lowbit.models.writes import held_buffers
 from lowbit.optim.watch import all_finite
 from lowbit.recipes import Cast
 from lowbit.tensor.quantized import Quantized
+from lowbit.torch_private import gradient_hooks, set_gradient_hooks
 from lowbit.train.linear import TrainLinear
 from lowbit.train.states import State
 from lowbit.train.view import View
@@ -209,7 +210,7 @@ def _kept(model: nn.Module) -> Iterator[None]:
     """Within, a step begins, and no optimizer steps in the backward pass; afterwards gradients, buffers, random state
     and training states are as they were."""
     params = [(param, param.grad) for param in model.parameters()]
-    hooked = [(p, hooks) for p in cast(Any, model.parameters()) if (hooks := p._post_accumulate_grad_hooks)]
+    hooked = [(p, hooks) for p in model.parameters() if (hooks := gradient_hooks(p))]
     layers = [module for module in model.modules() if isinstance(module, TrainLinear)]
     states = {id(layer.state): layer.state for layer in layers if layer.state is not None}.values()
     moved = [(one, int(one.micro_batch), one.pending) for one in states]
@@ -218,7 +219,7 @@ def _kept(model: nn.Module) -> Iterator[None]:
             for param, _ in params:
                 param.grad = None
             for param, _ in hooked:
-                param._post_accumulate_grad_hooks = {}  # None would leave them on
+                set_gradient_hooks(param, {})
             for one, _, _ in moved:
                 one.set_micro_batch(-1)
             yield
@@ -227,7 +228,7 @@ def _kept(model: nn.Module) -> Iterator[None]:
             for param, grad in params:
                 param.grad = grad
             for param, hooks in hooked:
-                param._post_accumulate_grad_hooks = hooks
+                set_gradient_hooks(param, hooks)
         for one, number, pending in moved:
             one.pending = pending
             one.set_micro_batch(number)

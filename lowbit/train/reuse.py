@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lowbit.autograd import in_backward, transformed
 from lowbit.optim.shards import is_dtensor
+from lowbit.torch_private import is_fake, without_modes
 
 if TYPE_CHECKING:
     from lowbit.train.gemms import WeightOperands
@@ -57,7 +56,7 @@ class Reuse:
             self._made = None
             return None
         # A selective checkpoint counts the ops that it sees, and would see these in one of its two passes alone.
-        with _disable_current_modes():
+        with without_modes():
             if self._made is None or not self._made.is_of(weight):
                 self._made = _Made.of(weight, make())
         return self._made.operands

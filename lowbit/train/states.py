@@ -21,6 +21,7 @@ from lowbit.autograd import in_backward, transformed
 from lowbit.notice import warn
 from lowbit.processes import processes
 from lowbit.recipes import Cast
+from lowbit.torch_private import current_node, sequence_number
 from lowbit.train.moves import DATA, WEIGHT, advance_, derive_, next_micro_batch_
 from lowbit.train.steps import Layers, follow_steps
 from lowbit.train.view import Place, View
@@ -338,7 +339,7 @@ class State(nn.Module):
         """Note the keys of the micro-batch that begins, for a recomputation after the next one has begun."""
         self._mover = None
         if not torch.compiler.is_compiling():
-            self._begun.append((torch._C._autograd._get_sequence_nr(), self.keys.clone()))
+            self._begun.append((sequence_number(), self.keys.clone()))
             if len(self._begun) > _WAITING:
                 del self._begun[0]
                 self._warn(
@@ -376,4 +377,4 @@ def _recomputes() -> bool:
 
 def _node_number() -> int:
     """The number of the node that a backward pass is at; nodes are numbered as forward makes them."""
-    return int(torch._C._current_autograd_node()._sequence_nr())  # type: ignore[attr-defined]
+    return int(current_node()._sequence_nr())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowbit.autograd import in_backward, uncompiled
+from lowbit.torch_private import after_backward
 
 __all__ = ["Layers", "follow_steps"]
 
@@ -109,6 +110,6 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             continue
         stepped = partial(follower.stepped, ref(optimizer))
         if in_backward():
-            torch.autograd.Variable._execution_engine.queue_callback(stepped)
+            after_backward(stepped)
         else:
             stepped()

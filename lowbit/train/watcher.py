@@ -25,6 +25,7 @@ from lowbit.notice import warn
 from lowbit.recipes import Cast
 from lowbit.tables import aligned
 from lowbit.tensor.quantized import Quantized
+from lowbit.torch_private import functorch_level
 from lowbit.train.linear import TrainLinear, state
 from lowbit.train.rules import quantized
 from lowbit.train.view import View
@@ -214,7 +215,7 @@ class _Observed:
             q = quantized(x, how, factors)
         else:
             q = self.view.quantize(x, how, role, factors)
-        if torch._C._functorch.maybe_current_level() is None:  # tensors of torch.func stand for many
+        if functorch_level() is None:  # tensors of torch.func stand for many
             self.look(role, (x if factors is None else x * factors).detach(), how, q)
         return q
 

@@ -238,14 +238,3 @@ def test_out_raises_the_version_of_what_it_fills():
     lb.decode(lb.encode(x.detach(), "fp8_e4m3"), "fp8_e4m3", out=y)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         z.backward()
-
-
-@pytest.mark.parametrize(
-    "owner, name, why",
-    [
-        (torch._C, "_AutoDispatchBelowAutograd", "lowbit/calls.py skips autograd's Python kernels with it"),
-        (torch.autograd.function, "_SingleLevelFunction", "lowbit/autograd.py makes gradients of it"),
-    ],
-)
-def test_this_torch_has_the_private_names_that_lowbit_relies_on(owner, name, why):
-    assert hasattr(owner, name), f"torch {torch.__version__} has no {owner.__name__}.{name}: {why}"

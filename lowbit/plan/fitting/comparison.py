@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowbit.models.batches import call, copied
@@ -23,6 +21,7 @@ from lowbit.models.losses import usual_loss
 from lowbit.plan.fitting.adapt import Before
 from lowbit.plan.settings import Settings
 from lowbit.sizes import share_changed
+from lowbit.torch_private import FakeTensor, without_modes
 from lowbit.train import mixed_, prepare_
 from lowbit.train.micro_batches import samples
 
@@ -142,7 +141,7 @@ def _sign(weight: Any) -> bool | None:
     if isinstance(weight, Tensor):
         if weight.numel() != 1 or isinstance(weight, FakeTensor) or weight.is_meta:
             return None
-        with _disable_current_modes():  # within an estimate it is a real number still
+        with without_modes():  # within an estimate it is a real number still
             weight = weight.item()
     return None if weight is None else bool(weight < 0)
 

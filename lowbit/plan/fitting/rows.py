@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from lowbit.models.batches import arguments
 from lowbit.notice import warn
+from lowbit.torch_private import FakeTensor
 from lowbit.train.micro_batches import samples
 
 __all__ = ["RowWatch", "Rows", "rows_of"]
