@@ -14,7 +14,6 @@ from lowbit.calibrate.calibration import Calibration, Row
 from lowbit.calibrate.choice import Choice
 from lowbit.calibrate.identity import digest
 from lowbit.calibrate.importance import weigh
-from lowbit.calibrate.losses import Loss
 from lowbit.calibrate.methods import METHODS, Method, default_method
 from lowbit.calibrate.recording import (
     Observed,
@@ -36,6 +35,7 @@ from lowbit.convert.select import Skip
 from lowbit.datafree import RULES
 from lowbit.models.batches import feed, kinds
 from lowbit.models.blocks import Chain, largest_stack
+from lowbit.models.losses import Loss
 from lowbit.models.writes import despite_writes
 from lowbit.nn.linear import QuantLinear
 from lowbit.notice import warn

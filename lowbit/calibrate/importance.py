@@ -5,7 +5,7 @@ Source: Kim et al., GuidedQuant, arXiv 2505.07004 (with one group of channels a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowbit.calibrate.losses import Loss, default_loss
+from lowbit.calibrate.identity import digest
 from lowbit.calibrate.recording import Observed
 from lowbit.checkpointing.apply import recomputing
 from lowbit.checkpointing.frame import NotReplayed
-from lowbit.models.batches import feed
+from lowbit.models.batches import feed, mask_of, tokens_of
 from lowbit.models.blocks import find_blocks
+from lowbit.models.losses import Loss, own_loss, token_loss
 from lowbit.models.writes import Written, despite_writes
 from lowbit.processes import exchange_device, processes
 
@@ -33,7 +34,8 @@ def weigh(
     of 1. Runs ``model`` forward and backward, whole, with one batch at a time; where it is ``checkpointed``, each block
     is computed a second time in backward rather than keep what is inside.
 
-    ``loss``: by default ``default_loss``; the gradient of its random projection tells how far a row moves the outputs.
+    ``loss``: by default the model's own or that of its tokens, else a random projection of its outputs, whose gradient
+    tells how far a row moves the outputs.
     Raises ValueError for gradients with NaN or Inf.
     """
     for layer in layers:
@@ -66,7 +68,7 @@ def _backward(
     try:
         with torch.enable_grad(), _checkpointed(model) if checkpointed else nullcontext():
             output = feed(model, batch)
-            value = default_loss(output, batch) if loss is None else loss(output, batch)
+            value = _default_loss(output, batch) if loss is None else loss(output, batch)
             if not isinstance(value, Tensor) or not value.requires_grad:
                 raise ValueError(
                     "the loss does not depend on the layers by anything that has a gradient (is there a no_grad in the "
@@ -140,3 +142,56 @@ def _normalize(layer: Observed) -> None:
         layer.importance = None
         return
     layer.importance = [[row / mean for row in batch] for batch in layer.importance]
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------------
+def _default_loss(output: Any, batch: Any) -> Tensor:
+    """The model's own loss, else the sum of the ``token_loss``, else a random projection of the outputs, whose seed is
+    the digest of the batch.
+
+    Raises ValueError for outputs without a gradient.
+    """
+    own = own_loss(output)
+    if own is not None:
+        return own
+    value = token_loss(output, batch)
+    if value is not None:
+        return value
+    tokens, mask = tokens_of(batch), mask_of(batch)
+    if mask is None and tokens is not None and isinstance(batch, Mapping):
+        mask = torch.ones_like(tokens, dtype=torch.bool)
+    seed = digest(batch if mask is None else _without_padding(batch, mask))
+    generator = torch.Generator().manual_seed(int(seed[:15], 16))  # whatever the order of the batches
+    projected = []
+    for answer in _tensors(output):
+        if mask is not None and answer.shape[:2] == mask.shape:
+            answer = answer[mask]
+        direction = torch.randn(answer.shape, generator=generator).to(answer.device)
+        projected.append((answer.float() * direction).sum())
+    if not projected:
+        raise ValueError(
+            f"the model answers {type(output).__name__} without a tensor that has a gradient; give calibrate "
+            f"loss=lambda output, batch: ..."
+        )
+    return torch.stack(projected).sum()
+
+
+def _without_padding(batch: Mapping[str, Any], mask: Tensor) -> dict[str, Any]:
+    """What of a batch counts."""
+    given = {name: value for name, value in batch.items() if name != "attention_mask"}
+    return {
+        name: value[mask] if isinstance(value, Tensor) and value.shape[:2] == mask.shape else value
+        for name, value in given.items()
+    }
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        if output.requires_grad:
+            yield output
+    elif isinstance(output, Mapping):
+        for inner in output.values():
+            yield from _tensors(inner)
+    elif isinstance(output, tuple | list):
+        for inner in output:
+            yield from _tensors(inner)

@@ -11,9 +11,9 @@ from lowbit._version import __version__
 from lowbit.calibrate.calibration import CONFIG, Calibration
 from lowbit.calibrate.choice import Choice
 from lowbit.calibrate.identity import digest
-from lowbit.calibrate.losses import Loss
 from lowbit.calibrate.methods import METHODS
 from lowbit.files import left_behind, read_json, resumable, shown, write_json
+from lowbit.models.losses import Loss
 from lowbit.models.names import written
 from lowbit.recipes import Pattern, Plan
 from lowbit.tensor.quantized import Quantized

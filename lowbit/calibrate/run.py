@@ -15,13 +15,13 @@ from lowbit.calibrate.blockwise import Blockwise
 from lowbit.calibrate.calibration import Calibration
 from lowbit.calibrate.choice import planned
 from lowbit.calibrate.identity import digest
-from lowbit.calibrate.losses import Loss
 from lowbit.calibrate.methods import Method
 from lowbit.calibrate.resume import Finished, run_of
 from lowbit.convert.select import DEFAULT_SKIP, Skip
 from lowbit.files import exclusive
 from lowbit.models.batches import batches_in
 from lowbit.models.check import check_model, uncompiled
+from lowbit.models.losses import Loss
 from lowbit.models.names import patterns_in
 from lowbit.progress import Progress, reporting
 from lowbit.recipes import Plan, Recipe

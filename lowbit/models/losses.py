@@ -1,8 +1,12 @@
-"""The loss of a model that the caller gives none for."""
+"""The loss of a model that the caller gives none for: the model's own, or the cross-entropy of the next token.
+
+If a model has neither, what stands in for a loss depends on its use. ``usual_loss`` has the fallback of training; the
+fallback of calibration is in ``lowbit.calibrate.importance``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,22 +14,33 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lowbit.models.batches import tokens_of
+from lowbit.models.batches import mask_of, tokens_of
 
-__all__ = ["usual_loss"]
+__all__ = ["Loss", "own_loss", "predicted", "token_loss", "token_targets", "usual_loss"]
+
+#: The loss of what the model answers to a batch, a scalar.
+Loss = Callable[[Any, Any], Tensor]
+
+#: The target of a token that does not count, as of ``F.cross_entropy``.
+_IGNORED = -100
 
 
 def usual_loss(output: Any, batch: Any) -> Tensor:
-    """The model's own loss where it answers with one; the mean cross-entropy of the next token for logits [B, T, V] of
-    token ids [B, T], of the first class for logits [B, C]; else the mean square of what it answers.
+    """The loss of a training step: ``own_loss``, else the mean ``token_loss``, else a stand-in.
+
+    The stand-in is the cross-entropy of the first class for logits [B, C], and the mean square of all outputs for
+    others. No value of a tensor is read, so that it runs on fake tensors.
+
+    Raises:
+        ValueError: For outputs without a gradient.
     """
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(own, Tensor):
+    own = own_loss(output)
+    if own is not None:
         return own
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
-    ids = tokens_of(batch)
-    if isinstance(logits, Tensor) and ids is not None and logits.dim() == 3 and logits.shape[:2] == ids.shape:
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten().long())
+    tokens = token_loss(output, batch, "mean", check_ids=False)
+    if tokens is not None:
+        return tokens
+    logits = _logits(output)
     if isinstance(logits, Tensor) and logits.dim() == 2:
         return F.cross_entropy(logits.float(), torch.zeros(len(logits), dtype=torch.long, device=logits.device))
     answers = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
@@ -35,3 +50,54 @@ def usual_loss(output: Any, batch: Any) -> Tensor:
             f"loss=lambda output, batch: ..."
         )
     return torch.stack([answer.float().square().mean() for answer in answers]).sum()
+
+
+def own_loss(output: Any) -> Tensor | None:
+    """The loss that a model computed itself: the entry or the attribute ``loss`` of its output. None without one."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) else None
+
+
+def token_loss(output: Any, batch: Any, reduction: str = "sum", check_ids: bool = True) -> Tensor | None:
+    """The cross-entropy of each next token, without padding, of a model that returns logits.
+
+    Args:
+        output: Logits [B, T, V], or what has them as ``logits``.
+        batch: Token ids [B, T], as ``predicted`` finds them.
+        reduction: Over tokens, ``"sum"`` or ``"mean"``.
+        check_ids: Look whether all ids are below V, which says that the output are logits. It reads their values.
+
+    Returns:
+        A scalar in fp32; None if the output has no such shape.
+    """
+    ids, _ = predicted(batch)
+    logits = _logits(output)
+    if not (isinstance(logits, Tensor) and isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dim() == 2):
+        return None
+    if logits.dim() != 3 or logits.shape[:2] != ids.shape:
+        return None
+    if check_ids and not (ids.numel() > 0 and logits.shape[2] > int(ids.max())):
+        return None
+    return F.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), token_targets(batch).flatten(), ignore_index=_IGNORED, reduction=reduction
+    )
+
+
+def token_targets(batch: Any) -> Tensor:
+    """The targets of ``token_loss``, int64 [B, T - 1]: the next tokens, and -100 for padding."""
+    ids, mask = predicted(batch)
+    targets: Tensor = ids[:, 1:].long()
+    if mask is not None and mask.shape == ids.shape:
+        targets = targets.masked_fill(~mask[:, 1:], _IGNORED)
+    return targets
+
+
+def predicted(batch: Any) -> tuple[Any, Tensor | None]:
+    """The token ids that logits are of, a decoder's if it is given some, and the mask that is False for padding."""
+    if isinstance(batch, Mapping) and "decoder_input_ids" in batch:
+        return batch["decoder_input_ids"], mask_of(batch, "decoder_attention_mask")
+    return tokens_of(batch), mask_of(batch)
+
+
+def _logits(output: Any) -> Any:
+    return output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)

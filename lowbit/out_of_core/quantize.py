@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lowbit.calibrate.blockwise import Blockwise
 from lowbit.calibrate.calibration import Calibration, Edit
 from lowbit.calibrate.choice import Choice, planned
-from lowbit.calibrate.losses import Loss
 from lowbit.calibrate.methods import Method
 from lowbit.calibrate.resume import Finished, run_of
 from lowbit.convert.maker import Allocated, Calibrated, Ruled, Source, decibel
@@ -23,6 +22,7 @@ from lowbit.convert.quantize import quantize_from
 from lowbit.convert.select import DEFAULT_SKIP, Skip
 from lowbit.files import exclusive, resumable, write_json
 from lowbit.models.batches import batches_in
+from lowbit.models.losses import Loss
 from lowbit.models.names import patterns_in
 from lowbit.models.ties import storage
 from lowbit.nn.linear import INPUT_PARTS, PARTS, QuantLinear

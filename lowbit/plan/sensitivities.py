@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.calibrate.losses import Loss, predicted, token_loss
 from lowbit.calibrate.recording import Journal, Observed, observed, observed_layers
 from lowbit.convert.maker import Ruled, Source, decibel
 from lowbit.convert.select import DEFAULT_SKIP, Skip
@@ -18,6 +17,7 @@ from lowbit.datafree import find_rule
 from lowbit.functional import fake_quantize
 from lowbit.models.batches import batches_in, feed, mask_of
 from lowbit.models.check import check_model, uncompiled
+from lowbit.models.losses import Loss, predicted, token_loss
 from lowbit.models.names import exact, patterns_in
 from lowbit.models.ties import model_bytes
 from lowbit.models.writes import despite_writes

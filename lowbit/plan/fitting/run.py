@@ -16,7 +16,7 @@ from lowbit.memory.estimator import scalar
 from lowbit.memory.fake import outlined
 from lowbit.memory.shortage import ran_out, reclaim
 from lowbit.models.batches import copied
-from lowbit.models.losses import usual_loss
+from lowbit.models.losses import predicted, usual_loss
 from lowbit.notice import warn
 from lowbit.plan.fitting.adapt import (
     Before,
@@ -76,7 +76,8 @@ class Run:
         optimizer = arrange_(model, settings, self._where, **options)
         self.model, self.optimizer = sharded(model, optimizer, settings)
         self._at, self._largest = "", 0
-        self._is_checked = self._loss is usual_loss
+        padded = predicted(batch)[1] is not None and "labels" not in batch  # parts have different numbers of tokens
+        self._is_checked = self._loss is usual_loss and not padded
         self._watch = RowWatch(rows, settings.micro)
         model.register_forward_pre_hook(self._watch, with_kwargs=True)
         PLANNED.add(model)

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowbit.calibrate.losses import token_loss
 from lowbit.convert.maker import Ruled
 from lowbit.memory.inference import found_in
 from lowbit.models.batches import batches_in, feed, mask_of, tokens_of
+from lowbit.models.losses import token_loss
 from lowbit.nn.kv_cache import QuantizedRows
 from lowbit.plan.bits import FLOAT
 from lowbit.plan.sensitivities import sensitivity
