@@ -145,7 +145,7 @@ import lowbit as lb
 model = torch.nn.Sequential(torch.nn.Linear(256, 256))
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 try:
-    lb.calibrate(model, None, "int8", "search", directory=sys.argv[1])
+    lb.calibrate(model, "int8", None, "search", directory=sys.argv[1])
 except OSError as error:
     print(error)
 """

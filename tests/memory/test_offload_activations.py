@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
-from lowbit.offload import activations, directory
+from lowbit.offload import activations
+from lowbit.storage import directory
 
 
 class Block(nn.Module):
