@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import fcntl
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from support import grad_oracle, mm_oracle
 from support.bits import assert_same_bits
-from support.cuda_emulator.library import Emulated, compiler, view
+from support.cuda_emulator.library import Emulated, compiler, place, view
 from torch import Tensor
 
 from lowbit import formats, reference, scaling
@@ -36,11 +35,10 @@ HELD_SCHEMES = [s for s in schemes() if held(s.format)]
 
 
 @pytest.fixture(scope="module")
-def cuda(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
+def cuda() -> Emulated:
     """Built by the first of several processes that ask; the others wait for it."""
-    parent = tmp_path_factory.getbasetemp()
-    folder = (parent.parent if "PYTEST_XDIST_WORKER" in os.environ else parent) / "cuda_emulator"
-    folder.mkdir(exist_ok=True)
+    folder = place()
+    folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return Emulated(folder)

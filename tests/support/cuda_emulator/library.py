@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import shutil
 import subprocess
@@ -37,12 +38,25 @@ def compiler() -> str | None:
     return os.environ.get("CXX") or next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
 
 
+_HERE = ROOT / "tests/support/cuda_emulator"
+_FLAGS = ["-x", "c++", "-std=c++17", "-O2", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas", "-D__CUDACC__"]
+
+
+def place() -> Path:
+    """The folder of the library that these sources, flags and compiler make: a later session finds it there."""
+    version = subprocess.run([str(compiler()), "--version"], capture_output=True, check=True).stdout
+    digest = hashlib.blake2b(version + " ".join(_FLAGS).encode(), digest_size=8)
+    for path in sorted([*(ROOT / "csrc").rglob("*"), *_HERE.rglob("*"), ROOT / "lowbit/formats.py"]):
+        if path.suffix in (".cu", ".cuh", ".h", ".inl", ".cpp", ".py"):
+            digest.update(path.read_bytes())
+    return ROOT / "build/emulated-cuda" / digest.hexdigest()
+
+
 def build(folder: Path) -> ctypes.CDLL:
     """Compiles every .cu file as C++ and links them with the emulator; what ``folder`` holds already is loaded."""
     library = folder / "libemulated.so"
     if library.exists():
         return ctypes.CDLL(str(library))
-    here = ROOT / "tests/support/cuda_emulator"
     generate = [
         sys.executable,
         ROOT / "csrc/generate_formats.py",
@@ -50,10 +64,9 @@ def build(folder: Path) -> ctypes.CDLL:
         folder / "format_table.h",
     ]
     subprocess.run(generate, check=True)
-    sources = [here / "emulator.cpp", *sorted((ROOT / "csrc/cuda").rglob("*.cu"))]
-    flags = ["-x", "c++", "-std=c++17", "-O2", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas", "-D__CUDACC__"]
-    includes = [f"-I{path}" for path in (here, ROOT / "csrc", folder)]
-    command = [str(compiler()), *flags, *includes]
+    sources = [_HERE / "emulator.cpp", *sorted((ROOT / "csrc/cuda").rglob("*.cu"))]
+    includes = [f"-I{path}" for path in (_HERE, ROOT / "csrc", folder)]
+    command = [str(compiler()), *_FLAGS, *includes]
 
     def compile(source: Path) -> Path:
         out = folder / f"{source.name}.o"
