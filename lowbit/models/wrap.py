@@ -11,7 +11,7 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
 from typing import Any, ClassVar, TypeVar
@@ -192,9 +192,10 @@ def _origin(module: nn.Module, plain: type[nn.Module], forward: Any) -> Any:
 
 
 # -- the forward -------------------------------------------------------------------------------------------------------
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class _Bound:
-    """``module.forward`` as it is read: a wrapper around the forward inside, which has the signature.
+    """``module.forward`` as it is read: a wrapper around the forward inside, which has the signature. Read twice it is
+    equal, as a method is.
 
     ``assigned``: the last one inside that others set. It stays right where it is called later: a wrapper that was taken
     away runs no more, and an outermost one not where a forward was set since, which it is around, and which calls this.
@@ -202,7 +203,7 @@ class _Bound:
 
     wrapper: Wrapper
     module: nn.Module
-    __wrapped__: Any
+    __wrapped__: Any = field(compare=False)
     assigned: Any
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:

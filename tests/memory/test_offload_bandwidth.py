@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from lowbit.offload import bandwidth, directory
+from lowbit.storage import bandwidth, directory
 from lowbit.storage.traffic import Traffic
 
 

@@ -336,6 +336,16 @@ def test_hooks_of_accelerate_come_and_go(layer):
     assert type(layer) is nn.Linear and torch.equal(layer(X), plain(layer))
 
 
+def test_mixed_precision_of_accelerate_comes_and_goes(layer):
+    accelerate = pytest.importorskip("accelerate")
+    assert layer.forward == layer.forward
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    prepared = accelerator.prepare(layer)
+    assert torch.equal(prepared(X), 2 * plain(layer)) and replaced_forward(layer) is not None
+    accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    assert torch.equal(layer(X), 2 * plain(layer)) and replaced_forward(layer) is None
+
+
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_copies_and_pickles_have_what_others_set(layer, twin):
     wrap(layer, Outer())

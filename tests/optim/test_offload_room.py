@@ -13,10 +13,10 @@ from support.bits import same_bits
 from torch import nn
 
 import lowbit as lb
-from lowbit.offload import directory
 from lowbit.optim import offload_
 from lowbit.optim.offload import OFFLOADED
 from lowbit.optim.outlook import states_to_come
+from lowbit.storage import directory
 
 
 class ReadsGradients(torch.optim.Optimizer):
