@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from lowbit.storage import bandwidth, directory
+from lowbit.storage import directory
+from lowbit.storage.bandwidth import bandwidth
 from lowbit.storage.traffic import Traffic
 
 
