@@ -168,7 +168,9 @@ def _plans(cells: Cells, subject: Subject) -> Iterator[Plan]:
     paths = [cells.directory / f"{name}-{number}.json" for number in range(BUDGETS)]
     if not all(path.exists() for path in paths):
         model, batch = subject.make(), subject.batch()
-        most = lb.fit(model, batch, "100%", keep=("fp32", "adamw", "everything kept"), no=("disk",)).plain.peak_bytes
+        most = lb.fit(
+            model, batch, "100%", require=("fp32", "adamw", "everything kept"), exclude=("disk",)
+        ).plain.peak_bytes
         least = _least(model, batch)
         for path, plan in zip(paths, fits(model, batch, _budgets(most, int(1.02 * least))), strict=True):
             plan.save(path)

@@ -49,7 +49,7 @@ def _predictions(cells: Cells) -> str:
         def make(subject: Subject = subject, share: int = share, keep: tuple[str, ...] = keep) -> dict[str, Any]:
             begin = time.perf_counter()
             try:
-                plan = lb.fit(subject.make(), subject.batch(), f"{share}%", keep=keep)
+                plan = lb.fit(subject.make(), subject.batch(), f"{share}%", require=keep)
             except ValueError as error:
                 return {"refused": str(error)}
             planning, held = time.perf_counter() - begin, measured(plan, subject)
@@ -119,7 +119,7 @@ def _everything(cells: Cells) -> str:
     plain = by_settings[Settings()][0]
     rows, ratios = [], []
     shares = [f"{share}%" for share in _SPACE_BUDGETS]
-    for plan in fits(subject.make(), subject.batch(), shares, no=left_out):
+    for plan in fits(subject.make(), subject.batch(), shares, exclude=left_out):
         fitting = {s: t for s, (p, t) in by_settings.items() if p <= plan.budget}
         best = min(fitting, key=fitting.__getitem__)
         if plan.settings in by_settings:

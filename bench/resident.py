@@ -55,7 +55,7 @@ def _import_all() -> None:
     """What a first step imports, and the threads and kernels that torch starts then."""
     batch = torch.zeros(2, 8)
     small = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    plan = lb.fit(small, batch, "200%", lambda output, batch: output.square().mean(), no=("disk",), progress=False)
+    plan = lb.fit(small, batch, "200%", lambda output, batch: output.square().mean(), exclude=("disk",), progress=False)
     plan.apply_(small).step(batch)
 
 

@@ -33,7 +33,7 @@ EPILOG = """
 
 `lowbit fit models/llama --memory 6GiB --rows 8 --length 1024 --out out/plan` — of a directory of transformers
 
-`lowbit fit mine:made --memory 2GiB --keep bf16 --no disk` — of your own function, with choices of yours
+`lowbit fit mine:made --memory 2GiB --require bf16 --exclude disk` — of your own function, with choices of yours
 
 `lowbit fit demo --memory 100MiB --gpus 8 --link 25GB/s` — on 8 processes, each within its memory
 
@@ -52,13 +52,13 @@ _MODEL = (
     "loss of output and batch where it is not the model's own."
 )
 _MEMORY = "What a step may take: a size such as 2GiB, or of MODEL a share of plain training, such as 60%."
-_KEEP = "What the plan must have, such as bf16, adamw8bit, block, memory; repeat."
-_NO = "What the plan must not have, such as disk; repeat."
+_REQUIRE = "What the plan must have, such as bf16, adamw8bit, block, memory; repeat."
+_EXCLUDE = "What the plan must not have, such as disk; repeat."
 _GPUS = "Processes that train together, each within the memory; of --ladder the most."
 _LINK = "What a process sends to others a second, such as 25GB/s."
 
 #: The options that serve some uses alone, by the names of their parameters.
-_OF_MODEL = {"rows": "--rows", "length": "--length", "keep": "--keep", "no": "--no", "link": "--link"}
+_OF_MODEL = {"rows": "--rows", "length": "--length", "require": "--require", "exclude": "--exclude", "link": "--link"}
 _OF_BATCH = {"rows": "--rows", "length": "--length"}
 _OF_LADDER = {"search": "--search", "quick": "--quick", "device": "--device"}
 
@@ -69,8 +69,8 @@ def fit(
     memory: Annotated[str | None, typer.Option(help=_MEMORY, show_default="2GiB with --ladder")] = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows of a batch, of MODEL but MODULE:FUNCTION.")] = 8,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a row, of MODEL but MODULE:FUNCTION.")] = 512,
-    keep: Annotated[list[str] | None, typer.Option(metavar="NAME", help=_KEEP)] = None,
-    no: Annotated[list[str] | None, typer.Option(metavar="NAME", help=_NO)] = None,
+    require: Annotated[list[str] | None, typer.Option(metavar="NAME", help=_REQUIRE)] = None,
+    exclude: Annotated[list[str] | None, typer.Option(metavar="NAME", help=_EXCLUDE)] = None,
     gpus: Annotated[int, typer.Option(min=1, help=_GPUS)] = 1,
     link: Annotated[str | None, typer.Option(help=_LINK, show_default="1.25GB/s, on GPUs 25GB/s")] = None,
     directory: Annotated[Path | None, typer.Option("--out", help="Where plan, report and finished runs go.")] = None,
@@ -99,7 +99,9 @@ def fit(
         raise ValueError(
             f"lowbit fit {model} expects a budget: --memory 6GiB, or a share of plain training, --memory 60%"
         )
-    asked: dict[str, Any] = {"keep": tuple(keep or ()), "no": tuple(no or ()), "gpus": gpus, "link": link}
+    asked: dict[str, Any] = {
+        "require": tuple(require or ()), "exclude": tuple(exclude or ()), "gpus": gpus, "link": link,
+    }  # fmt: skip
     with nullcontext() if directory is None else exclusive(directory, "lowbit fit --out"):
         _plan(model, memory, rows, length, {name: value for name, value in asked.items() if value}, directory, json)
 

@@ -88,7 +88,7 @@ def _plan(settings: Settings, corpus: Corpus, precision: str, progress: Progress
     batch = {"tokens_BT": tokens_BT, "targets_BT": targets_BT}
     keep = list(_choices(settings.optimizer))
     try:
-        return fit(model, batch, settings.memory, _loss, keep=keep, progress=progress)
+        return fit(model, batch, settings.memory, _loss, require=keep, progress=progress)
     except ValueError as error:
         raise ValueError(f"the {precision} run: {error}") from None
 

@@ -44,7 +44,7 @@ REFUSALS = (
     Refusal(lambda args, _: args.n_gpu > 1, "several GPUs in one process",
             "a plan is one of a single device; start one process a GPU with torchrun, or set CUDA_VISIBLE_DEVICES"),
     Refusal(lambda args, settings: args.fp16 or (args.bf16 and settings.mixed != "bf16"), "its own mixed precision",
-            "the plan says what is computed in what; leave out fp16 and bf16, or plan with keep=('bf16',)"),
+            "the plan says what is computed in what; leave out fp16 and bf16, or plan with require=('bf16',)"),
     Refusal(lambda args, _: args.auto_find_batch_size, "auto_find_batch_size",
             "the plan says in how many parts a batch is taken; leave it out"),
     Refusal(lambda args, _: str(getattr(args.optim, "value", args.optim)) not in _ADAMW or args.optim_args,
@@ -75,7 +75,7 @@ def plan_arguments(
     settings = plan.settings
     for dimension, technique in in_use(settings).items():
         if technique.acts == "placement":
-            instead = "gpus=1" if dimension == WAY else f"no=({technique.name!r},)"
+            instead = "gpus=1" if dimension == WAY else f"exclude=({technique.name!r},)"
             raise ValueError(
                 f"trainer.plan_arguments: the plan has {technique.name!r} ({technique.about}), which plan.apply_ "
                 f"does and Trainer does not, since it places the model itself; plan with {instead}"

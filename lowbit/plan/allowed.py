@@ -1,4 +1,4 @@
-"""What ``keep`` and ``no`` leave of a table of choices."""
+"""What ``require`` and ``exclude`` leave of a table of choices."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ def names_in(given: Iterable[str]) -> tuple[str, ...]:
 
 def left(
     choices: Mapping[str, Mapping[str, _Choice]],
-    keep: Iterable[str],
-    no: Iterable[str],
+    require: Iterable[str],
+    exclude: Iterable[str],
     offered: Callable[[_Choice], bool] = lambda choice: True,
 ) -> dict[str, dict[str, _Choice]]:
-    """By dimension and name the choices that are left: of a dimension with a name in ``keep`` these alone, of others
-    those that are ``offered``, and none in ``no``.
+    """By dimension and name the choices that are left: of a dimension with a required name these alone, of others
+    those that are ``offered``, and none that is excluded.
 
     Raises ValueError for an unknown name, and where a dimension has no choice left.
     """
-    kept, left_out = set(names_in(keep)), set(names_in(no))
+    required, excluded = set(names_in(require)), set(names_in(exclude))
     known = [name for row in choices.values() for name in row]
-    for name in (*kept, *left_out):
+    for name in (*required, *excluded):
         if name not in known:
             raise ValueError(f"fit: no choice is called {name!r}{did_you_mean(name, known)}; there are {known}")
     found = {}
     for dimension, row in choices.items():
-        chosen = [name for name in row if name in kept] or [name for name in row if offered(row[name])]
-        found[dimension] = {name: row[name] for name in chosen if name not in left_out}
+        chosen = [name for name in row if name in required] or [name for name in row if offered(row[name])]
+        found[dimension] = {name: row[name] for name in chosen if name not in excluded}
         if not found[dimension]:
             raise ValueError(
-                f"fit: keep and no leave nothing for the {dimension}, which is one of {list(row)}; leave one of them in"
+                f"fit: require and exclude leave nothing for the {dimension}, which is one of {list(row)}; leave one "
+                f"of them in"
             )
     return found

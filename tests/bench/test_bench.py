@@ -245,7 +245,7 @@ def test_plans_are_held_against_what_training_by_them_takes(tmp_path, monkeypatc
     monkeypatch.setattr(fit, "SUBJECTS", (tiny,))
     few = ("fp32", "adamw", "adamw8bit", "memory", "activations in memory")
     monkeypatch.setattr(fit, "_ASKED", ((100, few), (1, few)))
-    monkeypatch.setattr(falling, "fits", partial(falling.fits, keep=few))
+    monkeypatch.setattr(falling, "fits", partial(falling.fits, require=few))
     monkeypatch.setattr(falling, "_least", lambda model, batch: 512 << 10)
     for name, few in (("_ROUNDS", 1), ("_SPACE_BUDGETS", (100,))):
         monkeypatch.setattr(fit, name, few)

@@ -51,7 +51,7 @@ def taken(text):
 
 
 def test_a_plan_in_words_a_table_and_python_that_applies_it(run, mine):
-    options = ("--memory", "40%", "--keep", "fp32", "--no", "disk")
+    options = ("--memory", "40%", "--require", "fp32", "--exclude", "disk")
     told = run("fit", mine, *options)
     names = taken(told)
     plan = names["plan"]
@@ -73,17 +73,19 @@ def test_a_config_alone_is_enough(run, tmp_path):
         architectures=["T5ForConditionalGeneration"],
     )  # fmt: skip
     config.save_pretrained(tmp_path)
-    told = run("fit", str(tmp_path), "--memory", "90%", "--rows", "2", "--length", "8", "--keep", "fp32")
+    told = run("fit", str(tmp_path), "--memory", "90%", "--rows", "2", "--length", "8", "--require", "fp32")
     assert (
         "'labels': torch.zeros(2, 8).to(torch.int64)" in told and "T5ForConditionalGeneration.from_pretrained" in told
     )
 
 
 def test_a_plan_of_several_processes_in_words(run, mine):
-    told = run("fit", mine, "--memory", "80%", "--gpus", "4", "--link", "1GB/s", "--keep", "fp32", "--no", "disk")
+    told = run(
+        "fit", mine, "--memory", "80%", "--gpus", "4", "--link", "1GB/s", "--require", "fp32", "--exclude", "disk"
+    )
     assert "on each of 4 processes" in told and all(way in told for way in ("ddp", "zero1", "zero2", "zero3"))
     assert "torchrun --nproc-per-node 4" in told
-    assert "lb.fit(model, batch, '80%', keep=('fp32',), no=('disk',), gpus=4, link='1GB/s')" in told
+    assert "lb.fit(model, batch, '80%', require=('fp32',), exclude=('disk',), gpus=4, link='1GB/s')" in told
 
 
 def test_out_has_the_plan_its_words_and_its_plot(run, mine, tmp_path):
@@ -97,7 +99,7 @@ def test_out_has_the_plan_its_words_and_its_plot(run, mine, tmp_path):
 
 
 def test_the_demo_takes_rows_and_length(run):
-    keep = [option for name in ("fp32", "adamw", "everything kept", "memory") for option in ("--keep", name)]
+    keep = [option for name in ("fp32", "adamw", "everything kept", "memory") for option in ("--require", name)]
     told = run("fit", "demo", "--memory", "100%", "--rows", "2", "--length", "32", *keep)
     names = taken(told)
     assert names["batch"].shape == (2, 32) and words(names["plan"].settings) == "plain training"
@@ -153,7 +155,7 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(mine, tmp_path, monkeypatc
         (("demo", "--memory", "1GiB", "--search", "6"), "--search is for lowbit fit --ladder; leave it out"),
         (("demo", "--memory", "1GiB", "--device", "cpu"), "--device is for lowbit fit --ladder; leave it out"),
         (("demo", "--ladder"), "climbs with models of its own, got 'demo'"),
-        (("--ladder", "--keep", "bf16"), "--keep is for lowbit fit MODEL"),
+        (("--ladder", "--require", "bf16"), "--require is for lowbit fit MODEL"),
         (("--ladder", "--rows", "8"), "--rows is for lowbit fit MODEL"),
         (
             ("mine:made", "--memory", "80%", "--rows", "4"),
@@ -170,7 +172,7 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(mine, tmp_path, monkeypatc
         ),
         (("mine_to_plan:made", "--memory", "much"), "'much' is no size"),
         (("mine_to_plan:made", "--memory", "1KiB"), "no choice fits a step into 1.00 KiB; the least is"),
-        (("mine_to_plan:made", "--memory", "1GiB", "--keep", "bf17"), "no choice is called 'bf17'"),
+        (("mine_to_plan:made", "--memory", "1GiB", "--require", "bf17"), "no choice is called 'bf17'"),
     ],
 )
 def test_mistakes_of_a_plan_are_told(run, mine, options, message):

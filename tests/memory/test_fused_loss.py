@@ -203,7 +203,7 @@ def test_models_that_compute_their_loss_themselves_are_refused(make):
         lb.memory.fuse_loss_(model)
     assert not any(wrappers(module) for module in model.modules())
     with pytest.raises(ValueError, match="'fused loss' does nothing for this"):
-        lb.fit(model, {"input_ids": IDS % 160, "labels": labels}, "100%", keep=("fused loss",))
+        lb.fit(model, {"input_ids": IDS % 160, "labels": labels}, "100%", require=("fused loss",))
 
 
 def test_threads_do_not_disturb_each_other():

@@ -546,7 +546,7 @@ def test_doctor_and_fit_choose_it_where_it_spares_scores():
     saved = technique.measure(step, plain).saves
     assert saved > 2 * 2 * 4 * 128 * 128 * 4
     keep = ("fp32", "adamw", "everything kept", "memory", "activations in memory", "weights in memory", "whole batch")
-    plan = lb.fit(model, batch, plain.peak_bytes - saved + (1 << 16), loss, keep=keep)
+    plan = lb.fit(model, batch, plain.peak_bytes - saved + (1 << 16), loss, require=keep)
     assert plan.settings.attention
     asking = nn.MultiheadAttention(8, 2, batch_first=True).train()
     assert attends_without_scores(asking, (torch.randn(1, 9, 8),) * 3)

@@ -119,7 +119,7 @@ def square(answer, batch):
 
 def planned(*keep):
     def use(model):
-        plan = lb.fit(model, X, "100%", square, keep=keep)
+        plan = lb.fit(model, X, "100%", square, require=keep)
         run = plan.apply_(model)
         return plan, run, run.step(X)
 

@@ -128,7 +128,7 @@ def fitted(*names, dtype=torch.float32, **options):
     """A plan that is asked for both."""
 
     def run(tmp_path):
-        lb.fit(network().to(dtype), torch.ones(8, 64, dtype=dtype), "400%", quality="any", keep=names, **options)
+        lb.fit(network().to(dtype), torch.ones(8, 64, dtype=dtype), "400%", quality="any", require=names, **options)
 
     return run
 

@@ -371,7 +371,7 @@ def test_other_parts_leave_losses_close(tmp_path):
 
 
 def test_what_would_fit_and_a_plan_from_a_file(tmp_path):
-    plan = lb.fit(GPT(CONFIG), ROWS[:2], "100%", keep=("fp32", "adamw", "everything kept"))
+    plan = lb.fit(GPT(CONFIG), ROWS[:2], "100%", require=("fp32", "adamw", "everything kept"))
     torch.manual_seed(0)
     model = GPT(CONFIG)
     run = Plan.load(plan.save(tmp_path / "plan.json")).apply_(copy.deepcopy(model), lr=1e-3, directory=tmp_path)
@@ -392,7 +392,7 @@ def test_what_would_fit_and_a_plan_from_a_file(tmp_path):
 def test_another_budget_is_kept_where_the_sums_of_the_plan_say_too_little(keep, tmp_path):
     config = GPTConfig(vocab=512, layers=2, heads=2, dim=96, hidden=256)
     rows = torch.randint(512, (4, 128), generator=torch.Generator().manual_seed(0))
-    plan = lb.fit(GPT(config), rows, "100%", keep=(*keep, "memory", "activations in memory"))
+    plan = lb.fit(GPT(config), rows, "100%", require=(*keep, "memory", "activations in memory"))
     run = plan.apply_(GPT(config), lr=1e-3, directory=tmp_path)
     run._predictions = [one._replace(peak_bytes=one.peak_bytes * 2 // 3) for one in run._predictions]
     run.step(rows)

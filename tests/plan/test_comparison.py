@@ -115,7 +115,7 @@ class Head(nn.Module):
 
 
 def planned(loss, model=None, batch=TOKENS, **options):
-    options = {"keep": ("bf16", "adamw"), "no": ("disk", "parts"), "progress": False} | options
+    options = {"require": ("bf16", "adamw"), "exclude": ("disk", "parts"), "progress": False} | options
     return lb.fit(model or Head(), batch, "400%", loss, **options)
 
 
@@ -144,7 +144,7 @@ def test_nothing_is_compared_where_records_or_a_caller_say_it():
 
 
 def test_a_precision_that_is_not_chosen_is_compared_too():
-    plan = planned(of_answers(preference), keep=("adamw",), quality=0)
+    plan = planned(of_answers(preference), require=("adamw",), quality=0)
     assert plan.compared.precision == "bf16"
     assert ("bf16, which is not chosen" in str(plan)) == (plan.settings.mixed is None)
 
@@ -198,7 +198,7 @@ def test_what_cannot_be_compared_says_why():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_of_16_bits_are_compared_with_fp32(dtype):
     model = Head().to(dtype).eval()
-    plan = planned(of_answers(preference), model.train(), keep=("as loaded", "adamw"))
+    plan = planned(of_answers(preference), model.train(), require=("as loaded", "adamw"))
     with torch.no_grad():
         lower = of_answers(preference)(model.eval()(TOKENS), TOKENS).item()
         reference = of_answers(preference)(model.float()(TOKENS), TOKENS).item()
@@ -215,10 +215,10 @@ def test_models_in_fp16_and_fp64_train_as_loaded(dtype, name):
         return (output.float() - batch.float()).square().mean()
 
     batch = torch.randn(8, 16, dtype=dtype)
-    plan = lb.fit(model(), batch, "400%", squares, no=("disk", "parts"), progress=False, quality="any")
+    plan = lb.fit(model(), batch, "400%", squares, exclude=("disk", "parts"), progress=False, quality="any")
     assert plan.settings.loaded == name and f"weights in {name}, as the model comes" in str(plan)
     with pytest.raises(ValueError, match=f"'fp32' is of a model in fp32.*has weights in {name}"):
-        lb.fit(model(), batch, "400%", squares, keep=("fp32",))
+        lb.fit(model(), batch, "400%", squares, require=("fp32",))
     trained = model()
     run = plan.apply_(trained, lr=1e-2)
     losses = [run.step(batch) for _ in range(10)]
@@ -230,9 +230,9 @@ def test_models_in_fp16_and_fp64_train_as_loaded(dtype, name):
 
 def test_adapters_beside_a_frozen_model_in_bf16_train_as_loaded():
     model = nn.Sequential(nn.Linear(16, 64).bfloat16().requires_grad_(False), nn.Linear(64, 16).bfloat16())
-    assert planned(OTHERS["squares"], model, torch.randn(8, 16).bfloat16(), keep=("as loaded",)).settings.half
+    assert planned(OTHERS["squares"], model, torch.randn(8, 16).bfloat16(), require=("as loaded",)).settings.half
     model[1].requires_grad_(False)
     model.append(nn.Linear(16, 16).bfloat16())
     model[2].weight.data = model[2].weight.data.bfloat16()
-    plan = planned(OTHERS["squares"], model, torch.randn(8, 16).bfloat16(), keep=("as loaded",))
+    plan = planned(OTHERS["squares"], model, torch.randn(8, 16).bfloat16(), require=("as loaded",))
     assert plan.settings.loaded == "bf16" and "weights in bf16, as the model comes" in str(plan)

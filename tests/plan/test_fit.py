@@ -36,7 +36,9 @@ NAMES = [technique.name for technique in techniques()]
 def plans():
     """By budget, as shares of plain training, falling."""
     shares = (100, 45, 20)
-    found = fits(GPT(CONFIG), BATCH, [f"{share}%" for share in shares], no=("attention", "save_matmuls", "sqrt", "fp8"))
+    found = fits(
+        GPT(CONFIG), BATCH, [f"{share}%" for share in shares], exclude=("attention", "save_matmuls", "sqrt", "fp8")
+    )
     return dict(zip(shares, found, strict=True))
 
 
@@ -88,7 +90,7 @@ def test_nothing_on_the_frontier_is_smaller_and_faster_than_another(plans):
 
 def test_what_cannot_fit_says_the_least_that_would():
     with pytest.raises(ValueError, match="no choice fits") as error:
-        lb.fit(GPT(CONFIG), BATCH, 100_000, keep=("fp32", "adamw", "block", "memory", "activations in memory"))
+        lb.fit(GPT(CONFIG), BATCH, 100_000, require=("fp32", "adamw", "block", "memory", "activations in memory"))
     assert "with block, 8 parts. Ask" in str(error.value)
     assert "gpus" not in str(error.value) and "processes" not in str(error.value), "nobody asked for several"
 
@@ -146,7 +148,7 @@ def test_logits_and_scores_go_where_the_budget_asks_for_it(llama, tmp_path):
     model, batch = llama
     plain = copy.deepcopy(model)(**batch).loss.item()
     names = ("fp32", "everything kept", "memory", "activations in memory", "adamw")
-    plan = lb.fit(model, batch, "45%", keep=names)
+    plan = lb.fit(model, batch, "45%", require=names)
     assert plan.settings == Settings(fused_loss=True, attention=True)
     assert model.config._attn_implementation == "eager" and not wrappers(model)
     shown = str(plan)
@@ -193,10 +195,10 @@ def test_a_choice_that_does_nothing_here_is_refused_where_it_is_asked_for(llama)
         with pytest.raises(
             ValueError, match=r"'fused loss' does nothing for this \w+, its batch and its loss; leave it out"
         ):
-            lb.fit(other, given, "100%", loss, keep=("fused loss",))
+            lb.fit(other, given, "100%", loss, require=("fused loss",))
     model.train().set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="'attention without scores' does nothing"):
-        lb.fit(model, batch, "100%", keep=("attention without scores",))
+        lb.fit(model, batch, "100%", require=("attention without scores",))
 
 
 # -- weights elsewhere ------------------------------------------------------------------------------------------------
@@ -212,12 +214,14 @@ def test_weights_go_to_disk_where_nothing_else_fits(tmp_path, monkeypatch):
     budget = int(0.8 * weights)
     names = ("fp32", "adamw", "everything kept", "activations in memory")
     with pytest.raises(ValueError, match="no choice fits"):
-        lb.fit(model, batch, budget, keep=names, no=("weights on disk",))
-    plan = lb.fit(model, batch, budget, keep=names)
+        lb.fit(model, batch, budget, require=names, exclude=("weights on disk",))
+    plan = lb.fit(model, batch, budget, require=names)
     assert plan.settings == Settings(offload_states=True, offload_weights=True, micro=plan.settings.micro)
     assert "weights on disk" in str(plan) and Plan.load(plan.save(tmp_path / "plan.json")).settings == plan.settings
 
-    plain = lb.fit(model, batch, "100%", keep=("fp32", "adamw", "everything kept", "memory", "activations in memory"))
+    plain = lb.fit(
+        model, batch, "100%", require=("fp32", "adamw", "everything kept", "memory", "activations in memory")
+    )
     runs = [one.apply_(copy.deepcopy(model), directory=tmp_path, lr=1e-3) for one in (plain, plan)]
     runs[0].settings = dataclasses.replace(runs[0].settings, micro=plan.settings.micro)
     losses = [[run.step(batch) for _ in range(3)] for run in runs]
@@ -233,9 +237,9 @@ def test_weights_go_to_disk_where_nothing_else_fits(tmp_path, monkeypatch):
 
 def test_weights_elsewhere_need_states_elsewhere():
     with pytest.raises(ValueError, match=r"do not go together: 'weights on disk' needs 'disk'"):
-        lb.fit(GPT(CONFIG), BATCH, "100%", keep=("weights on disk", "memory"))
+        lb.fit(GPT(CONFIG), BATCH, "100%", require=("weights on disk", "memory"))
     with pytest.raises(ValueError, match="'weights on disk' does nothing for this Sequential"):
-        lb.fit(nn.Sequential(nn.Linear(8, 8)), torch.randn(4, 8), "100%", keep=("weights on disk",))
+        lb.fit(nn.Sequential(nn.Linear(8, 8)), torch.randn(4, 8), "100%", require=("weights on disk",))
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -261,7 +265,7 @@ def test_parts_and_checkpoints_leave_the_losses_what_they_are(tmp_path):
     settings = ("fp32", "adamw")
     losses = []
     for share, keep in ((100, ("everything kept",)), (25, ("block", "disk"))):
-        plan = lb.fit(model, BATCH, f"{share}%", keep=(*settings, *keep))
+        plan = lb.fit(model, BATCH, f"{share}%", require=(*settings, *keep))
         run = plan.apply_(copy.deepcopy(model), directory=tmp_path, lr=1e-3)
         assert (run.settings.micro > 1) == (share < 100)
         losses.append([run.step(BATCH) for _ in range(3)])
@@ -275,7 +279,7 @@ def test_a_loss_of_ones_own_and_dictionaries():
     def loss(output, batch):
         return (output - batch["input"][:, :8]).square().mean()
 
-    run = lb.fit(model, batch, "100%", loss, no=("bf16",)).apply_(model, lr=1e-2)
+    run = lb.fit(model, batch, "100%", loss, exclude=("bf16",)).apply_(model, lr=1e-2)
     first = run.step(batch)
     for _ in range(20):
         last = run.step(batch)
@@ -285,7 +289,7 @@ def test_a_loss_of_ones_own_and_dictionaries():
 def test_stochastic_rounding_holds_no_masters_and_learns():
     keep = ("bf16", "adamw8bit", "everything kept", "memory", "activations in memory")
     residual, stochastic = (
-        lb.fit(GPT(CONFIG), BATCH, "100%", keep=(*keep, master)) for master in ("residual", "stochastic")
+        lb.fit(GPT(CONFIG), BATCH, "100%", require=(*keep, master)) for master in ("residual", "stochastic")
     )
     run = stochastic.apply_(GPT(CONFIG), lr=3e-3)
     stored = sum(p.numel() for p in run.model.parameters() if p.dtype == torch.bfloat16)
@@ -297,15 +301,15 @@ def test_stochastic_rounding_holds_no_masters_and_learns():
 
 # -- what a caller asks for -------------------------------------------------------------------------------------------
 def test_what_is_kept_and_left_out():
-    plan = lb.fit(GPT(CONFIG), BATCH, "60%", keep=("fp8", "block"), no=("disk", "adamw", "adamw4bit"))
+    plan = lb.fit(GPT(CONFIG), BATCH, "60%", require=("fp8", "block"), exclude=("disk", "adamw", "adamw4bit"))
     chosen = plan.settings
     assert (chosen.recipe, chosen.checkpoint, chosen.bits, chosen.offload_states) == ("fp8", "block", 8, False)
     with pytest.raises(ValueError, match="did you mean adamw8bit"):
-        lb.fit(GPT(CONFIG), BATCH, "60%", keep=("adam8bit",))
+        lb.fit(GPT(CONFIG), BATCH, "60%", require=("adam8bit",))
     with pytest.raises(ValueError, match="nothing for the states"):
-        lb.fit(GPT(CONFIG), BATCH, "60%", no=("disk", "memory"))
+        lb.fit(GPT(CONFIG), BATCH, "60%", exclude=("disk", "memory"))
     with pytest.raises(ValueError, match="it is of weights in bf16, which random bits round; require 'bf16'"):
-        lb.fit(GPT(CONFIG), BATCH, "60%", keep=("fp32", "stochastic"))
+        lb.fit(GPT(CONFIG), BATCH, "60%", require=("fp32", "stochastic"))
     with pytest.raises(ValueError, match="fit: budget is bytes, a size"):
         lb.fit(GPT(CONFIG), BATCH, 0)
 
@@ -369,7 +373,7 @@ def test_recurrent_models_are_planned_and_trained(kind):
             return self.head(self.inside(x)[0])
 
     model, x = Recurrent(), torch.randn(8, 12, 16)
-    run = lb.fit(model, x, "100%", lambda output, batch: output.square().mean(), no=("disk",)).apply_(model)
+    run = lb.fit(model, x, "100%", lambda output, batch: output.square().mean(), exclude=("disk",)).apply_(model)
     losses = [run.step(x) for _ in range(3)]
     assert losses[2] < losses[0]
 
@@ -377,6 +381,6 @@ def test_recurrent_models_are_planned_and_trained(kind):
 def test_choices_that_find_nothing_to_change_are_not_tried():
     """A model in bf16 has no matrix in fp32, whose working copy bf16 would be."""
     model, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).bfloat16(), torch.randn(8, 16).bfloat16()
-    plan = lb.fit(model, x, "200%", lambda output, batch: output.square().mean(), no=("disk",))
+    plan = lb.fit(model, x, "200%", lambda output, batch: output.square().mean(), exclude=("disk",))
     assert plan.settings.mixed is None
     assert plan.apply_(model).step(x) > 0

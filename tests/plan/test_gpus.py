@@ -131,7 +131,7 @@ def test_a_link_is_what_is_said():
 def test_a_plan_says_what_each_way_takes_and_is_kept(tmp_path: Path):
     model, batch = GPT(TINY), BATCH % 64
     ddp = Predictor(model, batch).whole(Settings(gpus=8)).peak_bytes
-    plan = lb.fit(model, batch, ddp - 1, gpus=8, keep=PLAIN, link="1GB/s")
+    plan = lb.fit(model, batch, ddp - 1, gpus=8, require=PLAIN, link="1GB/s")
     way = plan.settings.way
     assert plan.settings.gpus == 8 and way != "ddp" and plan.peak_bytes < ddp and plan.chosen in plan.ways
     assert [one.settings.way for one in plan.ways] == list(SHARDING)
@@ -147,20 +147,20 @@ def test_where_nothing_fits_a_plan_says_how_many_processes_would_do():
     model, batch = GPT(CONFIG), BATCH
     least = Predictor(model, batch).predicted(Settings(gpus=8, way="zero3", checkpoint="block")).peak_bytes
     with pytest.raises(ValueError, match="train on 8 processes: gpus=8, which fits with block, zero3"):
-        lb.fit(model, batch, least, gpus=2, keep=("fp32", "adamw", "block"))
+        lb.fit(model, batch, least, gpus=2, require=("fp32", "adamw", "block"))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"gpus": 0}, "gpus is a number of processes from 1, got 0"),
-        ({"gpus": 2, "keep": ("hsdp",)}, "'hsdp' needs group_size="),
-        ({"keep": ("zero3",)}, "'zero3' needs gpus=2 or more"),
+        ({"gpus": 2, "require": ("hsdp",)}, "'hsdp' needs group_size="),
+        ({"require": ("zero3",)}, "'zero3' needs gpus=2 or more"),
         ({"gpus": 8, "group_size": 3}, "group_size is a divisor of gpus=8, got 3"),
         ({"link": "1GB/s"}, "link and group_size are of several processes"),
         ({"gpus": 2, "link": "fast"}, "such as '25GB/s', got 'fast'"),
         ({"gpus": 2, "task": "generate", "context": 8}, "leave them out with task='generate'"),
-        ({"gpus": 2, "keep": ("dp",)}, "no choice is called 'dp'"),
+        ({"gpus": 2, "require": ("dp",)}, "no choice is called 'dp'"),
     ],
 )
 def test_arguments_that_do_not_go_together(options: dict[str, Any], message: str):
@@ -172,7 +172,7 @@ def test_arguments_that_do_not_go_together(options: dict[str, Any], message: str
 def _losses(keep: tuple[str, ...], gpus: int, batch: torch.Tensor) -> tuple[Plan, list[float]]:
     torch.manual_seed(0)
     model = GPT(TINY)
-    plan = lb.fit(model, batch, "1GiB", gpus=gpus, keep=keep, no=("fp8",))
+    plan = lb.fit(model, batch, "1GiB", gpus=gpus, require=keep, exclude=("fp8",))
     run = plan.apply_(model, lr=1e-2)
     assert isinstance(run.model, nn.Module)
     return plan, [run.step(batch) for _ in range(3)]
@@ -192,9 +192,9 @@ def _train(rank: int, path: str) -> None:
     plan.save(f"{path}/{rank}.json")
     assert bandwidth_of(None, torch.device("cpu")) != 1.25e9, "it is measured"
     with pytest.raises(ValueError, match="no choice fits"):  # in both, where one alone plans
-        lb.fit(GPT(TINY), batch, 1000, gpus=2, keep=PLAIN)
+        lb.fit(GPT(TINY), batch, 1000, gpus=2, require=PLAIN)
     with pytest.raises(ValueError, match="the plan is of 4 processes, and 2 run"):
-        lb.fit(GPT(TINY), batch, "1GiB", gpus=4, keep=PLAIN).apply_(GPT(TINY))
+        lb.fit(GPT(TINY), batch, "1GiB", gpus=4, require=PLAIN).apply_(GPT(TINY))
     dist.destroy_process_group()
 
 

@@ -24,7 +24,7 @@ def squares(output, batch):
 
 
 def planned(budget, **options):
-    return lb.fit(model(), ROWS, budget, squares, no=("disk", "parts"), progress=False, **options)
+    return lb.fit(model(), ROWS, budget, squares, exclude=("disk", "parts"), progress=False, **options)
 
 
 def test_a_gain_counts_as_zero_and_fewer_bits_as_no_less_than_more():
@@ -37,10 +37,10 @@ def test_a_gain_counts_as_zero_and_fewer_bits_as_no_less_than_more():
 
 def test_4_bits_are_taken_only_if_8_do_not_fit():
     names = ("bf16", "residual", "everything kept", "memory", "adamw8bit", "adamw4bit")
-    eight, four = (planned("400%", keep=(*names[:4], f"adamw{bits}bit")) for bits in (8, 4))
+    eight, four = (planned("400%", require=(*names[:4], f"adamw{bits}bit")) for bits in (8, 4))
     assert four.peak_bytes < eight.peak_bytes
-    assert planned(eight.peak_bytes, keep=names).settings.bits == 8
-    assert planned(eight.peak_bytes - 1, keep=names).settings.bits == 4
+    assert planned(eight.peak_bytes, require=names).settings.bits == 8
+    assert planned(eight.peak_bytes - 1, require=names).settings.bits == 4
 
 
 def test_losses_of_a_caller_replace_the_records(tmp_path):
@@ -49,14 +49,14 @@ def test_losses_of_a_caller_replace_the_records(tmp_path):
     assert plan.settings.mixed is None  # nor fp8, whose other ops are in bf16
     given = {one.name: one.by({"bf16": 0.02, "fp8": 0.03}).counted for one in TECHNIQUES["precision"]}
     assert given["fp32"] == 0 and given["bf16"] == given["mxfp8"] == 2 and given["fp8"] == given["fp8-compressed"] == 3
-    asked = planned("100%", keep=("bf16",), losses={"bf16": 0.02, "adamw8bit": -0.5})
+    asked = planned("100%", require=("bf16",), losses={"bf16": 0.02, "adamw8bit": -0.5})
     assert asked.settings.mixed == "bf16" and "2.00% more (given)" in str(asked) and "given: bf16" in str(asked)
     loaded = Plan.load(asked.save(tmp_path / "plan.json"))
     assert loaded.losses == asked.losses == {"bf16": 0.02, "adamw8bit": -0.5} and str(loaded) == str(asked)
 
 
 def test_the_table_says_whose_loss_was_recorded():
-    text = str(planned("100%", keep=("fp32",)))
+    text = str(planned("100%", require=("fp32",)))
     assert "recorded: language model cross-entropy of the demo's GPT, mean over seeds" in text
     assert f"fp32 is {NOISE}% from bf16 there, by noise" in text
 
@@ -76,10 +76,14 @@ def test_losses_that_say_nothing_are_refused(losses, message):
 
 def test_a_model_in_bf16_trains_as_loaded():
     half, rows = model().bfloat16(), ROWS.bfloat16()
-    plan = lb.fit(half, rows, "300%", squares, keep=("as loaded", "adamw"), no=("disk", "parts"), progress=False)
+    plan = lb.fit(
+        half, rows, "300%", squares, require=("as loaded", "adamw"), exclude=("disk", "parts"), progress=False
+    )
     assert (
         plan.settings.half and "as loaded" in str(plan) and "fp32" not in str(plan).split("which means")[1].split()[1]
     )
-    with pytest.raises(ValueError, match=r"'fp32' is of a model in fp32.*keep 'as loaded', or call model.float\(\)"):
-        lb.fit(half, rows, "300%", squares, keep=("fp32",))
-    assert planned("100%", keep=("fp32", "adamw")).settings == planned("100%", keep=("as loaded", "adamw")).settings
+    with pytest.raises(ValueError, match=r"'fp32' is of a model in fp32.*require 'as loaded', or call model.float\(\)"):
+        lb.fit(half, rows, "300%", squares, require=("fp32",))
+    assert (
+        planned("100%", require=("fp32", "adamw")).settings == planned("100%", require=("as loaded", "adamw")).settings
+    )

@@ -101,8 +101,8 @@ def test_parts_without_labels_are_left_out_and_others_weigh_by_theirs(tmp_path):
 # -- the warning ------------------------------------------------------------------------------------------------------
 def planned(model, batch, loss, **options):
     plan = lb.fit(
-        model, batch, "100%", loss, keep=("fp32", "adamw", "parts", "everything kept"), no=("disk",), progress=False,
-        **options,
+        model, batch, "100%", loss, require=("fp32", "adamw", "parts", "everything kept"), exclude=("disk",),
+        progress=False, **options,
     )  # fmt: skip
     return plan, plan.apply_(model, lr=1e-3)
 

@@ -58,7 +58,7 @@ def by_hand(steps):
     ],
 )
 def test_what_the_forward_does_not_take_is_for_the_loss_that_is_given(make, batch, loss):
-    plan = lb.fit(make(), batch, "90%", loss, keep=("fp32", "adamw", "memory", "activations in memory"))
+    plan = lb.fit(make(), batch, "90%", loss, require=("fp32", "adamw", "memory", "activations in memory"))
     torch.manual_seed(0)
     model = make()
     run = plan.apply_(model, lr=1e-2)
@@ -72,7 +72,7 @@ def test_a_plan_is_of_one_model_and_one_loss(tmp_path):
         return F.cross_entropy(output, batch[1])
 
     batch = INPUTS, CLASSES
-    plan = lb.fit(classifier(), batch, "100%", loss, keep="fp32")
+    plan = lb.fit(classifier(), batch, "100%", loss, require="fp32")
     again = Plan.load(plan.save(tmp_path / "plan.json"))
     with pytest.raises(ValueError, match=r"is of a loss that was given, .*loss, which no file holds; .*loss=\.\.\."):
         again.apply_(classifier())
@@ -95,7 +95,7 @@ def test_a_larger_batch_than_planned_is_told_of(recwarn):
     def loss(output, batch):
         return F.cross_entropy(output, batch[1])
 
-    plan = lb.fit(classifier(), (INPUTS, CLASSES), "100%", loss, keep=("fp32", "adamw"))
+    plan = lb.fit(classifier(), (INPUTS, CLASSES), "100%", loss, require=("fp32", "adamw"))
     run, larger = plan.apply_(classifier()), (INPUTS.repeat(2, 1), CLASSES.repeat(2))
     run.step((INPUTS[:8], CLASSES[:8]))
     assert not recwarn.list
@@ -145,7 +145,7 @@ def test_a_batch_of_wrong_shapes_raises_without_a_log(caplog):
 def test_optimizers_and_recipes_that_take_no_fp64_are_left_out():
     plan = lb.fit(classifier().double(), INPUTS.double(), "100%")
     assert plan.settings.bits == 32 and plan.settings.mixed is None
-    assert lb.fit(classifier(), INPUTS, "100%", keep="adamw8bit").settings.bits == 8, "one name is a name"
+    assert lb.fit(classifier(), INPUTS, "100%", require="adamw8bit").settings.bits == 8, "one name is a name"
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_a_summed_loss_is_not_taken_in_parts(tmp_path):
     run = Run(classifier(), Settings(micro=4), summed, tmp_path, {})
     before = copy.deepcopy(run.model.state_dict())
     with pytest.raises(
-        ValueError, match=r"the loss of some rows is .*, the sum of .*; divide the loss .*no=\('parts',\)"
+        ValueError, match=r"the loss of some rows is .*, the sum of .*; divide the loss .*exclude=\('parts',\)"
     ):
         run.step(batch)
     assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
@@ -174,13 +174,13 @@ def test_a_summed_loss_is_not_taken_in_parts(tmp_path):
 
 def test_plans_without_parts_are_in_one_and_stay_so():
     loss = lambda output, batch: F.cross_entropy(output, batch[1])
-    plan = lb.fit(classifier(), (INPUTS, CLASSES), "100%", loss, no=("parts",), keep=("fp32",))
+    plan = lb.fit(classifier(), (INPUTS, CLASSES), "100%", loss, exclude=("parts",), require=("fp32",))
     predictions = list(plan._others.values())
     assert {one.settings.micro for one in predictions} == {1} and not permits(predictions, TECHNIQUES[PARTS][1])
-    kept = lb.fit(classifier(), (INPUTS, CLASSES), "100%", loss, keep=("fp32", "parts"))
+    kept = lb.fit(classifier(), (INPUTS, CLASSES), "100%", loss, require=("fp32", "parts"))
     assert kept.settings.micro == 2 and "2 parts" in kept.table()
     with pytest.raises(ValueError, match="the batch has no 'parts': it has one row"):
-        lb.fit(classifier(), (INPUTS[:1], CLASSES[:1]), "100%", loss, keep=("parts",))
+        lb.fit(classifier(), (INPUTS[:1], CLASSES[:1]), "100%", loss, require=("parts",))
 
 
 def test_parts_of_a_batch_norm_have_two_rows_at_least():
@@ -201,7 +201,7 @@ def test_a_loss_that_is_no_mean_over_rows_is_told_of_in_parts(tmp_path):
 
     model = nn.Sequential(nn.Embedding(10, 16), nn.Linear(16, 10))
     run = Run(model, Settings(micro=2), of_labels, tmp_path, {})
-    with pytest.warns(UserWarning, match=r"the loss of some rows is .*, and not the mean of .*no=\('parts',\)"):
+    with pytest.warns(UserWarning, match=r"the loss of some rows is .*, and not the mean of .*exclude=\('parts',\)"):
         run.step((labels.clamp_min(0), labels))
 
 
@@ -213,7 +213,7 @@ def test_a_loss_among_rows_that_transformers_names_is_not_taken_in_parts():
 
 
 def test_options_of_the_optimizer_are_looked_at_before_the_model_changes():
-    plan, model = lb.fit(classifier(), INPUTS, "100%", keep=("bf16",)), classifier()
+    plan, model = lb.fit(classifier(), INPUTS, "100%", require=("bf16",)), classifier()
     with pytest.raises(TypeError, match="learning_rate"):
         plan.apply_(model, learning_rate=1e-3)
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
@@ -227,7 +227,7 @@ def test_a_criterion_of_torch_is_told_how_it_becomes_a_loss():
 
 def test_a_model_in_bf16_has_the_masters_that_its_plan_says():
     made = [classifier().bfloat16() for _ in range(2)]
-    plan = lb.fit(made[0], INPUTS.bfloat16(), "300%", keep=("adamw", "residual", "whole batch"))
+    plan = lb.fit(made[0], INPUTS.bfloat16(), "300%", require=("adamw", "residual", "whole batch"))
     assert plan.settings.half and "weights in bf16, as the model comes" in str(plan)
     run, rows = plan.apply_(made[0], lr=1e-5), INPUTS.bfloat16()
     optimizer = lb.optim.AdamW(made[1].parameters(), lr=1e-5, master="residual")
@@ -292,7 +292,7 @@ def test_parameters_that_the_loss_depends_on_keep_their_gradients():
     def loss(output, batch):
         return other(output).square().mean() + 1e-3 * sum(p.square().sum() for p in net.parameters())
 
-    lb.fit(net, INPUTS, "100%", loss, keep=("fp32", "adamw"))
+    lb.fit(net, INPUTS, "100%", loss, require=("fp32", "adamw"))
     lb.estimate(net, INPUTS, loss)
     assert all(p.grad is None for p in net.parameters())
     assert all(
@@ -307,11 +307,11 @@ def test_parameters_that_the_loss_depends_on_keep_their_gradients():
 def test_a_batch_that_cannot_be_cut_is_kept_whole(make, batch):
     torch.manual_seed(0)
     for no in ((), ("parts",)):
-        plan = lb.fit(make(), batch, "100%", squares, keep=("fp32", "adamw"), no=no)
+        plan = lb.fit(make(), batch, "100%", squares, require=("fp32", "adamw"), exclude=no)
         assert plan.settings.micro == 1 and all(one.settings.micro == 1 for one in plan.frontier)
         assert plan.apply_(make()).step(batch) > 0
     with pytest.raises(ValueError, match="the batch has no 'parts': it has one row, or the model or the loss fails"):
-        lb.fit(make(), batch, "100%", squares, keep=("parts",))
+        lb.fit(make(), batch, "100%", squares, require=("parts",))
 
 
 @pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel])
@@ -327,8 +327,8 @@ def test_a_model_without_blocks_fits_with_activations_elsewhere(tmp_path):
     sizes = (32, 512, 384, 640, 10)
     layers = [m for one, other in itertools.pairwise(sizes) for m in (nn.Linear(one, other), nn.GELU())]
     model, batch = nn.Sequential(nn.Sequential(*layers[:3]), *layers[3:]), torch.randn(4096, 32)
-    whole = lb.fit(model, batch, "100%", squares, keep=("fp32", "adamw", "activations on disk"), no=("parts",))
+    whole = lb.fit(model, batch, "100%", squares, require=("fp32", "adamw", "activations on disk"), exclude=("parts",))
     share = whole.peak_bytes / whole.plain.peak_bytes
     assert share < 0.8
-    fitting = lb.fit(model, batch, f"{100 * share + 2:.0f}%", squares, keep=("fp32", "adamw"), no=("parts",))
+    fitting = lb.fit(model, batch, f"{100 * share + 2:.0f}%", squares, require=("fp32", "adamw"), exclude=("parts",))
     assert fitting.settings.offload_activations and fitting.peak_bytes <= fitting.budget

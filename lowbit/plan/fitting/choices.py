@@ -56,21 +56,22 @@ def has_half(model: nn.Module) -> bool:
 
 
 def allowed(
-    keep: Iterable[str], no: Iterable[str], most: Most, gpus: int = 1, group_size: int | None = None
+    require: Iterable[str], exclude: Iterable[str], most: Most, gpus: int = 1, group_size: int | None = None
 ) -> dict[str, tuple[Technique, ...]]:
-    """What ``keep`` and ``no`` leave; of a dimension without a name in ``keep`` those that cost at most ``most`` alone.
+    """What ``require`` and ``exclude`` leave; of a dimension without a required name those that cost at most ``most``
+    alone.
     Of a single process there is one way, and ``hsdp`` needs a ``group_size``.
     Raises as ``left``, and ValueError for a way that cannot be.
     """
-    keep, no = names_in(keep), names_in(no)
+    require, exclude = names_in(require), names_in(exclude)
     rows = {dimension: {choice.name: choice for choice in row} for dimension, row in TECHNIQUES.items()}
     ways = {name for name in rows[WAY] if gpus > 1 or name == Settings.way}
     ways -= set() if group_size else {"hsdp"}
-    asked = [name for name in keep if name in rows[WAY] and name not in ways]
+    asked = [name for name in require if name in rows[WAY] and name not in ways]
     if asked:
         needed = "gpus=2 or more" if gpus == 1 else "group_size=, the processes of one machine"
-        raise ValueError(f"fit: {asked[0]!r} needs {needed}; give it, or leave {asked[0]!r} out of keep")
-    left_out = {*no, *(one.name for one in techniques() if one.excluded_with in no)}
+        raise ValueError(f"fit: {asked[0]!r} needs {needed}; give it, or leave {asked[0]!r} out of require")
+    excluded = {*exclude, *(one.name for one in techniques() if one.excluded_with in exclude)}
 
     def offered(choice: Technique) -> bool:
         return (
@@ -79,27 +80,27 @@ def allowed(
             and (choice.name not in rows[WAY] or choice.name in ways)
         )
 
-    found = left(rows, keep, left_out, offered)
+    found = left(rows, require, excluded, offered)
     return {dimension: tuple(row.values()) for dimension, row in found.items()}
 
 
 class Most(NamedTuple):
-    """The ``percent`` of loss that choices may cost together, but for those that are ``kept`` by name. ``losses``: by
-    choice what a caller has measured in place of the record.
+    """The ``percent`` of loss that choices may cost together, but for those that are ``required``. ``losses``: by choice
+    what a caller has measured in place of the record.
     """
 
     percent: float
-    kept: frozenset[str]
+    required: frozenset[str]
     losses: Mapping[str, float] = MappingProxyType({})
 
     def lost(self, settings: Settings) -> float:
         """What those of the choices cost that cost something."""
-        return sum(one.counted for one in described(settings, self.losses).values() if one.name not in self.kept)
+        return sum(one.counted for one in described(settings, self.losses).values() if one.name not in self.required)
 
 
-def most_of(keep: Iterable[str], quality: float | str, losses: Mapping[str, float] | None = None) -> Most:
+def most_of(require: Iterable[str], quality: float | str, losses: Mapping[str, float] | None = None) -> Most:
     """Raises ValueError for what is no quality, and for losses of unknown choices or that are no numbers."""
-    kept, losses = frozenset(names_in(keep)), dict(losses or {})
+    required, losses = frozenset(names_in(require)), dict(losses or {})
     known = [choice.name for choice in techniques()]
     for name, change in losses.items():
         if name not in known:
@@ -110,12 +111,12 @@ def most_of(keep: Iterable[str], quality: float | str, losses: Mapping[str, floa
                 f"for {name!r}"
             )
     if quality == "any":
-        return Most(math.inf, kept, losses)
+        return Most(math.inf, required, losses)
     if isinstance(quality, bool) or not isinstance(quality, int | float) or not quality >= 0:
         raise ValueError(
             f"fit: quality is 'any' or the percent of loss that choices may cost, such as {QUALITY}, got {quality!r}"
         )
-    return Most(quality + _ROUNDING, kept, losses)
+    return Most(quality + _ROUNDING, required, losses)
 
 
 def combinations(choices: Iterable[tuple[Technique, ...]]) -> list[Settings]:

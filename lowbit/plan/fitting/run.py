@@ -178,8 +178,8 @@ class Run:
                 raise RuntimeError(
                     f"run.step: memory ran out in the {self._at} ({said}), and nothing that takes less is left"
                     f"{f' after {tried}' if tried else ''}. Model, optimizer and random states are as before the step; "
-                    f"give a batch of fewer or shorter rows, plan with fewer bits (keep=('bf16', 'adamw8bit')) or with "
-                    f"'disk' allowed, or end other processes that hold memory"
+                    f"give a batch of fewer or shorter rows, plan with fewer bits (require=('bf16', 'adamw8bit')) or "
+                    f"with 'disk' allowed, or end other processes that hold memory"
                 )
             told = difference(self.settings, after)
             self._change(after)
@@ -243,7 +243,7 @@ class Run:
             raise ValueError(
                 f"run.step: the loss of some rows is {whole:.4g}, the sum of {first:.4g} and {second:.4g}, and a plan "
                 f"in {self.settings.micro} parts weighs the mean of each by its rows; divide the loss by the rows of "
-                f"its batch, or plan with no=('parts',)"
+                f"its batch, or plan with exclude=('parts',)"
             )
         near = (1e-5 if exact else 1e-2) * max(abs(whole), abs(first), abs(second))
         if abs(whole - its * first - others * second) > near:
@@ -251,7 +251,7 @@ class Run:
                 f"run.step: the loss of some rows is {whole:.7g}, and not the mean of those of its halves, {first:.7g} "
                 f"and {second:.7g}, so that in {self.settings.micro} parts, each of which is weighed by its rows, a "
                 f"step is not that of the whole batch; average over each row first, let the model compute the loss "
-                f"from 'labels', or plan with no=('parts',)"
+                f"from 'labels', or plan with exclude=('parts',)"
             )
 
     def _targets(self, batch: Any) -> Callable[[Any], Tensor] | None:

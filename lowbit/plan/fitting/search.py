@@ -57,8 +57,8 @@ def fit(
     loss: Callable[[Any, Any], Tensor] | None = None,
     *,
     task: Literal["train"] = "train",
-    keep: Iterable[str] = (),
-    no: Iterable[str] = (),
+    require: Iterable[str] = (),
+    exclude: Iterable[str] = (),
     quality: float | str = QUALITY,
     gpus: int = 1,
     link: str | float | None = None,
@@ -77,8 +77,8 @@ def fit(
     task: Literal["generate"],
     context: int,
     rows: int = 1,
-    keep: Iterable[str] = (),
-    no: Iterable[str] = (),
+    require: Iterable[str] = (),
+    exclude: Iterable[str] = (),
     progress: Progress | bool | None = None,
 ) -> GenerationPlan: ...
 
@@ -92,8 +92,8 @@ def fit(
     task: str = "train",
     context: int | None = None,
     rows: int = 1,
-    keep: Iterable[str] = (),
-    no: Iterable[str] = (),
+    require: Iterable[str] = (),
+    exclude: Iterable[str] = (),
     quality: float | str = QUALITY,
     gpus: int = 1,
     link: str | float | None = None,
@@ -105,11 +105,11 @@ def fit(
 
     ``budget``: of the whole step, parameters and states included: bytes, a size such as ``"6GiB"``, or a share of the
     peak of plain training, ``"50%"``. ``batch`` and ``loss``: as ``lb.estimate`` takes them; the batch may be
-    taken in parts, whose gradients add up to those of the whole. ``keep``: names that the plan has to have, of its
+    taken in parts, whose gradients add up to those of the whole. ``require``: names that the plan has to have, of its
     precision (``fp32``, ``bf16``, a recipe such as ``fp8``), optimizer (``adamw``, ``adamw8bit``), checkpoint policy
-    and so on, see ``lowbit.plan.TECHNIQUES``; ``no``: names that it must not have, such as ``disk``.
+    and so on, see ``lowbit.plan.TECHNIQUES``; ``exclude``: names that it must not have, such as ``disk``.
     ``quality``: by how many percent the choices together may raise the loss: the sum of what was recorded of the demo's
-    GPT for each that raises it and is not in ``keep``; ``"any"`` lifts that. ``losses``: by name of a choice the
+    GPT for each that raises it and is not in ``require``; ``"any"`` lifts that. ``losses``: by name of a choice the
     relative change of the loss that you have measured, such as ``{"bf16": 0.02}`` for 2% more, in place of the record.
     A gain counts as zero. ``progress(what, done, total)`` is called
     on the way; None: a bar where standard error is a terminal; False: nothing.
@@ -128,7 +128,7 @@ def fit(
     ``task="generate"`` plans generation instead, of ``rows`` sequences at a time within ``context`` tokens, prompts
     included: recipes of the weights by layer, the cache of keys and values, and how a prompt is taken. Of all that
     holds at most ``budget`` it loses least. There ``batch`` is token ids [B, T] by which losses are estimated, or None,
-    and ``keep`` and ``no`` are names of ``CHOICES`` of ``lowbit.plan.serving``, whose ``serve`` has the rules.
+    and ``require`` and ``exclude`` are names of ``CHOICES`` of ``lowbit.plan.serving``, whose ``serve`` has the rules.
 
     Raises ValueError where nothing fits, with the least that would, for unknown names, and for arguments of the other
     task; and as ``estimate``.
@@ -141,7 +141,7 @@ def fit(
                 "task='generate'"
             )
         with reporting(progress, "planning") as shown:
-            return serve(model, batch, budget, context, rows, keep, no, shown)
+            return serve(model, batch, budget, context, rows, require, exclude, shown)
     if task != "train":
         raise ValueError(f"fit: task is 'train' or 'generate', got {task!r}")
     if batch is None or budget is None:
@@ -161,8 +161,8 @@ def fit(
     def made() -> Plan:
         with reporting(progress, "planning") as shown:
             planned = fits(
-                model, batch, [budget], loss, keep=keep, no=no, quality=quality, losses=losses, group=group,
-                progress=shown,
+                model, batch, [budget], loss, require=require, exclude=exclude, quality=quality, losses=losses,
+                group=group, progress=shown,
             )  # fmt: skip
             return next(planned)
 
@@ -175,8 +175,8 @@ def fits(
     budgets: Sequence[str | int],
     loss: Callable[[Any, Any], Tensor] | None = None,
     *,
-    keep: Iterable[str] = (),
-    no: Iterable[str] = (),
+    require: Iterable[str] = (),
+    exclude: Iterable[str] = (),
     quality: float | str = QUALITY,
     losses: Mapping[str, float] | None = None,
     group: Together = ALONE,
@@ -186,8 +186,8 @@ def fits(
     asked = [budget_in(budget, "fit") for budget in budgets]
     check_mode(model, "fit")
     given(batch)
-    most = most_of(keep, quality, losses)
-    choices = allowed(keep, no, most, group.gpus, group.group_size)
+    most = most_of(require, quality, losses)
+    choices = allowed(require, exclude, most, group.gpus, group.group_size)
     choices = dict(_applicable(choices, Subject(model, batch, loss)))
     parts = any(choice.name == "parts" for choice in choices[PARTS])
     predictor = Predictor(model, batch, loss, group.bandwidth, parts=parts)
@@ -201,7 +201,7 @@ def fits(
         plain = predictor.whole(Settings(gpus=group.gpus))
     for limit in limits:
         for tried in _tried(choices, group.gpus):
-            search = _Search(predictor, tried, limit, group, most, progress, asked=bool(keep or no))
+            search = _Search(predictor, tried, limit, group, most, progress, asked=bool(require or exclude))
             chosen = search.fastest()
             if chosen is not None:
                 break
@@ -220,11 +220,11 @@ def _applicable(
             names = ", ".join(repr(choice.name) for choice in row)
             if row[0].name == "fp32":
                 raise ValueError(
-                    f"fit: {names} is of a model in fp32, and this {kind} has weights in {loaded(subject.model)}; keep "
-                    f"'as loaded', or call model.float() before you plan"
+                    f"fit: {names} is of a model in fp32, and this {kind} has weights in {loaded(subject.model)}; "
+                    f"require 'as loaded', or call model.float() before you plan"
                 )
             raise ValueError(
-                f"fit: {names} does nothing for this {kind}, its batch and its loss; leave it out of keep: "
+                f"fit: {names} does nothing for this {kind}, its batch and its loss; leave it out of require: "
                 f"{reasons[row[0]]}"
             )
         yield dimension, found
@@ -272,7 +272,7 @@ class _Search:
         if not self._counts:
             raise ValueError(
                 "fit: the batch has no 'parts': it has one row, or the model or the loss fails on a part of it; leave "
-                "them out of keep, or give more rows"
+                "them out of require, or give more rows"
             )
         self._by_block = any(choice.name == PLANNED for choice in checkpoints) and bool(predictor.blocks)
         self._policies = [
@@ -289,7 +289,8 @@ class _Search:
         self._arithmetics = [one for one in arithmetics if self._all(one)]
         if not self._arithmetics:
             raise ValueError(
-                f"fit: the choices that keep, no and quality leave do not go together: {self._conflicts(arithmetics)}"
+                f"fit: the choices that require, exclude and quality leave do not go together: "
+                f"{self._conflicts(arithmetics)}"
             )
 
     def fastest(self) -> Prediction | None:
@@ -330,7 +331,7 @@ class _Search:
         fixed = [{name: getattr(one, name) for name in ARITHMETIC} for one in arithmetics]
         found = (conflict(replace(other, **values)) for values in fixed for other in self._others)
         reasons = dict.fromkeys(reason for reason in found if reason is not None)
-        return "; ".join(reasons) or "what is not in keep may cost no more loss than quality says"
+        return "; ".join(reasons) or "what is not in require may cost no more loss than quality says"
 
     def _fastest_of(self, arithmetic: Settings) -> Prediction | None:
         settings = self._all(arithmetic)
@@ -430,7 +431,7 @@ class _Search:
     def refusal(self) -> str:
         """Why nothing fits, and what would."""
         least = self.least
-        asked = "leave names out of keep and no, " if self._asked else ""
+        asked = "leave names out of require and exclude, " if self._asked else ""
         return (
             f"fit: no choice fits a step into {amount(self.limit)}; the least is {amount(least.peak_bytes)}, with "
             f"{words(least.settings)}. Ask for as much, {asked}give shorter rows or a smaller model, or "

@@ -36,8 +36,8 @@ def serve(
     budget: str | int | None,
     context: int | None,
     rows: int,
-    keep: Iterable[str] = (),
-    no: Iterable[str] = (),
+    require: Iterable[str] = (),
+    exclude: Iterable[str] = (),
     progress: Progress = lambda what, done, total: None,
 ) -> GenerationPlan:
     """The generation of least loss that holds at most ``budget``, within ``context`` tokens of ``rows`` sequences.
@@ -46,8 +46,9 @@ def serve(
     model holds as it is, ``"50%"``. The prompt is at most ``context - 1`` tokens. ``model``: a causal language model of
     transformers, or one with ``kv_cache(rows, scheme)`` and ``forward(tokens, cache)``; without a batch it may be on
     meta. ``batch``: token ids [B, T], or several such batches, by which losses are estimated; None: errors of the
-    weights stand for them, or on meta those of normal numbers. ``keep``, ``no``: names of ``CHOICES`` of
-    ``lowbit.plan.serving.settings``: of a dimension with a name in ``keep`` these alone, and none in ``no``.
+    weights stand for them, or on meta those of normal numbers. ``require``, ``exclude``: names of
+    ``CHOICES`` of ``lowbit.plan.serving.settings``: of a dimension with a required name these alone, and none that is
+    excluded.
 
     The rule: of all that fits, the least sum of the losses of weights and cache. So a cache is quantized only where the
     bytes that it frees save more loss in weights, or where nothing fits otherwise. Of equal sums the plainer cache, and
@@ -67,7 +68,7 @@ def serve(
     _check(model, decoder, context, rows)
     assert context is not None
     batches = checked(model, batch)
-    choices = _possible(allowed(keep, no), decoder, model, context)
+    choices = _possible(allowed(require, exclude), decoder, model, context)
     predictor = Predictor(model, decoder, context, rows)
     plain = predictor.whole(Settings(), 0.0)
     limit = asked.of(plain.peak_bytes)

@@ -72,9 +72,9 @@ class Allowed(NamedTuple):
     packed: list[bool]
 
 
-def allowed(keep: Iterable[str], no: Iterable[str]) -> Allowed:
-    """What ``keep`` and ``no`` leave; raises as ``left``."""
-    found = left(CHOICES, keep, no)
+def allowed(require: Iterable[str], exclude: Iterable[str]) -> Allowed:
+    """What ``require`` and ``exclude`` leave; raises as ``left``."""
+    found = left(CHOICES, require, exclude)
     return Allowed(
         list(found["weights"]),
         [scheme for scheme in _CACHES if cache_name(scheme) in found["cache"]],
