@@ -62,7 +62,7 @@ def loss_of(model: nn.Module, windows: list[Tensor], scheme: str | None) -> floa
 def row(model: nn.Module, budget: str, batches: list[Tensor] | None, held_out: list[Tensor]) -> Row:
     """Plan, generate under the allocator, and look at the text."""
     begin = time.perf_counter()
-    plan = lb.fit(model, batches, budget, task="generate", context=CONTEXT)
+    plan = lb.fit_generation(model, batches, budget, context=CONTEXT)
     seconds = time.perf_counter() - begin
     run = plan.apply_(copy.deepcopy(model))
     prompt = torch.cat(held_out, 1)[:, : CONTEXT - NEW]

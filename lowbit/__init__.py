@@ -35,7 +35,7 @@ from lowbit.functional import (
     unpack,
 )
 from lowbit.out_of_core import quantize_files
-from lowbit.plan import Sensitivity, estimate, fit, sensitivity
+from lowbit.plan import Sensitivity, estimate, fit, fit_generation, sensitivity
 from lowbit.recipes import RECIPES, Cast, Gemm, Recipe, recipe, register_recipe
 from lowbit.rounding import Rounding
 from lowbit.scaling import Scheme, scheme
@@ -74,6 +74,7 @@ __all__ = [
     "explain",
     "fake_quantize",
     "fit",
+    "fit_generation",
     "float_format",
     "fold_",
     "hadamard",

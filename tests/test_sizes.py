@@ -71,7 +71,7 @@ def test_what_is_no_budget_is_refused_before_anything_is_planned(budget, monkeyp
     gpt = GPT(GPTConfig(vocab=64, layers=1, heads=2, dim=16, hidden=32))
     monkeypatch.setattr("lowbit.plan.serving.search.Predictor", None)
     with pytest.raises(ValueError, match="budget is bytes, a size such as '6GiB', or a share such as '60%'"):
-        lb.fit(gpt, budget=budget, task="generate", context=16)
+        lb.fit_generation(gpt, None, budget, context=16)
 
 
 @pytest.mark.parametrize("budget", [one for one in NO_SIZES if one != "0"])

@@ -1,4 +1,4 @@
-"""transformers: how its causal language models generate, for ``lb.fit(model, task="generate")``."""
+"""transformers: how its causal language models generate, for ``lb.fit_generation``."""
 
 from __future__ import annotations
 

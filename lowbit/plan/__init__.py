@@ -5,10 +5,11 @@ generate.
 from lowbit.plan.bits import Score, Sensitivity
 from lowbit.plan.fitting import Plan, fit
 from lowbit.plan.sensitivities import sensitivity
-from lowbit.plan.serving import GenerationPlan
+from lowbit.plan.serving import GenerationPlan, fit_generation
 from lowbit.plan.step_estimate import estimate
 from lowbit.plan.techniques import TECHNIQUES, Technique
 
 __all__ = [
-    "TECHNIQUES", "GenerationPlan", "Plan", "Score", "Sensitivity", "Technique", "estimate", "fit", "sensitivity",
+    "TECHNIQUES", "GenerationPlan", "Plan", "Score", "Sensitivity", "Technique", "estimate", "fit", "fit_generation",
+    "sensitivity",
 ]  # fmt: skip

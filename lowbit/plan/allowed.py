@@ -22,6 +22,7 @@ def left(
     require: Iterable[str],
     exclude: Iterable[str],
     offered: Callable[[_Choice], bool] = lambda choice: True,
+    who: str = "fit",
 ) -> dict[str, dict[str, _Choice]]:
     """By dimension and name the choices that are left: of a dimension with a required name these alone, of others
     those that are ``offered``, and none that is excluded.
@@ -32,14 +33,14 @@ def left(
     known = [name for row in choices.values() for name in row]
     for name in (*required, *excluded):
         if name not in known:
-            raise ValueError(f"fit: no choice is called {name!r}{did_you_mean(name, known)}; there are {known}")
+            raise ValueError(f"{who}: no choice is called {name!r}{did_you_mean(name, known)}; there are {known}")
     found = {}
     for dimension, row in choices.items():
         chosen = [name for name in row if name in required] or [name for name in row if offered(row[name])]
         found[dimension] = {name: row[name] for name in chosen if name not in excluded}
         if not found[dimension]:
             raise ValueError(
-                f"fit: require and exclude leave nothing for the {dimension}, which is one of {list(row)}; leave one "
+                f"{who}: require and exclude leave nothing for the {dimension}, which is one of {list(row)}; leave one "
                 f"of them in"
             )
     return found

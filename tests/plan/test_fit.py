@@ -245,7 +245,7 @@ def test_weights_elsewhere_need_states_elsewhere():
 # -- training ---------------------------------------------------------------------------------------------------------
 def test_a_plan_of_nothing_is_plain_training():
     plain = ("fp32", "adamw", "everything kept", "memory", "activations in memory")
-    plan = lb.fit(GPT(CONFIG), BATCH, "100%", keep=plain)
+    plan = lb.fit(GPT(CONFIG), BATCH, "100%", require=plain)
     torch.manual_seed(0)
     model = GPT(CONFIG)
     run, other = plan.apply_(copy.deepcopy(model), lr=1e-3, weight_decay=0.1), model

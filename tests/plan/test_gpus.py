@@ -159,7 +159,6 @@ def test_where_nothing_fits_a_plan_says_how_many_processes_would_do():
         ({"gpus": 8, "group_size": 3}, "group_size is a divisor of gpus=8, got 3"),
         ({"link": "1GB/s"}, "link and group_size are of several processes"),
         ({"gpus": 2, "link": "fast"}, "such as '25GB/s', got 'fast'"),
-        ({"gpus": 2, "task": "generate", "context": 8}, "leave them out with task='generate'"),
         ({"gpus": 2, "require": ("dp",)}, "no choice is called 'dp'"),
     ],
 )

@@ -79,7 +79,7 @@ def plans():
             made[kind] = {}
             for share in SHARES[kind]:
                 keep = FEW if kind == "llama" and share < 100 else ()
-                made[kind][share] = lb.fit(model, batch, f"{share}%", task="generate", context=CONTEXT, require=keep)
+                made[kind][share] = lb.fit_generation(model, batch, f"{share}%", context=CONTEXT, require=keep)
         return made[kind]
 
     return of
@@ -152,7 +152,7 @@ def test_layers_of_their_own_recipes_lose_no_more_than_one_recipe_for_all(plans)
     plan = plans("gpt")[80]
     keep = (plan.settings.cache or "plain cache",)
     for recipe in ("fp6_e2m3-weight-only:group32", "int4-weight-only:group32"):
-        other = lb.fit(gpt(), TOKENS, plan.budget, task="generate", context=CONTEXT, require=(recipe, *keep))
+        other = lb.fit_generation(gpt(), TOKENS, plan.budget, context=CONTEXT, require=(recipe, *keep))
         assert set(other.settings.weights.values()) == {recipe} and plan.loss <= other.loss
     assert len(set(plan.settings.weights.values())) > 1
 
@@ -160,7 +160,7 @@ def test_layers_of_their_own_recipes_lose_no_more_than_one_recipe_for_all(plans)
 def test_several_sequences_and_a_model_on_meta():
     with torch.device("meta"):
         model = gpt()
-    plan = lb.fit(model, budget="85%", task="generate", context=CONTEXT, rows=3)
+    plan = lb.fit_generation(model, None, "85%", context=CONTEXT, rows=3)
     measured = held(plan.apply_(gpt()), PROMPT.expand(3, -1).contiguous())
     assert 0.96 * measured <= plan.peak_bytes <= 1.04 * measured and measured <= 1.03 * plan.budget
     assert "the model is on meta" in str(plan)
@@ -170,7 +170,7 @@ def test_several_sequences_and_a_model_on_meta():
 def test_experts_hold_no_more_than_where_all_tokens_choose_the_same(kind):
     """How many tokens an expert is given, nobody knows before."""
     keep = ("int4-weight-only:group32", "parts of 64")
-    plan = lb.fit(MIXTURES[kind](), TOKENS, "60%", task="generate", context=CONTEXT, require=keep)
+    plan = lb.fit_generation(MIXTURES[kind](), TOKENS, "60%", context=CONTEXT, require=keep)
     assert any("experts" in name and one != "float" for name, one in plan.settings.weights.items())
     spread, same = MIXTURES[kind](), MIXTURES[kind]()
     with torch.no_grad():
@@ -188,7 +188,7 @@ def test_experts_hold_no_more_than_where_all_tokens_choose_the_same(kind):
 @each
 def test_generation_is_that_of_the_model_quantized_by_hand(plans, kind, keep):
     if keep:
-        plan = lb.fit(MAKE[kind](), TOKENS, "90%", task="generate", context=CONTEXT, require=keep)
+        plan = lb.fit_generation(MAKE[kind](), TOKENS, "90%", context=CONTEXT, require=keep)
     else:
         plan = plans(kind)[SHARES[kind][-1]]
     settings, prompt = plan.settings, PROMPT[:, :150]
@@ -209,8 +209,8 @@ def test_generation_is_that_of_the_model_quantized_by_hand(plans, kind, keep):
 def test_a_packed_model(monkeypatch):
     monkeypatch.setattr(prepack, "no_gain_by_packing", lambda weight, input, cols: None)
     keep = ("int8", "plain cache")
-    plan = lb.fit(gpt(), TOKENS, "90%", task="generate", context=CONTEXT, require=keep)
-    stored = lb.fit(gpt(), TOKENS, "90%", task="generate", context=CONTEXT, require=(*keep, "as stored"))
+    plan = lb.fit_generation(gpt(), TOKENS, "90%", context=CONTEXT, require=keep)
+    stored = lb.fit_generation(gpt(), TOKENS, "90%", context=CONTEXT, require=(*keep, "as stored"))
     assert plan.settings.packed and not stored.settings.packed and "prepacked" in str(plan)
     run = plan.apply_(gpt())
     assert any(isinstance(module, PackedLinear) for module in run.model.modules())
@@ -230,7 +230,7 @@ def test_options_of_the_own_generate_of_a_model(plans):
 def test_the_model_stays_as_it_is_while_a_plan_is_made():
     model = gpt()
     before, version = copy.deepcopy(model), [p._version for p in model.parameters()]
-    lb.fit(model, TOKENS, "90%", task="generate", context=CONTEXT, require=("plain cache",))
+    lb.fit_generation(model, TOKENS, "90%", context=CONTEXT, require=("plain cache",))
     assert same_state(model, before) and version == [p._version for p in model.parameters()]
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
@@ -238,13 +238,13 @@ def test_the_model_stays_as_it_is_while_a_plan_is_made():
 @each
 def test_a_plan_by_a_batch_leaves_nothing_in_memory(kind):
     model, keep = MAKE[kind](), ("plain cache", "whole prompt")
-    lb.fit(model, TOKENS, "90%", task="generate", context=CONTEXT, require=keep)  # what is made once a process
+    lb.fit_generation(model, TOKENS, "90%", context=CONTEXT, require=keep)  # what is made once a process
     gc.collect()
     gc.disable()  # nothing waits for the collector
     try:
         before = alive()
         for _ in range(2):
-            lb.fit(model, TOKENS, "90%", task="generate", context=CONTEXT, require=keep)
+            lb.fit_generation(model, TOKENS, "90%", context=CONTEXT, require=keep)
             assert alive() <= before + 4096
     finally:
         gc.enable()
@@ -283,9 +283,9 @@ def test_what_a_plan_says(plans):
 # -- refusals ---------------------------------------------------------------------------------------------------------
 def test_what_cannot_fit_says_the_least_that_would():
     with pytest.raises(ValueError, match="no choice fits generation within 200 tokens") as error:
-        lb.fit(gpt(), budget=100_000, task="generate", context=CONTEXT)
+        lb.fit_generation(gpt(), None, 100_000, context=CONTEXT)
     least = int(str(error.value).split(" bytes)")[0].split("(")[-1])
-    plan = lb.fit(gpt(), budget=least, task="generate", context=CONTEXT)
+    plan = lb.fit_generation(gpt(), None, least, context=CONTEXT)
     assert plan.peak_bytes == least and set(plan.settings.weights.values()) == {"int2-weight-only:group32"}
 
 
@@ -294,30 +294,24 @@ def test_what_cannot_fit_says_the_least_that_would():
     [
         ({"context": None}, "context is a whole number from 2"),
         ({"rows": 0}, "rows is a whole number from 1"),
-        ({"budget": None}, "give a budget"),
+        ({"budget": None}, "budget is bytes, a size such as '6GiB'"),
         ({"budget": "0%"}, "budget is bytes, a size such as '6GiB', or a share such as '60%', got '0%'"),
-        ({"budget": "-5%"}, "fit: budget is bytes, a size such as '6GiB', or a share such as '60%'; '-5%' is no size"),
+        (
+            {"budget": "-5%"},
+            "budget is bytes, a size such as '6GiB', or a share such as '60%'; '-5%' is no size",
+        ),
         ({"require": ("int5",)}, "no choice is called 'int5'"),
         ({"exclude": ("prepacked", "as stored")}, "leave nothing for the layout"),
-        (
-            {"loss": lambda output, batch: output.sum()},
-            "loss, quality, gpus, link, group_size and losses are for task='train'",
-        ),
-        ({"quality": "any"}, "loss, quality, gpus, link, group_size and losses are for task='train'"),
-        ({"task": "serve"}, "task is 'train' or 'generate', got 'serve'"),
-        ({"task": "train"}, "needs a batch and a budget, got no batch;"),
-        ({"task": "train", "budget": None}, "got no batch and budget;"),
-        ({"task": "train", "batch": TOKENS}, "context and rows are for task='generate'"),
     ],
 )
 def test_arguments_that_say_nothing(given, said):
     with pytest.raises(ValueError, match=said):
-        lb.fit(gpt(), **{"budget": "90%", "task": "generate", "context": CONTEXT, **given})
+        lb.fit_generation(gpt(), None, **{"budget": "90%", "context": CONTEXT, **given})
 
 
 def test_models_and_batches_that_do_not_serve():
     def plan(model, batch=None, context=CONTEXT):
-        return lb.fit(model, batch, "50%", task="generate", context=context)
+        return lb.fit_generation(model, batch, "50%", context=context)
 
     with pytest.raises(ValueError, match="Sequential has none"):
         plan(nn.Sequential(nn.Linear(4, 4)))

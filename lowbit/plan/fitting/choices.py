@@ -85,8 +85,8 @@ def allowed(
 
 
 class Most(NamedTuple):
-    """The ``percent`` of loss that choices may cost together, but for those that are ``required``. ``losses``: by choice
-    what a caller has measured in place of the record.
+    """The ``percent`` of loss that choices may cost together, but for those that are ``required``. ``losses``: by
+    choice what a caller has measured in place of the record.
     """
 
     percent: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ from lowbit.plan.fitting.link import ALONE, Together, together
 from lowbit.plan.fitting.plan import Plan
 from lowbit.plan.fitting.predict import Prediction, Predictor
 from lowbit.plan.fitting.subject import check_mode, subject_of
-from lowbit.plan.serving import GenerationPlan, serve
 from lowbit.plan.settings import ARITHMETIC, Settings
 from lowbit.plan.subject import Subject
 from lowbit.plan.techniques import LAST, PARTS, PLANNED, Technique, conflict, loaded
@@ -49,14 +48,12 @@ _FEWER_BITS = 0.1
 _LEAST, _DOUBLINGS = "zero3", 10
 
 
-@overload
 def fit(
     model: nn.Module,
     batch: Any,
     budget: str | int,
     loss: Callable[[Any, Any], Tensor] | None = None,
     *,
-    task: Literal["train"] = "train",
     require: Iterable[str] = (),
     exclude: Iterable[str] = (),
     quality: float | str = QUALITY,
@@ -65,42 +62,7 @@ def fit(
     group_size: int | None = None,
     losses: Mapping[str, float] | None = None,
     progress: Progress | bool | None = None,
-) -> Plan: ...
-
-
-@overload
-def fit(
-    model: nn.Module,
-    batch: Any = None,
-    budget: str | int | None = None,
-    *,
-    task: Literal["generate"],
-    context: int,
-    rows: int = 1,
-    require: Iterable[str] = (),
-    exclude: Iterable[str] = (),
-    progress: Progress | bool | None = None,
-) -> GenerationPlan: ...
-
-
-def fit(
-    model: nn.Module,
-    batch: Any = None,
-    budget: str | int | None = None,
-    loss: Callable[[Any, Any], Tensor] | None = None,
-    *,
-    task: str = "train",
-    context: int | None = None,
-    rows: int = 1,
-    require: Iterable[str] = (),
-    exclude: Iterable[str] = (),
-    quality: float | str = QUALITY,
-    gpus: int = 1,
-    link: str | float | None = None,
-    group_size: int | None = None,
-    losses: Mapping[str, float] | None = None,
-    progress: Progress | bool | None = None,
-) -> Plan | GenerationPlan:
+) -> Plan:
     """The fastest way to train ``model`` on ``batch`` of which a step holds at most ``budget``.
 
     ``budget``: of the whole step, parameters and states included: bytes, a size such as ``"6GiB"``, or a share of the
@@ -125,36 +87,9 @@ def fit(
     10 Gb/s Ethernet on CPUs and of PCIe 4.0 on GPUs. ``group_size``: processes of one machine, within which ``hsdp``
     shards. Where ``torch.distributed`` runs, all processes call ``fit``, the first plans, and all have its plan.
 
-    ``task="generate"`` plans generation instead, of ``rows`` sequences at a time within ``context`` tokens, prompts
-    included: recipes of the weights by layer, the cache of keys and values, and how a prompt is taken. Of all that
-    holds at most ``budget`` it loses least. There ``batch`` is token ids [B, T] by which losses are estimated, or None,
-    and ``require`` and ``exclude`` are names of ``CHOICES`` of ``lowbit.plan.serving``, whose ``serve`` has the rules.
-
-    Raises ValueError where nothing fits, with the least that would, for unknown names, and for arguments of the other
-    task; and as ``estimate``.
+    Raises ValueError where nothing fits, with the least that would, and for unknown names; and as ``estimate``.
     """
     check_model(model)
-    if task == "generate":
-        if loss is not None or quality != QUALITY or (gpus, link, group_size, losses) != (1, None, None, None):
-            raise ValueError(
-                "fit: loss, quality, gpus, link, group_size and losses are for task='train'; leave them out with "
-                "task='generate'"
-            )
-        with reporting(progress, "planning") as shown:
-            return serve(model, batch, budget, context, rows, require, exclude, shown)
-    if task != "train":
-        raise ValueError(f"fit: task is 'train' or 'generate', got {task!r}")
-    if batch is None or budget is None:
-        missing = " and ".join(name for name, value in (("batch", batch), ("budget", budget)) if value is None)
-        raise ValueError(
-            f"fit: task='train' needs a batch and a budget, got no {missing}; call lb.fit(model, batch, '6GiB'), or "
-            f"with task='generate' for a model that is not trained"
-        )
-    if context is not None or rows != 1:
-        raise ValueError(
-            f"fit: context and rows are for task='generate', got context={context} and rows={rows} with task='train', "
-            f"whose batch says as much; leave them out"
-        )
     budget_in(budget, "fit")  # in every process, before any of them measures or plans
     group = together(gpus, link, group_size, next(iter(model.parameters()), torch.empty(0)).device)
 

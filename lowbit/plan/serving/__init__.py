@@ -8,7 +8,7 @@ them can be quantized, ``losses`` what each choice loses and ``predict`` what it
 from lowbit.plan.serving.decoders import DECODERS, Decoder
 from lowbit.plan.serving.plan import GenerationPlan
 from lowbit.plan.serving.run import GenerationRun
-from lowbit.plan.serving.search import serve
+from lowbit.plan.serving.search import fit_generation
 from lowbit.plan.serving.settings import CHOICES, Settings
 
-__all__ = ["CHOICES", "DECODERS", "Decoder", "GenerationPlan", "GenerationRun", "Settings", "serve"]
+__all__ = ["CHOICES", "DECODERS", "Decoder", "GenerationPlan", "GenerationRun", "Settings", "fit_generation"]

@@ -75,7 +75,7 @@ def decoder_of(model: nn.Module) -> Decoder:
         if decoder.knows(model):
             return decoder
     raise ValueError(
-        f"fit: task='generate' is for models that write token by token with a cache of keys and values, and "
+        f"fit_generation: it is for models that write token by token with a cache of keys and values, and "
         f"{type(model).__name__} has none; for a budget of weights call lb.quantize_(model, lb.sensitivity(model, "
         f"recipes, batches).choose(size=BYTES)). A model of your own needs kv_cache(rows, scheme) and "
         f"forward(tokens, cache=None)"

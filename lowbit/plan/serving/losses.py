@@ -114,11 +114,13 @@ def checked(model: nn.Module, batch: Any) -> list[Any] | None:
     batches = batches_in(batch if several else [batch])
     if not batches or any(tokens_of(one) is None for one in batches):
         raise TypeError(
-            f"fit: task='generate' takes batch as token ids, a tensor of whole numbers [B, T], or several such "
+            f"fit_generation: batch is token ids, a tensor of whole numbers [B, T], or several such "
             f"batches; {instead_of_tokens(batch)}"
         )
     if any(p.is_meta for p in model.parameters()):
-        raise ValueError("fit: a model on meta has no weights to see batches with; load it, or leave batch out")
+        raise ValueError(
+            "fit_generation: a model on meta has no weights to see batches with; load it, or leave batch out"
+        )
     return batches
 
 
@@ -197,7 +199,7 @@ def _gradients(model: nn.Module, table: nn.Module, batch: Any) -> list[tuple[Ten
     finally:
         hook.remove()
     if value is None:
-        raise ValueError(f"fit: {type(model).__name__} answers no logits [B, T, vocabulary] to token ids")
+        raise ValueError(f"fit_generation: {type(model).__name__} answers no logits [B, T, vocabulary] to token ids")
     grads = torch.autograd.grad(value, [output for _, output in calls], allow_unused=True)
     return [(ids, grad) for (ids, _), grad in zip(calls, grads, strict=True) if grad is not None]
 

@@ -24,7 +24,7 @@ __all__ = ["GenerationPlan", "words"]
 
 
 class GenerationPlan(BasePlan[Prediction, Settings]):
-    """See ``lb.fit`` with ``task="generate"``. ``settings``: what is chosen. ``peak_bytes``: the most that is held
+    """See ``lb.fit_generation``. ``settings``: what is chosen. ``peak_bytes``: the most that is held
     while ``context`` tokens of ``rows`` sequences are generated, predicted. ``loss``: predicted too; ``by`` says of
     what, as a key of ``BY`` in ``losses``, and is empty where nothing is lost. ``plain``: the prediction of the model
     as it is. ``frontier``: those that nothing is both smaller and loses less than. ``layers``: by recipe the number of
@@ -63,8 +63,8 @@ class GenerationPlan(BasePlan[Prediction, Settings]):
         missing = [name for name, _ in self._quantized() if name not in dict(model.named_modules())]
         if missing:
             raise ValueError(
-                f"fit: the plan is of a model with the layer {missing[0]}, and {type(model).__name__} has none; make a "
-                f"plan for this model"
+                f"plan.apply_: the plan is of a model with the layer {missing[0]}, and {type(model).__name__} has "
+                f"none; make a plan for this model"
             )
         return GenerationRun(arrange_(model, self.settings), self.settings, self.context, self.rows)
 

@@ -18,10 +18,10 @@ from lowbit.plan.serving.losses import Losses, checked, losses
 from lowbit.plan.serving.plan import GenerationPlan, words
 from lowbit.plan.serving.predict import Prediction, Predictor
 from lowbit.plan.serving.settings import Allowed, Settings, allowed, packs
-from lowbit.progress import Progress
-from lowbit.sizes import amount, budget_in
+from lowbit.progress import Progress, reporting
+from lowbit.sizes import Budget, amount, budget_in
 
-__all__ = ["serve"]
+__all__ = ["fit_generation"]
 
 #: Losses that differ by less are equal: for so much more, inputs are quantized to 8 bits, so that weights are packed.
 EQUAL = 0.01
@@ -30,15 +30,16 @@ EQUAL = 0.01
 _SIZES = 8
 
 
-def serve(
+def fit_generation(
     model: nn.Module,
     batch: Any,
-    budget: str | int | None,
-    context: int | None,
-    rows: int,
+    budget: str | int,
+    *,
+    context: int,
+    rows: int = 1,
     require: Iterable[str] = (),
     exclude: Iterable[str] = (),
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress | bool | None = None,
 ) -> GenerationPlan:
     """The generation of least loss that holds at most ``budget``, within ``context`` tokens of ``rows`` sequences.
 
@@ -61,17 +62,21 @@ def serve(
     with a cache of keys and values, and for more tokens than the model has positions; TypeError for other batches.
     """
     check_model(model)
-    if budget is None:
-        raise ValueError("fit: give a budget, such as budget='80MB'")
-    asked = budget_in(budget, "fit")
+    asked = budget_in(budget, "fit_generation")
+    with reporting(progress, "planning") as shown:
+        return _fit(model, batch, asked, context, rows, allowed(require, exclude), shown)
+
+
+def _fit(
+    model: nn.Module, batch: Any, budget: Budget, context: int, rows: int, choices: Allowed, progress: Progress
+) -> GenerationPlan:
     decoder = decoder_of(model)
     _check(model, decoder, context, rows)
-    assert context is not None
     batches = checked(model, batch)
-    choices = _possible(allowed(require, exclude), decoder, model, context)
+    choices = _possible(choices, decoder, model, context)
     predictor = Predictor(model, decoder, context, rows)
     plain = predictor.whole(Settings(), 0.0)
-    limit = asked.of(plain.peak_bytes)
+    limit = budget.of(plain.peak_bytes)
     as_it_is = FLOAT in choices.weights and None in choices.caches and None in choices.parts
     if as_it_is and plain.peak_bytes <= limit:
         return GenerationPlan(plain, limit, plain, [plain], {}, "", context, rows)
@@ -93,17 +98,17 @@ def _check(model: nn.Module, decoder: Decoder, context: Any, rows: Any) -> None:
     for name, value, least in (("context", context, 2), ("rows", rows, 1)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(
-                f"fit: {name} is a whole number from {least} for task='generate', got {value!r}; context is the most "
+                f"fit_generation: {name} is a whole number from {least}, got {value!r}; context is the most "
                 f"tokens of a sequence, prompt included, and rows the sequences at a time"
             )
     reason = decoder.refuses(model, context)
     if reason is not None:
-        raise ValueError(f"fit: {type(model).__name__} cannot generate within {context} tokens: {reason}")
+        raise ValueError(f"fit_generation: {type(model).__name__} cannot generate within {context} tokens: {reason}")
     tensors = (*model.parameters(), *model.buffers())
     if any(is_lazy(t) or hasattr(t, "placements") for t in tensors):
         raise ValueError(
-            f"fit: {type(model).__name__} has lazy or sharded parameters; plan for the whole model, after it was "
-            f"called once and before it is sharded"
+            f"fit_generation: {type(model).__name__} has lazy or sharded parameters; plan for the whole model, after "
+            f"it was called once and before it is sharded"
         )
 
 
@@ -115,7 +120,7 @@ def _possible(choices: Allowed, decoder: Decoder, model: nn.Module, context: int
         caches = [scheme for scheme in caches if scheme is None]
     if not caches:
         raise ValueError(
-            f"fit: the cache of {type(model).__name__} can only be plain: {reason}; leave 'plain cache' in"
+            f"fit_generation: the cache of {type(model).__name__} can only be plain: {reason}; leave 'plain cache' in"
         )
     few = [part for part in parts if part is None or (decoder.in_parts(model) and part < context - 1)]
     return choices._replace(caches=caches, parts=few or [None])
@@ -210,9 +215,10 @@ class _Search:
         cell = min(self.cells, key=lambda cell: cell.rest)
         least = self._whole(self._weights(self.least), cell, False)
         return ValueError(
-            f"fit: no choice fits generation within {self.predictor.context} tokens into {amount(self.limit)}; the "
-            f"least is {amount(least.peak_bytes)} ({least.peak_bytes} bytes), with {words(least.settings)}. Ask for as "
-            f"much, or give a shorter context, fewer rows, or let smaller recipes, caches and parts be chosen"
+            f"fit_generation: no choice fits generation within {self.predictor.context} tokens into "
+            f"{amount(self.limit)}; the least is {amount(least.peak_bytes)} ({least.peak_bytes} bytes), with "
+            f"{words(least.settings)}. Ask for as much, or give a shorter context, fewer rows, or let smaller "
+            f"recipes, caches and parts be chosen"
         )
 
     # -- weights -------------------------------------------------------------------------------------------------

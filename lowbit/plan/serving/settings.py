@@ -74,7 +74,7 @@ class Allowed(NamedTuple):
 
 def allowed(require: Iterable[str], exclude: Iterable[str]) -> Allowed:
     """What ``require`` and ``exclude`` leave; raises as ``left``."""
-    found = left(CHOICES, require, exclude)
+    found = left(CHOICES, require, exclude, who="fit_generation")
     return Allowed(
         list(found["weights"]),
         [scheme for scheme in _CACHES if cache_name(scheme) in found["cache"]],
