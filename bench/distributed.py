@@ -27,6 +27,7 @@ from lowbit.plan.fitting.choices import words
 from lowbit.plan.fitting.predict import Predictor
 from lowbit.plan.fitting.run import Run
 from lowbit.plan.settings import Settings
+from lowbit.plan.subject import Subject
 from lowbit.sizes import amount
 from lowbit.tables import markdown
 
@@ -187,7 +188,7 @@ def run(directory: Path) -> Path:
         (case.name, amount(size), f"{sent[0] / size:.2f}", f"{sent[1] / size:.2f}")
         for case, size in zip(GATHERS, sent, strict=True)
     ]
-    predictor = Predictor(GPT(LARGER), _tokens())
+    predictor = Predictor(Subject(GPT(LARGER), _tokens()))
     held = [
         (words(settings), f"{predicted / 1e6:.1f}", f"{peak / 1e6:.1f}", f"{predicted / peak - 1:+.1%}")
         for settings, peak in zip(PLANNED, peaks, strict=True)

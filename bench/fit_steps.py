@@ -24,9 +24,10 @@ import lowbit as lb
 from lowbit.bench.memory import Subject, storages
 from lowbit.memory.measure import allocations
 from lowbit.plan import Plan
+from lowbit.plan.fitting.identity import identity_of
 from lowbit.plan.fitting.predict import Prediction
-from lowbit.plan.fitting.subject import subject_of
 from lowbit.plan.settings import Settings
+from lowbit.plan.subject import Subject as Trained
 from lowbit.storage.mapped import is_mapped
 
 __all__ = ["STEPS", "WATCHED", "Cells", "Held", "answer", "by", "measured", "started", "trained", "training"]
@@ -151,7 +152,7 @@ class Cells:
 def by(settings: Settings, subject: Subject) -> Plan:
     """A plan of these settings for a subject, whatever the budget."""
     prediction = Prediction(settings, 1, 1.0)
-    return Plan(prediction, 1 << 50, prediction, [prediction], subject=subject_of(subject.make(), None))
+    return Plan(prediction, 1 << 50, prediction, [prediction], identity=identity_of(Trained(subject.make(), None)))
 
 
 def started(module: str, question: list[Any], environment: Mapping[str, str] | None = None) -> _Process:

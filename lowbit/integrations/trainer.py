@@ -144,7 +144,7 @@ class _ByPlan(TrainerCallback):  # type: ignore[misc]
     """Prepares the model that Trainer is given, and places the states of the optimizer that it makes."""
 
     def __init__(self, plan: Plan, directory: str | Path | None) -> None:
-        self._subject, self._settings, self._directory = plan.subject, plan.settings, directory
+        self._identity, self._settings, self._directory = plan.identity, plan.settings, directory
         self._model: weakref.ref[nn.Module] | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **given: Any) -> None:
@@ -157,7 +157,7 @@ class _ByPlan(TrainerCallback):  # type: ignore[misc]
             raise ValueError(
                 "trainer.plan_arguments: these arguments are another Trainer's; call plan_arguments for each Trainer"
             )
-        self._subject.check(model, "trainer.plan_arguments")
+        self._identity.check(model, "trainer.plan_arguments")
         prepare_model_(model, self._settings)
         if self._settings.offload_activations:
             wrap(model, _Offloading(self._settings, self._where(model)))

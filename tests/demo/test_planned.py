@@ -19,8 +19,8 @@ from lowbit.demo.experiment import Settings, model_of, trainers
 from lowbit.demo.loop import Interrupted, Trainer
 from lowbit.files import read_checked
 from lowbit.plan import TECHNIQUES, Plan
+from lowbit.plan.fitting.identity import Identity
 from lowbit.plan.fitting.predict import Prediction
-from lowbit.plan.fitting.subject import Subject
 from lowbit.plan.settings import Settings as PlanSettings
 
 WHOLE = torch.zeros(4, 32, dtype=torch.long)
@@ -49,7 +49,7 @@ def follow(monkeypatch):
     def planned_so(**settings: object) -> None:
         one = Prediction(PlanSettings(**settings), 1, 1.0)
         monkeypatch.setattr(
-            planned, "fit", lambda *_, **__: Plan(one, 1 << 30, one, [one], subject=Subject("GPT", {}, None))
+            planned, "fit", lambda *_, **__: Plan(one, 1 << 30, one, [one], identity=Identity("GPT", {}, None))
         )
 
     return planned_so

@@ -11,9 +11,10 @@ from support.bits import same_bits
 import lowbit as lb
 from lowbit.plan import Plan
 from lowbit.plan.fitting import Run
+from lowbit.plan.fitting.identity import identity_of
 from lowbit.plan.fitting.predict import Prediction
-from lowbit.plan.fitting.subject import subject_of
 from lowbit.plan.settings import Settings, make_optimizer
+from lowbit.plan.subject import Subject
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -48,7 +49,7 @@ def data():
 
 def plan_of(settings):
     chosen, plain = Prediction(settings, 1, 1.0), Prediction(Settings(), 1, 1.0)
-    return Plan(chosen, 1, plain, [], subject=subject_of(model(), None))
+    return Plan(chosen, 1, plain, [], identity=identity_of(Subject(model(), None)))
 
 
 def arguments(directory, **more):

@@ -15,6 +15,7 @@ from lowbit.models.wrap import wrappers
 from lowbit.plan import Plan
 from lowbit.plan.fitting.comparison import compare, is_mean_of_cross_entropies
 from lowbit.plan.settings import Settings
+from lowbit.plan.subject import Subject
 from lowbit.sizes import share_changed
 
 TOKENS = torch.randint(50, (16, 24), generator=torch.Generator().manual_seed(0))
@@ -151,7 +152,9 @@ def test_a_precision_that_is_not_chosen_is_compared_too():
 
 def test_recipes_are_compared_with_fp32():
     model, settings = Head(), {"bf16": Settings(mixed="bf16"), "nvfp4": Settings(mixed="bf16", recipe="nvfp4")}
-    bf16, nvfp4 = (compare(model, TOKENS, of_answers(preference), one, name, 0) for name, one in settings.items())
+    bf16, nvfp4 = (
+        compare(Subject(model, TOKENS, of_answers(preference)), one, name, 0) for name, one in settings.items()
+    )
     assert bf16.reference == nvfp4.reference and abs(nvfp4.change) > abs(bf16.change) > 0
 
 
@@ -161,7 +164,7 @@ def test_comparing_leaves_no_trace():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     states = torch.get_rng_state(), random.getstate()
     ids, training = TOKENS.clone(), [module.training for module in model.modules()]
-    found = compare(model, ids, of_answers(preference), Settings(mixed="bf16", recipe="fp8"), "fp8", 1 << 40)
+    found = compare(Subject(model, ids, of_answers(preference)), Settings(mixed="bf16", recipe="fp8"), "fp8", 1 << 40)
     assert not found.why and found.reference != found.lower
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
@@ -178,21 +181,23 @@ def test_a_loss_of_training_alone_is_compared_in_training():
             logits = super().forward(ids)
             return {"loss": preference(logits[:, :-1].float(), ids[:, 1:])} if self.training else {}
 
-    found = compare(Detector(), TOKENS, loss, Settings(mixed="bf16"), "bf16", 1 << 40)
+    found = compare(Subject(Detector(), TOKENS, loss), Settings(mixed="bf16"), "bf16", 1 << 40)
     assert found.reference is not None and found.lower is not None and found.reference != found.lower
 
 
 def test_what_cannot_be_compared_says_why():
     squares = of_answers(OTHERS["squares"])
-    on_meta = compare(Head().to("meta"), TOKENS, squares, Settings(mixed="bf16"), "bf16", 1 << 40)
+    on_meta = compare(Subject(Head().to("meta"), TOKENS, squares), Settings(mixed="bf16"), "bf16", 1 << 40)
     assert "on meta, without numbers" in on_meta.words(True)
-    large = compare(Head().bfloat16(), TOKENS, squares, Settings(half=True, loaded="bf16"), "as loaded", 1000)
+    large = compare(Subject(Head().bfloat16(), TOKENS, squares), Settings(half=True, loaded="bf16"), "as loaded", 1000)
     assert "hold more than a step" in large.words(True)
 
     def fails(output, batch):
         raise RuntimeError("only on Mondays\nand so on")
 
-    assert "RuntimeError: only on Mondays)" in compare(Head(), TOKENS, fails, Settings(), "bf16", 0).words(True)
+    assert "RuntimeError: only on Mondays)" in compare(Subject(Head(), TOKENS, fails), Settings(), "bf16", 0).words(
+        True
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

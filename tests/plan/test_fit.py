@@ -25,6 +25,7 @@ from lowbit.plan.fitting.choices import NOISE
 from lowbit.plan.fitting.predict import Predictor, _Line
 from lowbit.plan.fitting.search import fits
 from lowbit.plan.settings import Settings
+from lowbit.plan.subject import Subject
 from lowbit.plan.techniques import WAY, techniques
 
 CONFIG = GPTConfig(vocab=1024, layers=3, heads=2, dim=96, hidden=256)
@@ -63,7 +64,7 @@ def test_small_states_are_held_although_states_are_offloaded(tmp_path):
     model = nn.Sequential(*layers, nn.Linear(64, 1024))
     batch, loss = torch.randn(32, 64), lambda output, batch: output.square().mean()
     settings = Settings(bits=4, offload_states=True)
-    predicted = Predictor(model, batch, loss).whole(settings)
+    predicted = Predictor(Subject(model, batch, loss)).whole(settings)
     run = Run(model, settings, loss, tmp_path, {})
     for _ in range(2):
         run.step(batch)
@@ -114,7 +115,7 @@ def test_a_row_of_a_smaller_part_takes_no_less_time():
 
 def test_parts_of_few_rows_are_not_taken_for_as_fast_as_large_ones():
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-    predictor = Predictor(model, torch.randn(1024, 64), lambda output, batch: output.square().mean())
+    predictor = Predictor(Subject(model, torch.randn(1024, 64), lambda output, batch: output.square().mean()))
     few, many = (predictor.predicted(Settings(micro=count)) for count in (4, 1024))
     assert many.seconds > 3 * few.seconds and many.peak_bytes < few.peak_bytes
     assert many.seconds == pytest.approx(predictor.whole(many.settings).seconds, rel=0.2)
@@ -124,7 +125,7 @@ def test_parts_of_few_rows_are_not_taken_for_as_fast_as_large_ones():
     "settings", [Settings(micro=8), Settings(micro=4, checkpoint="block", offload_activations=True)]
 )
 def test_sums_of_tables_are_near_the_whole_step(settings):
-    predictor = Predictor(GPT(CONFIG), BATCH)
+    predictor = Predictor(Subject(GPT(CONFIG), BATCH))
     quick, whole = predictor.predicted(settings), predictor.whole(settings)
     assert quick.seconds == pytest.approx(whole.seconds, rel=0.1) and quick.peak_bytes == pytest.approx(
         whole.peak_bytes, rel=0.03
@@ -179,7 +180,7 @@ def test_a_model_that_writes_into_results_of_products_keeps_them():
         num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=6,
     )  # fmt: skip
     model, ids = transformers.GptOssForCausalLM(config).train(), BATCH[:3, :20] % 160
-    predictor = Predictor(model, {"input_ids": ids, "labels": ids})
+    predictor = Predictor(Subject(model, {"input_ids": ids, "labels": ids}))
     assert predictor.applies("save_matmuls") and "save_matmuls" in predictor.options
 
 

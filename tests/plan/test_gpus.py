@@ -25,6 +25,7 @@ from lowbit.plan.fitting.link import EXCHANGES, bandwidth_of, exchange_seconds
 from lowbit.plan.fitting.predict import Predictor
 from lowbit.plan.fitting.run import Run
 from lowbit.plan.settings import Settings
+from lowbit.plan.subject import Subject
 
 CONFIG = GPTConfig(vocab=2048, layers=4, heads=4, dim=256, hidden=704)
 TINY = GPTConfig(vocab=64, layers=3, heads=2, dim=32, hidden=64)
@@ -77,7 +78,7 @@ def _measure(rank: int, path: str) -> None:
 
 def test_a_process_holds_what_is_predicted(tmp_path: Path):
     run_processes(_measure, (str(tmp_path),))
-    predictor = Predictor(GPT(CONFIG), BATCH)
+    predictor = Predictor(Subject(GPT(CONFIG), BATCH))
     for settings, held in zip(MEASURED, json.loads((tmp_path / "found.json").read_text()), strict=True):
         whole, quick = predictor.whole(settings).peak_bytes, predictor.predicted(settings).peak_bytes
         print(f"{words(settings)}: {whole / 1e6:.1f} MB predicted, {held / 1e6:.1f} held, {whole / held - 1:+.1%}")
@@ -86,7 +87,7 @@ def test_a_process_holds_what_is_predicted(tmp_path: Path):
 
 
 def test_more_processes_hold_less_each_and_a_way_that_shares_more_too():
-    predictor = Predictor(GPT(TINY), BATCH % 64)
+    predictor = Predictor(Subject(GPT(TINY), BATCH % 64))
     for way in SHARDING:
         peaks = [predictor.whole(Settings(gpus=gpus, way=way)).peak_bytes for gpus in (2, 8, 64)]
         assert peaks == sorted(peaks, reverse=True) and (way == "ddp") == (peaks[0] == peaks[-1])
@@ -130,7 +131,7 @@ def test_a_link_is_what_is_said():
 # -- plans ------------------------------------------------------------------------------------------------------------
 def test_a_plan_says_what_each_way_takes_and_is_kept(tmp_path: Path):
     model, batch = GPT(TINY), BATCH % 64
-    ddp = Predictor(model, batch).whole(Settings(gpus=8)).peak_bytes
+    ddp = Predictor(Subject(model, batch)).whole(Settings(gpus=8)).peak_bytes
     plan = lb.fit(model, batch, ddp - 1, gpus=8, require=PLAIN, link="1GB/s")
     way = plan.settings.way
     assert plan.settings.gpus == 8 and way != "ddp" and plan.peak_bytes < ddp and plan.chosen in plan.ways
@@ -145,7 +146,7 @@ def test_a_plan_says_what_each_way_takes_and_is_kept(tmp_path: Path):
 
 def test_where_nothing_fits_a_plan_says_how_many_processes_would_do():
     model, batch = GPT(CONFIG), BATCH
-    least = Predictor(model, batch).predicted(Settings(gpus=8, way="zero3", checkpoint="block")).peak_bytes
+    least = Predictor(Subject(model, batch)).predicted(Settings(gpus=8, way="zero3", checkpoint="block")).peak_bytes
     with pytest.raises(ValueError, match="train on 8 processes: gpus=8, which fits with block, zero3"):
         lb.fit(model, batch, least, gpus=2, require=("fp32", "adamw", "block"))
 

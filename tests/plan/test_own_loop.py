@@ -116,7 +116,7 @@ def told(call):
 
 def test_a_loop_that_takes_the_whole_batch_is_warned_of_once(tmp_path):
     plan, run = planned(classifier(), (ROWS, CLASSES), of_classes)
-    assert plan.settings.micro == 2 and plan.subject.rows == Rows(22)
+    assert plan.settings.micro == 2 and plan.identity.rows == Rows(22)
 
     def own():
         of_classes(run.model(ROWS), (ROWS, CLASSES)).backward()
@@ -129,7 +129,7 @@ def test_a_loop_that_takes_the_whole_batch_is_warned_of_once(tmp_path):
     assert told(own) == [], "once"
 
     loaded = Plan.load(plan.save(tmp_path / "plan.json"))
-    assert loaded.subject == plan.subject
+    assert loaded.identity == plan.identity
     model = classifier()
     again = loaded.apply_(model, of_classes)
     assert told(lambda: again.step((ROWS, CLASSES))) == []

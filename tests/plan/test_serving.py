@@ -21,8 +21,8 @@ from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.demo.gpt import generate as generate_by_gpt
 from lowbit.nn.packed import PackedLinear
 from lowbit.plan import GenerationPlan, Plan
+from lowbit.plan.fitting.identity import Identity
 from lowbit.plan.fitting.predict import Prediction as TrainingPrediction
-from lowbit.plan.fitting.subject import Subject
 from lowbit.plan.settings import Settings as TrainingSettings
 
 CONTEXT, VOCAB = 200, 512
@@ -265,7 +265,7 @@ def test_a_saved_plan_is_the_same(plans, kind, tmp_path):
 
 def test_a_file_of_the_other_task_says_which_class_reads_it(plans, tmp_path):
     chosen = TrainingPrediction(TrainingSettings(), 1000, 1.0)
-    training = Plan(chosen, 2000, chosen, [], subject=Subject("Linear", {}, None)).save(tmp_path / "training.json")
+    training = Plan(chosen, 2000, chosen, [], identity=Identity("Linear", {}, None)).save(tmp_path / "training.json")
     with pytest.raises(ValueError, match=r"training.json holds no plan for generation.*load it by lb.plan.Plan.load"):
         GenerationPlan.load(training)
     generation = plans("gpt")[80].save(tmp_path / "generation.json")
@@ -323,7 +323,7 @@ def test_models_and_batches_that_do_not_serve():
         (torch.randn(2, 8), r"float32 of the shape \[2, 8\]"), ("some text", "str"), (["one", "two"], "list of str"),
         ([1, 2, 3], "list of int"), (TOKENS.numpy(), "ndarray"), (7, "int"), ({"text": TOKENS}, "dict"), ([], "list"),
     ):  # fmt: skip
-        with pytest.raises(TypeError, match=rf"batch as token ids.*got {got}\. Tokenize text, tokenizer\(text"):
+        with pytest.raises(TypeError, match=rf"batch is token ids.*got {got}\. Tokenize text, tokenizer\(text"):
             plan(gpt(), batch)
     with torch.device("meta"):
         model = gpt()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from lowbit.models.batches import call, copied
 from lowbit.models.losses import usual_loss
 from lowbit.plan.fitting.adapt import Before
 from lowbit.plan.settings import Settings
+from lowbit.plan.subject import Subject
 from lowbit.sizes import share_changed
 from lowbit.torch_private import FakeTensor, without_modes
 from lowbit.train import mixed_, prepare_
@@ -162,18 +162,14 @@ def _depend_on_others(entropies: list[Any]) -> bool:
 
 
 # -- one forward in each -----------------------------------------------------------------------------------------------
-def compare(
-    model: nn.Module, part: Any, loss: Callable[[Any, Any], Tensor] | None, settings: Settings, name: str, most: int
-) -> Comparison:
-    """The loss of ``part`` in fp32 and by the precision of ``settings``. The model and random states stay as they are.
+def compare(subject: Subject, settings: Settings, name: str, most: int) -> Comparison:
+    """The loss of a subject in fp32 and by the precision of ``settings``. The model and random states stay as they are.
 
     Parameters are shared with copies of the modules; those of 16 bits have a copy in fp32 while fp32 is computed.
     Dropout is off, unless the model or the loss fails in evaluation mode.
 
     Args:
-        model: With its weights.
-        part: Rows of the batch, as ``lb.fit`` takes it.
-        loss: Of answer and batch; None for the usual one.
+        subject: A model with its weights, and some rows of its batch.
         settings: Whose precision, recipe and loaded precision count.
         name: Of the precision, for the answer.
         most: Bytes that weights may hold together with a copy in fp32.
@@ -181,6 +177,7 @@ def compare(
     Returns:
         The two losses, or why there are none.
     """
+    model, part, loss = subject.model, subject.batch, subject.loss
     rows = samples(part)
     leaves = [leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor)]
     if any(

@@ -17,11 +17,11 @@ from lowbit.plan.base import BasePlan, plain_values
 from lowbit.plan.fitting.adapt import alike
 from lowbit.plan.fitting.choices import NOISE, described, quality_of, words
 from lowbit.plan.fitting.comparison import Comparison
+from lowbit.plan.fitting.identity import Identity
 from lowbit.plan.fitting.plot import plot
 from lowbit.plan.fitting.predict import Prediction
 from lowbit.plan.fitting.rows import Rows
-from lowbit.plan.fitting.run import Run
-from lowbit.plan.fitting.subject import Subject
+from lowbit.plan.fitting.run import Planned, Run
 from lowbit.plan.settings import Settings
 from lowbit.plan.techniques import PARTS
 from lowbit.processes import processes
@@ -50,7 +50,7 @@ class Plan(BasePlan[Prediction, Settings]):
         beside: Mapping[str, Prediction] | None = None,
         ways: Iterable[Prediction] = (),
         *,
-        subject: Subject,
+        identity: Identity,
         batch: Any = None,
         machine: Mapping[str, Any] | None = None,
         losses: Mapping[str, float] | None = None,
@@ -58,7 +58,7 @@ class Plan(BasePlan[Prediction, Settings]):
     ) -> None:
         self._others = {one.settings: one for one in (*predictions, chosen)}
         super().__init__(chosen, budget, plain, self._others.values(), lambda one: one.seconds)
-        self._loss, self.beside, self.subject, self._batch = loss, dict(beside or {}), subject, batch
+        self._loss, self.beside, self.identity, self._batch = loss, dict(beside or {}), identity, batch
         self._machine = dict(machine or _machine())
         #: By choice the relative change of the loss that the caller gave in place of the record.
         self.losses = dict(losses or {})
@@ -96,17 +96,15 @@ class Plan(BasePlan[Prediction, Settings]):
         ``gpus`` processes run.
         """
         loss = loss or self._loss
-        self.subject.check(model, "plan.apply_")
-        self.subject.check_loss(loss, self.settings)
+        self.identity.check(model, "plan.apply_")
+        self.identity.check_loss(loss, self.settings)
         predictions = list(self._others.values())
         if heap.is_scarce(self.budget, self.plain.peak_bytes) and not any(
             param.is_cuda for param in model.parameters()
         ):
             heap.return_freed()
-        return Run(
-            model, self.settings, loss, directory, options, predictions, self.plain.peak_bytes, self._batch,
-            self.subject.rows,
-        )  # fmt: skip
+        planned = Planned(predictions, self.plain.peak_bytes, self._batch, self.identity.rows)
+        return Run(model, self.settings, loss, directory, options, planned)
 
     # -- for people ----------------------------------------------------------------------------------------------
     def __str__(self) -> str:
@@ -177,7 +175,7 @@ class Plan(BasePlan[Prediction, Settings]):
             "ways": [plain_values(one) for one in self.ways],
             "beside": {name: plain_values(one) for name, one in self.beside.items()},
             "refits": [plain_values(one) for one in self._refits()],
-            "subject": self.subject.as_dict(),
+            "subject": self.identity.as_dict(),
             "machine": self._machine, "losses": self.losses,
             "compared": self.compared and self.compared._asdict(),
         }  # fmt: skip
@@ -188,7 +186,7 @@ class Plan(BasePlan[Prediction, Settings]):
         beside = {name: cls._read(one) for name, one in data["beside"].items()}
         ways = map(cls._read, data.get("ways", ()))
         rows = data["subject"].get("rows")
-        subject = Subject(**{**data["subject"], "rows": rows and Rows(*rows)})
+        identity = Identity(**{**data["subject"], "rows": rows and Rows(*rows)})
         return cls(
             chosen,
             data["budget"],
@@ -196,7 +194,7 @@ class Plan(BasePlan[Prediction, Settings]):
             others,
             beside=beside,
             ways=ways,
-            subject=subject,
+            identity=identity,
             machine=data["machine"],
             losses=data.get("losses"),
             compared=data.get("compared") and Comparison(**data["compared"]),

@@ -8,6 +8,7 @@ What is chosen is estimated as a whole.
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -29,11 +30,14 @@ from lowbit.plan.fitting.link import DEFAULTS, exchange_seconds
 from lowbit.plan.fitting.sharing import Sharing, share_
 from lowbit.plan.fitting.streaming import Streaming
 from lowbit.plan.settings import ARITHMETIC, Settings, accumulate, elsewhere, make_optimizer, prepare_model_
+from lowbit.plan.subject import Subject
 from lowbit.plan.techniques import least_rows, recompute_
 from lowbit.storage.bandwidth import bandwidth
 from lowbit.train.micro_batches import largest_part, samples
 
 __all__ = ["Prediction", "Predictor"]
+
+logger = logging.getLogger(__name__)
 
 
 #: The least rows by which precisions are compared, where a batch has as many and may be taken in parts.
@@ -101,11 +105,9 @@ class _Line:
 
 @dataclass
 class Predictor:
-    """Predictions for one model, batch and loss."""
+    """Predictions for one subject."""
 
-    model: nn.Module
-    batch: Any
-    loss: Callable[[Any, Any], Tensor] | None = None
+    subject: Subject
     #: Bytes a second that one of several processes sends.
     bandwidth: float = DEFAULTS["cpu"]
     #: What the model trains by already; predictions are then of these settings with others of ``LIVE``.
@@ -114,8 +116,8 @@ class Predictor:
     parts: bool = True
 
     def __post_init__(self) -> None:
-        self.rows, self.least = samples(self.batch), least_rows(self.model)
-        self._device = next(self.model.parameters(), torch.empty(0)).device  # the estimate refuses a model without
+        self.model = self.subject.model
+        self.rows, self.least = samples(self.subject.batch), least_rows(self.model)
         self._passes: dict[Any, Estimate] = {}
         self._tables: dict[Any, BlockTable] = {}
         self.blocks = blocks_of(self.model)
@@ -134,7 +136,7 @@ class Predictor:
     @property
     def on_cpu(self) -> bool:
         """Whether the model trains in the process' own memory."""
-        return self._device.type == "cpu"
+        return self.subject.device.type == "cpu"
 
     def counts(self) -> list[int]:
         """The numbers of parts that a batch may be taken in: powers of two, and three times these."""
@@ -156,6 +158,7 @@ class Predictor:
             for count in {2, self.rows // self.least}:
                 self._estimated(Settings(), count, None)
         except Exception:  # of whatever code the model and the loss have; the whole batch shows what is wrong with both
+            logger.debug("fit: the batch is kept whole, since a part of it fails", exc_info=True)
             return False
         return True
 
@@ -228,8 +231,9 @@ class Predictor:
         """The loss of a few rows in fp32 and in the precision of settings, see ``compare``."""
         small = [count for count in self.counts() if self.rows // count >= _COMPARED_ROWS]
         count = max(settings.micro, *small, 1)
-        part = self.batch if count == 1 else largest_part(self.batch, count)
-        return compare(self.model, part, self.loss, settings, name, most)
+        batch = self.subject.batch
+        part = replace(self.subject, batch=batch if count == 1 else largest_part(batch, count))
+        return compare(part, settings, name, most)
 
     @cached_property
     def options(self) -> list[str]:
@@ -250,7 +254,7 @@ class Predictor:
     def _exchanged(self, settings: Settings, compute: float) -> float:
         """Seconds that a step takes longer for what processes send; ``compute``: of one part."""
         parameters = self._step(settings).parameters
-        return exchange_seconds(settings, parameters, compute, self.bandwidth, self._device.type == "cuda")
+        return exchange_seconds(settings, parameters, compute, self.bandwidth, self.subject.device.type == "cuda")
 
     # -- offload -----------------------------------------------------------------------------------------------------
     def _states_beside(self, settings: Settings) -> int:
@@ -288,8 +292,7 @@ class Predictor:
 
     def _moved(self, size: float) -> float:
         """Seconds for bytes to go and come back."""
-        device = next(self.model.parameters()).device
-        at = bandwidth("cpu" if device.type == "cuda" else tempfile.gettempdir())
+        at = bandwidth("cpu" if self.subject.device.type == "cuda" else tempfile.gettempdir())
         return size * (1 / at.read + 1 / at.write)
 
     def _held_elsewhere(self, settings: Settings) -> float:
@@ -382,7 +385,7 @@ class Predictor:
         ``passes``: in place of forward and backward. ``prepare``: called on the model that is trained by the settings.
         """
         away = elsewhere(settings, tempfile.gettempdir())
-        passes = passes or partial(accumulate, rest=self.loss is not None, look=self._look)
+        passes = passes or partial(accumulate, rest=self.subject.loss is not None, look=self._look)
 
         copies: dict[Tensor, Tensor] = {}
         random: list[Tensor] = []
@@ -404,7 +407,7 @@ class Predictor:
             prepare(model)
 
         return estimate_step(
-            self.model, self.batch, self.loss,
+            self.model, self.subject.batch, self.subject.loss,
             optimizer=None if optimizer is None else lambda params: make_optimizer(params, settings),
             prepare=prepared, accumulate=within,
         )  # fmt: skip

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +29,9 @@ from lowbit.plan.fitting.adapt import (
     fastest,
     permits,
 )
+from lowbit.plan.fitting.identity import PLANNED, check_mode
 from lowbit.plan.fitting.predict import Predictor
 from lowbit.plan.fitting.rows import Rows, RowWatch, rows_of
-from lowbit.plan.fitting.subject import PLANNED, check_mode
 from lowbit.plan.settings import Settings, accumulate, arrange_, elsewhere, make_optimizer, require_processes, sharded
 from lowbit.plan.subject import Subject
 from lowbit.plan.techniques import techniques
@@ -39,18 +40,32 @@ from lowbit.sizes import budget_in
 from lowbit.tiled.fused_loss import has_causal_loss
 from lowbit.train.micro_batches import micro_batches
 
-__all__ = ["Run"]
+__all__ = ["Planned", "Run"]
+
+logger = logging.getLogger(__name__)
 
 #: What a run takes when memory runs out in the optimizer's step.
 _STATES = next(technique for technique in techniques() if technique.name == "disk")
 
 
+class Planned(NamedTuple):
+    """What a run knows of its plan. ``predictions``: what else the plan could have chosen, for ``refit``. ``plain``:
+    the bytes of plain training. ``batch``: the one that was planned for, ``outlined``. ``rows``: its rows.
+    """
+
+    predictions: Sequence[Predicted] = ()
+    plain: int = 0
+    batch: Any = None
+    rows: Rows | None = None
+
+
+#: Of a run by settings alone.
+NOT_PLANNED = Planned()
+
+
 class Run:
     """``model`` and ``optimizer`` of a plan, and ``step``, which takes one step on a batch. ``settings``: those of the
     next step, which adapt. A training loop of your own takes each batch by ``parts``.
-
-    ``predictions``: what else the plan could have chosen, for ``refit``. ``plain``: the bytes of plain training.
-    ``batch``: the one that was planned for, ``outlined``. ``rows``: its rows.
     """
 
     def __init__(
@@ -60,25 +75,23 @@ class Run:
         loss: Callable[[Any, Any], Tensor] | None,
         directory: str | Path | None,
         options: dict[str, Any],
-        predictions: Sequence[Predicted] = (),
-        plain: int = 0,
-        batch: Any = None,
-        rows: Rows | None = None,
+        planned: Planned = NOT_PLANNED,
     ) -> None:
         require_processes(settings)
         check_mode(model, "plan.apply_")
         make_optimizer([nn.Parameter(torch.zeros(1))], settings, **options)  # which raises for unknown options
         self._plain_model, self.settings = model, settings
         self._loss = loss or usual_loss
-        self._predictions, self._plain, self._batch = predictions, plain, batch
+        self._predictions, self._plain, self._batch = planned.predictions, planned.plain, planned.batch
         on_gpu = any(param.is_cuda for param in model.parameters())
         self._where = str(directory or ("cpu" if on_gpu else tempfile.gettempdir()))
         optimizer = arrange_(model, settings, self._where, **options)
         self.model, self.optimizer = sharded(model, optimizer, settings)
         self._at, self._largest = "", 0
+        batch = planned.batch
         padded = predicted(batch)[1] is not None and "labels" not in batch  # parts have different numbers of tokens
         self._is_checked = self._loss is usual_loss and not padded
-        self._watch = RowWatch(rows, settings.micro)
+        self._watch = RowWatch(planned.rows, settings.micro)
         model.register_forward_pre_hook(self._watch, with_kwargs=True)
         PLANNED.add(model)
 
@@ -153,7 +166,7 @@ class Run:
         if batch is None or self.settings.gpus > 1 or self.settings.offload_weights:
             return lambda one: one
         loss = None if self._loss is usual_loss else self._loss
-        predictor = Predictor(self._plain_model, batch, loss, trains=self.settings)
+        predictor = Predictor(Subject(self._plain_model, batch, loss), trains=self.settings)
         return lambda one: predictor.whole(one.settings)
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -238,6 +251,7 @@ class Run:
             whole = of((output, part))
             (first, its), (second, others) = ((of(half), weight) for half, weight in micro_batches((output, part), 2))
         except Exception:  # of whatever code the loss has
+            logger.debug("run.step: the loss of some rows failed, so its mean is not checked", exc_info=True)
             return
         if abs(whole - first - second) <= 1e-3 * abs(whole) and abs(whole) > 1.1 * max(abs(first), abs(second)):
             raise ValueError(

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lowbit.distributed.ways import WAYS
@@ -28,10 +27,10 @@ from lowbit.plan.fitting.choices import (
     words,
 )
 from lowbit.plan.fitting.comparison import Comparison
+from lowbit.plan.fitting.identity import check_mode, identity_of
 from lowbit.plan.fitting.link import ALONE, Together, together
 from lowbit.plan.fitting.plan import Plan
 from lowbit.plan.fitting.predict import Prediction, Predictor
-from lowbit.plan.fitting.subject import check_mode, subject_of
 from lowbit.plan.settings import ARITHMETIC, Settings
 from lowbit.plan.subject import Subject
 from lowbit.plan.techniques import LAST, PARTS, PLANNED, Technique, conflict, loaded
@@ -91,7 +90,7 @@ def fit(
     """
     check_model(model)
     budget_in(budget, "fit")  # in every process, before any of them measures or plans
-    group = together(gpus, link, group_size, next(iter(model.parameters()), torch.empty(0)).device)
+    group = together(gpus, link, group_size, Subject(model, batch, loss).device)
 
     def made() -> Plan:
         with reporting(progress, "planning") as shown:
@@ -121,18 +120,19 @@ def fits(
     asked = [budget_in(budget, "fit") for budget in budgets]
     check_mode(model, "fit")
     given(batch)
+    subject = Subject(model, batch, loss)
     most = most_of(require, quality, losses)
     choices = allowed(require, exclude, most, group.gpus, group.group_size)
-    choices = dict(_applicable(choices, Subject(model, batch, loss)))
+    choices = dict(_applicable(choices, subject))
     parts = any(choice.name == "parts" for choice in choices[PARTS])
-    predictor = Predictor(model, batch, loss, group.bandwidth, parts=parts)
+    predictor = Predictor(subject, group.bandwidth, parts=parts)
     progress("plain training", 0, 1)
     plain = predictor.whole(Settings(gpus=group.gpus))
     limits = [budget.of(plain.peak_bytes) for budget in asked]
     scarce = predictor.on_cpu and heap.is_scarce(min(limits), plain.peak_bytes)
     if scarce and not heap.returns_freed() and heap.return_freed():
         # As it will be while a plan runs: times of ops, of plain training too, are those with its page faults.
-        predictor = Predictor(model, batch, loss, group.bandwidth, parts=parts)
+        predictor = Predictor(subject, group.bandwidth, parts=parts)
         plain = predictor.whole(Settings(gpus=group.gpus))
     for limit in limits:
         for tried in _tried(choices, group.gpus):
@@ -175,13 +175,13 @@ def _tried(choices: Mapping[str, tuple[Technique, ...]], gpus: int) -> Iterator[
 
 
 def _plan(search: _Search, chosen: Prediction | None, plain: Prediction, losses: Mapping[str, float]) -> Plan:
-    predictor = search.predictor
+    predictor, subject = search.predictor, search.predictor.subject
     if chosen is None:
         raise ValueError(search.refusal())
     beside = {name: predictor.predicted(plainer) for name, plainer in plainer_by_dimension(chosen.settings).items()}
     return Plan(
-        chosen, search.limit, plain, list(search.predictions.values()), predictor.loss, beside, search.ways(),
-        subject=subject_of(predictor.model, predictor.loss, predictor.batch), batch=outlined(predictor.batch),
+        chosen, search.limit, plain, list(search.predictions.values()), subject.loss, beside, search.ways(),
+        identity=identity_of(subject), batch=outlined(subject.batch),
         losses=losses, compared=search.compared(chosen.settings),
     )  # fmt: skip
 

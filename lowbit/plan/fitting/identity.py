@@ -1,8 +1,9 @@
-"""What a plan is of: a model, by its parameters, a loss, by its name, and the rows of a batch."""
+"""By what the subject of a plan is known again: a model by its parameters, a loss by its name, and the rows of a
+batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -11,15 +12,16 @@ from torch import nn
 from lowbit.notice import warn
 from lowbit.plan.fitting.rows import Rows, rows_of
 from lowbit.plan.settings import Settings
+from lowbit.plan.subject import Subject
 
-__all__ = ["PLANNED", "Subject", "check_mode", "subject_of"]
+__all__ = ["PLANNED", "Identity", "check_mode", "identity_of"]
 
 
 #: Models that train by a plan.
 PLANNED: WeakSet[nn.Module] = WeakSet()
 
 
-class Subject(NamedTuple):
+class Identity(NamedTuple):
     """``model``: the name of its class. ``parameters``: by name what each is like, in words. ``loss``: the name of the
     one that was given; None for the model's own. ``rows``: of the batch, and the keyword of the argument that has them.
     """
@@ -40,7 +42,7 @@ class Subject(NamedTuple):
                 f"{who}: this {type(model).__name__} trains by a plan already; go on with its run, "
                 f"run.refit(budget) for another budget, or plan for a fresh model"
             )
-        own = subject_of(model, None)
+        own = identity_of(Subject(model, None))
         for name in (*self.parameters, *own.parameters):
             planned, has = self.parameters.get(name), own.parameters.get(name)
             if planned != has:
@@ -73,14 +75,16 @@ def _with(name: str, like: str | None) -> str:
     return f"without {name!r}" if like is None else f"with {name!r} of {like}"
 
 
-def subject_of(model: nn.Module, loss: Callable[..., Any] | None, batch: Any = None) -> Subject:
+def identity_of(subject: Subject) -> Identity:
+    """Without rows for a subject without a batch."""
+    model, loss, batch = subject.model, subject.loss, subject.batch
     parameters = {
         name: f"{list(one.shape)} in {str(one.dtype).removeprefix('torch.')}{'' if one.requires_grad else ', frozen'}"
         for name, one in model.named_parameters()
     }
     named = None if loss is None else f"{getattr(loss, '__module__', '')}.{getattr(loss, '__qualname__', repr(loss))}"
     rows = None if batch is None else rows_of(model, batch, rest=loss is not None)
-    return Subject(type(model).__name__, parameters, named, rows)
+    return Identity(type(model).__name__, parameters, named, rows)
 
 
 def check_mode(model: nn.Module, who: str) -> None:

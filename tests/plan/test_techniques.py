@@ -1,0 +1,108 @@
+"""The table of techniques: what follows from its rows, and that plans of small models are those that were recorded."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lowbit as lb
+from lowbit.checkpointing.block_table import KEEP, blocks_of, options_of
+from lowbit.checkpointing.policies import POLICIES
+from lowbit.combinations import COMBINATIONS
+from lowbit.demo.gpt import GPT, GPTConfig
+from lowbit.plan import TECHNIQUES
+from lowbit.plan.checklist import ADVISED
+from lowbit.plan.fitting.adapt import fallback
+from lowbit.plan.fitting.choices import described, words
+from lowbit.plan.settings import Settings
+from lowbit.plan.subject import Subject
+from lowbit.plan.techniques import AS_LOADED, FALLBACKS, PARTS, PLANNED, conflict, technique_of, techniques
+
+TOKENS = torch.randint(512, (8, 64), generator=torch.Generator().manual_seed(0))
+ROWS = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+CLASSES = torch.randint(10, (64,), generator=torch.Generator().manual_seed(2))
+
+
+def gpt():
+    torch.manual_seed(0)
+    return GPT(GPTConfig(vocab=512, layers=3, heads=2, dim=96, hidden=256))
+
+
+def classifier():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 10))
+
+
+def normed():
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU()) for _ in range(3))
+    return nn.Sequential(*blocks, nn.Linear(32, 10))
+
+
+def entropy(output, batch):
+    return F.cross_entropy(output, batch[1])
+
+
+def test_names_and_fields_are_clear():
+    names, settings = [one.name for one in techniques()], {one.name for one in fields(Settings)}
+    assert len(names) == len(set(names)) and all(one.about for one in techniques())
+    for dimension, row in TECHNIQUES.items():
+        assert not row[0].changes and technique_of(dimension, Settings()) is row[0]
+        for technique in row:
+            assert settings >= {*technique.changes, *technique.needs} and COMBINATIONS.keys() >= set(
+                technique.conflicts
+            )
+
+
+def test_settings_are_described_by_the_technique_that_they_have():
+    for dimension, row in TECHNIQUES.items():
+        for technique in row:
+            has = replace(Settings(gpus=2 if dimension == "way" else 1), **technique.needs, **technique.changes)
+            assert technique.is_on(has)
+            if technique.name not in (AS_LOADED, PLANNED):
+                assert described(has)[dimension].name == technique.name
+            if technique.changes and dimension != PARTS:
+                assert technique.name in words(has).split(", ")
+            assert conflict(has) is None or technique.name == "stochastic"
+
+
+def test_a_policy_of_one_block_is_a_technique_and_an_option_of_plans():
+    model = gpt()
+    options = options_of(model, blocks_of(model))
+    assert options == [KEEP, *(name for name, row in POLICIES.items() if row.block is not None)]
+    names, advised = {one.name for one in TECHNIQUES["checkpoint"]}, {one.name for one in ADVISED}
+    assert names >= set(options) - {KEEP} and advised >= set(options) - {KEEP}
+    ranked = [one.name for dimension, one in FALLBACKS if dimension == "checkpoint"]
+    known = [name for name, row in POLICIES.items() if row.fallback is not None]
+    assert ranked == sorted(known, key=lambda name: POLICIES[name].fallback)
+
+
+def test_fallbacks_take_less_each_time():
+    subject, settings, taken = Subject(gpt(), TOKENS[:1]), Settings(), []
+    while (after := fallback(settings, subject)) is not None:
+        taken.append(
+            next(one.name for one in techniques() if one.changes and one.is_on(after) and not one.is_on(settings))
+        )
+        settings = after
+    assert taken == ["attention", "save_matmuls", "sqrt", "block", "activations on disk", "disk"]
+    assert fallback(Settings(checkpoint="mlp"), subject) == Settings(checkpoint="block")
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "loss", "share", "expected", "peak"),
+    [
+        (gpt, TOKENS, None, 60, {"mixed": "bf16", "bits": 8, "micro": 2}, 9100924),
+        (gpt, TOKENS, None, 20, {"mixed": "bf16", "bits": 8, "micro": 8, "checkpoint": ("mlp", KEEP, KEEP)}, 4556700),
+        (classifier, (ROWS, CLASSES), entropy, 60, {"mixed": "bf16", "bits": 8}, 211536),
+        (normed, (ROWS, CLASSES), entropy, 80,
+         {"mixed": "bf16", "master": "stochastic", "checkpoint": ("save_matmuls", KEEP, KEEP)}, 98256),
+    ],
+)  # fmt: skip
+def test_plans_are_those_that_were_recorded(make, batch, loss, share, expected, peak):
+    """Of constant times, so that a change of the table shows that changes a plan."""
+    plan = lb.fit(make(), batch, f"{share}%", loss, exclude=("disk",), progress=False)
+    assert plan.settings == Settings(**expected) and plan.peak_bytes == pytest.approx(peak, rel=0.01)
