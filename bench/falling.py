@@ -1,6 +1,6 @@
 """Training by plans of falling budgets, each in a process of its own under a real limit.
 
-Three transformers, and three networks of ops that transformers lack.
+Three networks of ops that transformers lack, and three transformers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lowbit.plan.ladder.limits import LIMITS
 from lowbit.plan.settings import Settings
 from lowbit.tables import markdown
 
-__all__ = ["BUDGETS", "SUBJECTS", "table", "tokens"]
+__all__ = ["BUDGETS", "SUBJECTS", "tables", "tokens"]
 
 
 class _Sides(nn.Module):
@@ -99,12 +99,12 @@ def _rows(*shape: int) -> Callable[[], Tensor]:
 
 #: What falling budgets are of.
 SUBJECTS = (
-    Subject("GPT, 6 layers of 512", lambda: GPT(GPTConfig(vocab=1024, layers=6, heads=8, dim=512, hidden=1536)),
-            lambda: tokens(1024, 8, 256), ()),
-    *(subject for subject in memory.SUBJECTS if subject.name in ("Llama, 4 layers of 576", "MiniLM, 6 layers of 384")),
     Subject("FFT, grouped and 3-D convolutions", lambda: _Sides(64), _rows(16, 3, 48, 48), ()),
     Subject("LSTM and GRU of both directions", lambda: _Recurrent(256), lambda: tokens(4000, 32, 24), ()),
     Subject("nn.TransformerEncoder, topk, sort, fp64", lambda: _Sorted(256), _rows(16, 128, 64), ()),
+    *(subject for subject in memory.SUBJECTS if subject.name in ("Llama, 4 layers of 576", "MiniLM, 6 layers of 384")),
+    Subject("GPT, 6 layers of 512", lambda: GPT(GPTConfig(vocab=1024, layers=6, heads=8, dim=512, hidden=1536)),
+            lambda: tokens(1024, 8, 256), ()),
 )  # fmt: skip
 BUDGETS = 20
 
@@ -118,8 +118,15 @@ def _budgets(most: int, least: int) -> list[int]:
     return [int(most * (least / most) ** (number / (BUDGETS - 1))) for number in range(BUDGETS)]
 
 
-def table(cells: Cells) -> str:
-    parts = []
+def tables(cells: Cells) -> Iterator[str]:
+    """The section of the page, then the part of each model as soon as it is measured."""
+    yield "## Falling budgets under a real limit\n\n" + (
+        f"{BUDGETS} budgets for each model, from plain training down to what hardly fits. Each plan trains in a "
+        f"process of its own whose memory is limited (RLIMIT_DATA) to 1.03 times the budget and what libraries keep "
+        f"for themselves when training is over, as measured without a limit for the same precision or recipe and "
+        f"nothing else. Plain training is tried under the same limit. What is held is measured when the limit is gone, "
+        f"since torch's profiler takes memory itself."
+    )
     for subject in SUBJECTS:
         for number, plan in enumerate(_plans(cells, subject)):
 
@@ -144,22 +151,14 @@ def table(cells: Cells) -> str:
              "fits" if row["plain"] else "runs out")
             for row in rows
         ]  # fmt: skip
-        parts += [
+        yield "\n".join([
             f"### {subject.name}\n",
             f"- runs by plans that ran out of memory: {held.count(0)} of {len(rows)}, and {adapted} took less than "
             f"planned to go on; plain training ran out under {sum(not row['plain'] for row in rows)} of these limits",
             f"- held is at most {over:+.1%} of the budget; where the budget fell, it rose "
             + (f"{len(risen)} times, by at most {max(risen):.1%}\n" if risen else "never\n"),
             markdown(head, table, numbers=(0, 2, 3, 4)),
-        ]
-    about = (
-        f"{BUDGETS} budgets for each of six models, from plain training down to what hardly fits. Each plan trains "
-        f"in a process of its own whose memory is limited (RLIMIT_DATA) to 1.03 times the budget and what libraries "
-        f"keep for themselves when training is over, as measured without a limit for the same precision or recipe and "
-        f"nothing else. Plain training is tried under the same limit. What is held is measured when the limit is gone, "
-        f"since torch's profiler takes memory itself."
-    )
-    return "\n".join(["## Falling budgets under a real limit\n", about + "\n", *parts])
+        ])  # fmt: skip
 
 
 def _plans(cells: Cells, subject: Subject) -> Iterator[Plan]:

@@ -141,14 +141,15 @@ def _everything(cells: Cells) -> str:
 
 
 def run(directory: Path) -> Path:
-    """Measure what is not there yet, and write ``fit.md``."""
+    """Measure what is not there yet, and write ``fit.md`` after each part."""
     about = provenance(packages=("transformers",))
     cells = Cells(directory / "fit", about["commit"])
-    parts = [_predictions(cells), _everything(cells), falling.table(cells)]
-    path = directory / "fit.md"
-    path.write_text("\n".join([
-        "# Plans within a budget: promised and measured\n",
-        *(f"- {name}: {value}" for name, value in about.items()),
-        f"- commits that measurements were made by, and how many: {cells.commits()}", "", "\n\n".join(parts), "",
-    ]))  # fmt: skip
+    path, parts = directory / "fit.md", list[str]()
+    for part in itertools.chain([_predictions(cells), _everything(cells)], falling.tables(cells)):
+        parts.append(part)
+        path.write_text("\n".join([
+            "# Plans within a budget: promised and measured\n",
+            *(f"- {name}: {value}" for name, value in about.items()),
+            f"- commits that measurements were made by, and how many: {cells.commits()}", "", "\n\n".join(parts), "",
+        ]))  # fmt: skip
     return path
