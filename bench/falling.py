@@ -171,7 +171,7 @@ def _plans(cells: Cells, subject: Subject) -> Iterator[Plan]:
             model, batch, "100%", require=("fp32", "adamw", "everything kept"), exclude=("disk",)
         ).plain.peak_bytes
         least = _least(model, batch)
-        for path, plan in zip(paths, fits(model, batch, _budgets(most, int(1.02 * least))), strict=True):
+        for path, plan in zip(paths, fits(model, batch, _budgets(most, int(1.05 * least))), strict=True):
             plan.save(path)
     for path in paths:
         yield Plan.load(path)
