@@ -171,7 +171,7 @@ def _plans(cells: Cells, subject: Subject) -> Iterator[Plan]:
             model, batch, "100%", require=("fp32", "adamw", "everything kept"), exclude=("disk",)
         ).plain.peak_bytes
         least = _least(model, batch)
-        for path, plan in zip(paths, fits(model, batch, _budgets(most, int(1.05 * least))), strict=True):
+        for path, plan in zip(paths, fits(model, batch, _budgets(most, int(1.02 * least))), strict=True):
             plan.save(path)
     for path in paths:
         yield Plan.load(path)
@@ -187,8 +187,14 @@ def _beside(cells: Cells, subject: Subject, settings: Settings) -> int:
 
 
 def _least(model: nn.Module, batch: Any) -> int:
-    """The smallest peak of any plan."""
-    return min(one.peak_bytes for one in lb.fit(model, batch, "100%").frontier)
+    """The smallest peak of a plan. Points of the frontier are sums, which estimates of whole steps may exceed."""
+    smallest = min(one.peak_bytes for one in lb.fit(model, batch, "100%").frontier)
+    for percent in itertools.count(102, 10):
+        try:
+            return lb.fit(model, batch, smallest * percent // 100).peak_bytes
+        except ValueError:
+            continue
+    raise AssertionError("some budget is large enough")
 
 
 def _limited(subject: Subject, plan: Plan | None, limit: int | None) -> dict[str, Any]:
