@@ -38,7 +38,7 @@ def main() -> None:
         path = Path(directory) / "plan.json"
         path.write_text(json.dumps(data))
         plan = Plan.load(path)
-        _import_all()
+        _import_all(subject)
         gc.collect()
         before = resident_bytes()
         torch.manual_seed(0)
@@ -51,8 +51,9 @@ def main() -> None:
         run.optimizer.state.clear()  # files of states go before their directory does
 
 
-def _import_all() -> None:
-    """What a first step imports, and the threads and kernels that torch starts then."""
+def _import_all(subject: Subject) -> None:
+    """What the model and a first step import, and the threads and kernels that torch starts then."""
+    subject.make()
     batch = torch.zeros(2, 8)
     small = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     plan = lb.fit(small, batch, "200%", lambda output, batch: output.square().mean(), exclude=("disk",), progress=False)
