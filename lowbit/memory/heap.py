@@ -11,7 +11,8 @@ from functools import cache
 __all__ = ["SCARCE", "THRESHOLD", "is_plain", "is_scarce", "return_freed", "returns_freed", "trim"]
 
 #: Allocations of at least so many bytes are pages of their own from then on, which the system has back at once. Less
-#: costs more page faults than it is worth: at 256 KiB a step of a small GPT took twice the time for 10% less memory.
+#: costs more page faults than it is worth: at 256 KiB a small GPT held a tenth to a quarter less, and its step took
+#: twice the time.
 THRESHOLD = 1 << 20
 #: A budget of so many times plain training leaves room for a heap with holes.
 SCARCE = 1.5
