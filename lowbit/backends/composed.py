@@ -1,11 +1,16 @@
-"""Ops that a backend has no kernel of its own for, made of its other kernels."""
+"""Ops that a backend has no kernel of its own for, made of its other kernels.
+
+Such an op is written once, as a generator of the kernels' calls: ``_execute`` runs them, and ``_refusal`` asks each
+kernel whether it would, with results on the meta device in place of those that are not made yet.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
 from math import prod
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,104 +40,121 @@ def every(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
     return (*rows, *(made for make in makers for made in make(rows)))
 
 
-def _parts(rows: tuple[Impl, ...], row: Impl) -> dict[str, Impl]:
+# -- calls of kernels --------------------------------------------------------------------------------------------------
+class _Step(NamedTuple):
+    """A call of another op; ``outs``: what it fills, or None for new tensors."""
+
+    op: str
+    call: Any
+    outs: tuple[Tensor, ...] | None = None
+
+
+_Result = TypeVar("_Result")
+#: Kernels of one backend for one device, by op.
+_Parts = dict[str, Impl]
+#: Yields steps, is sent what each has filled, and returns a result.
+_Steps = Generator[_Step, tuple[Tensor, ...], _Result]
+#: The steps of an op: of the kernels there are, the outputs to fill, and the call.
+_Composite = Callable[[_Parts, tuple[Tensor, ...], Any], _Steps[None]]
+
+
+def _execute(parts: _Parts, steps: _Steps[_Result]) -> _Result:
+    """Run the steps by ``parts``, kernels by op."""
+    try:
+        step = next(steps)
+        while True:
+            outs = step.outs
+            if outs is None:
+                outs = _empty(step.op, step.call, step.call[0].device)
+            parts[step.op].run(outs, step.call)
+            step = steps.send(outs)
+    except StopIteration as end:
+        result: _Result = end.value
+        return result
+
+
+def _refusal(parts: _Parts, steps: _Steps[Any]) -> str | None:
+    """Why one of ``parts`` does not run its step, or None."""
+    try:
+        step = next(steps)
+        while True:
+            if step.op not in parts:
+                return f"it has no kernel of {step.op}"
+            reason = parts[step.op].supports(step.call)
+            if reason is not None:
+                return reason
+            step = steps.send(_empty(step.op, step.call, "meta"))
+    except StopIteration:
+        return None
+
+
+def _empty(op: str, call: Any, device: torch.device | str) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in OPS[op].outputs(call))
+
+
+def _parts(rows: tuple[Impl, ...], row: Impl) -> _Parts:
     """Kernels of ``rows`` for the devices of ``row``, by op."""
     return {one.op: one for one in rows if one.devices == row.devices}
 
 
+def _made_of(rows: tuple[Impl, ...], of: str, op: str, composite: _Composite) -> tuple[Impl, ...]:
+    """``op`` as a composite, wherever ``rows`` of one backend have a kernel of ``of``."""
+
+    def supports(parts: _Parts, call: Any) -> str | None:
+        return _refusal(parts, composite(parts, _empty(op, call, "meta"), call))
+
+    def run(parts: _Parts, outs: tuple[Tensor, ...], call: Any) -> None:
+        _execute(parts, composite(parts, outs, call))
+
+    found = [(row, _parts(rows, row)) for row in rows if row.op == of]
+    return tuple(
+        replace(row, op=op, run=partial(run, parts), supports=partial(supports, parts)) for row, parts in found
+    )
+
+
+# -- linear ------------------------------------------------------------------------------------------------------------
 def linear(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
     """``linear`` on every device where ``rows`` of one backend quantize and multiply."""
-    made = []
-    for mm in rows:
-        if mm.op == "scaled_mm":
-            parts = _parts(rows, mm)
-            made.append(replace(mm, op="linear", run=partial(_run, parts), supports=partial(_supports, parts)))
-    return tuple(made)
+    return _made_of(rows, "scaled_mm", "linear", _linear)
 
 
-def _run(parts: dict[str, Impl], outs: tuple[Tensor, ...], call: Linear) -> None:
-    x = as_rows(call.x)
-    left = product(call, x) if call.input_scheme is None else product(call, *_codes(parts, x, call))
-    if call.out_scheme is None:
-        parts["scaled_mm"].run((as_rows(outs[0]),), left)
-        return
-    y = torch.empty((x.shape[0], call.weight.shape[0]), device=x.device)
-    parts["scaled_mm"].run((y,), left)
-    assert call.out_scale is not None
-    static = q.QuantizeStatic(y, call.out_scheme, call.out_scale, call.out_zero_point)
-    parts["quantize_static"].run((as_rows(outs[0]),), static)
+def _linear(parts: _Parts, outs: tuple[Tensor, ...], call: Linear) -> _Steps[None]:
+    x, scales, out = as_rows(call.x), given_scales(call), as_rows(outs[0])
+    if call.input_scheme is not None and x.dtype != torch.uint8:
+        x, scales = yield from _codes(parts, x, scaling.scheme(call.input_scheme), scales)
+    (y,) = yield _Step("scaled_mm", product(call, x, scales), (out,) if call.out_scheme is None else None)
+    yield from _stored(y, out, call)
 
 
-def _codes(parts: dict[str, Impl], x: Tensor, call: Linear) -> tuple[Tensor, Scales]:
-    """The codes of ``x`` with their scales."""
-    assert call.input_scheme is not None
-    given = given_scales(call)
-    if given is None:
-        return _quantize(parts, x, scaling.scheme(call.input_scheme))
-    if x.dtype == torch.uint8:
-        return x, given
-    static = q.QuantizeStatic(x, call.input_scheme, *given)
-    (codes,) = outs = _empty("quantize_static", static, x.device)
-    parts["quantize_static"].run(outs, static)
-    return codes, given
+def _stored(y: Tensor, out: Tensor, call: Linear | convolution.Conv) -> _Steps[None]:
+    """The codes of a result ``y`` in ``out_scheme``, if there is one."""
+    if call.out_scheme is not None:
+        assert call.out_scale is not None
+        yield _Step(
+            "quantize_static", q.QuantizeStatic(y, call.out_scheme, call.out_scale, call.out_zero_point), (out,)
+        )
 
 
-def _quantize(
-    parts: dict[str, Impl], x: Tensor, scheme: scaling.Scheme, global_scale: Tensor | None = None
-) -> tuple[Tensor, Scales]:
-    """The same by scales made of ``x``, under the global scale ``global_scale`` if it is given."""
+def _codes(parts: _Parts, x: Tensor, scheme: scaling.Scheme, scales: Scales | None) -> _Steps[tuple[Tensor, Scales]]:
+    """The codes of ``x`` with their scales: those given, or else its own."""
+    if scales is None:
+        return (yield from _quantized(parts, x, scheme))
+    (codes,) = yield _Step("quantize_static", q.QuantizeStatic(x, scheme.name, *scales))
+    return codes, scales
+
+
+def _quantized(
+    parts: _Parts, x: Tensor, scheme: scaling.Scheme, global_scale: Tensor | None = None
+) -> _Steps[tuple[Tensor, Scales]]:
+    """The codes of ``x`` with scales made of it, under the global scale ``global_scale`` if it is given."""
     if scheme.global_scale and global_scale is None:
         at_once = q.QuantizeGlobal(x, scheme.name)
         if "quantize_global" in parts and parts["quantize_global"].supports(at_once) is None:
-            codes, scale, global_scale = made = _empty("quantize_global", at_once, x.device)
-            parts["quantize_global"].run(made, at_once)
+            codes, scale, global_scale = yield _Step("quantize_global", at_once)
             return codes, Scales(scale, None, global_scale)
-        asked = q.GlobalScale(x, scheme.name)
-        (global_scale,) = _empty("global_scale", asked, x.device)
-        parts["global_scale"].run((global_scale,), asked)
-    call = q.Quantize(x, scheme.name, global_scale)
-    codes, scale, zero = outs = _empty("quantize", call, x.device)
-    parts["quantize"].run(outs, call)
+        (global_scale,) = yield _Step("global_scale", q.GlobalScale(x, scheme.name))
+    codes, scale, zero = yield _Step("quantize", q.Quantize(x, scheme.name, global_scale))
     return codes, Scales(scale, zero if scheme.affine else None, global_scale)
-
-
-def _empty(op: str, call: object, device: torch.device | str) -> tuple[Tensor, ...]:
-    return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in OPS[op].outputs(call))
-
-
-def _supports(parts: dict[str, Impl], call: Linear) -> str | None:
-    """Asks the kernels in turn, of codes that are not made yet."""
-    x = as_rows(call.x)
-    if call.input_scheme is None:
-        return parts["scaled_mm"].supports(product(call, x))
-    if x.dtype == torch.uint8:
-        reason = _no_codes(parts, call)
-        return reason or parts["scaled_mm"].supports(product(call, x, given_scales(call)))
-    reason = _no_codes(parts, call)
-    if reason is not None:
-        return reason
-    scheme = scaling.scheme(call.input_scheme)
-    global_scale = (
-        x.new_empty(scheme.global_scale_shape(x.shape[0]), dtype=torch.float32) if scheme.global_scale else None
-    )
-    asked = q.Quantize(x, scheme.name, global_scale)
-    codes, scale, zero = _empty("quantize", asked, "meta")
-    scales = Scales(scale, zero if scheme.affine else None, global_scale)
-    return parts["quantize"].supports(asked) or parts["scaled_mm"].supports(product(call, codes, scales))
-
-
-def _no_codes(parts: dict[str, Impl], call: Linear) -> str | None:
-    """Why the given scales of input or output cannot be used."""
-    x = as_rows(call.x)
-    asked = []
-    if call.input_scheme is not None and call.input_scale is not None and x.dtype != torch.uint8:
-        asked.append(
-            q.QuantizeStatic(x, call.input_scheme, call.input_scale, call.input_zero_point, call.input_global_scale)
-        )
-    if call.out_scheme is not None and call.out_scale is not None:
-        y = torch.empty((x.shape[0], call.weight.shape[0]), device="meta")
-        asked.append(q.QuantizeStatic(y, call.out_scheme, call.out_scale, call.out_zero_point))
-    return next((reason for one in asked if (reason := parts["quantize_static"].supports(one)) is not None), None)
 
 
 def packed(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
@@ -152,60 +174,37 @@ def _run_packed(linear: Impl, outs: tuple[Tensor, ...], call: packing.LinearPack
 # -- quantize_global ---------------------------------------------------------------------------------------------------
 def quantize_global(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
     """``quantize_global`` wherever ``rows`` of one backend quantize: the global scale first."""
-    return _of_codecs(rows, "quantize_global", _run_global, _supports_global)
+    return _made_of(rows, "quantize", "quantize_global", _quantize_global)
 
 
-def _of_codecs(
-    rows: tuple[Impl, ...], op: str, run: Callable[..., None], supports: Callable[..., str | None]
-) -> tuple[Impl, ...]:
-    """``op`` wherever ``rows`` of one backend quantize, by functions that are given the backend's kernels first."""
-    found = [(row, _parts(rows, row)) for row in rows if row.op == "quantize"]
-    return tuple(replace(row, op=op, run=partial(run, p), supports=partial(supports, p)) for row, p in found)
+def _quantize_global(parts: _Parts, outs: tuple[Tensor, ...], call: q.QuantizeGlobal) -> _Steps[None]:
+    yield from _filled(outs, q.Quantize(call.x, call.scheme))
 
 
-def _supports_global(parts: dict[str, Impl], call: q.QuantizeGlobal) -> str | None:
-    return parts["quantize"].supports(q.Quantize(call.x, call.scheme))
-
-
-def _run_global(parts: dict[str, Impl], outs: tuple[Tensor, ...], call: q.QuantizeGlobal) -> None:
+def _filled(outs: tuple[Tensor, ...], call: q.Quantize) -> _Steps[None]:
+    """Fills codes, scales and, if the scheme has one, the global scale."""
     codes, scale, above = outs
-    parts["global_scale"].run((above,), q.GlobalScale(*call))
-    zero = torch.empty(0, dtype=zero_dtype(scaling.scheme(call.scheme)), device=call.x.device)
-    parts["quantize"].run((codes, scale, zero), q.Quantize(call.x, call.scheme, above))
+    scheme = scaling.scheme(call.scheme)
+    if scheme.global_scale:
+        yield _Step("global_scale", q.GlobalScale(call.x, call.scheme), (above,))
+        call = call._replace(global_scale=above)
+    zero = torch.empty(0, dtype=zero_dtype(scheme), device=codes.device)
+    yield _Step("quantize", call, (codes, scale, zero))
 
 
 # -- quantize_both -----------------------------------------------------------------------------------------------------
 def quantize_both(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
     """``quantize_both`` wherever ``rows`` of one backend quantize: one after the other."""
-    return _of_codecs(rows, "quantize_both", _run_both, _supports_both)
+    return _made_of(rows, "quantize", "quantize_both", _quantize_both)
 
 
-def _transform(call: twice.QuantizeBoth) -> rotation.Hadamard:
-    return rotation.Hadamard(call.x, call.block, 0, True)
-
-
-def _supports_both(parts: dict[str, Impl], call: twice.QuantizeBoth) -> str | None:
-    reasons = [parts["quantize"].supports(half) for half in twice.halves(call)]
+def _quantize_both(parts: _Parts, outs: tuple[Tensor, ...], call: twice.QuantizeBoth) -> _Steps[None]:
+    first, second = twice.halves(call)
+    yield from _filled(outs[:3], first)
     if call.block > 1:
-        missing = "it has no kernel of the Hadamard transform"
-        reasons.append(parts["hadamard"].supports(_transform(call)) if "hadamard" in parts else missing)
-    return next((reason for reason in reasons if reason is not None), None)
-
-
-def _run_both(parts: dict[str, Impl], outs: tuple[Tensor, ...], call: twice.QuantizeBoth) -> None:
-    x = call.x
-    for number, half in enumerate(twice.halves(call)):
-        codes, scale, above = outs[3 * number : 3 * number + 3]
-        if number == 1 and call.block > 1:
-            (turned,) = _empty("hadamard", _transform(call), x.device)
-            parts["hadamard"].run((turned,), _transform(call))
-            x = turned
-        scheme = scaling.scheme(half.scheme)
-        if scheme.global_scale:
-            parts["global_scale"].run((above,), q.GlobalScale(x, half.scheme))
-        asked = half._replace(x=x, global_scale=above if scheme.global_scale else None)
-        zero = torch.empty(0, dtype=zero_dtype(scheme), device=x.device)
-        parts["quantize"].run((codes, scale, zero), asked)
+        (turned,) = yield _Step("hadamard", rotation.Hadamard(call.x, call.block, 0, True))
+        second = second._replace(x=turned)
+    yield from _filled(outs[3:], second)
 
 
 # -- scaled_grouped_mm -------------------------------------------------------------------------------------------------
@@ -235,84 +234,81 @@ def _run_grouped(mm: Impl, outs: tuple[Tensor, ...], call: grouping.ScaledGroupe
 # -- conv --------------------------------------------------------------------------------------------------------------
 def conv(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
     """``conv`` wherever ``rows`` of one backend quantize and multiply; some patches are laid out at a time."""
-    made = []
-    for mm in rows:
-        if mm.op == "scaled_mm":
-            parts = _parts(rows, mm)
-            made.append(
-                replace(
-                    mm, op="conv", run=partial(_run_conv, parts), supports=partial(_supports_conv, parts),
-                    fewest_rows=1,
-                )
-            )  # fmt: skip
-    return tuple(made)
+    return tuple(
+        replace(
+            mm, op="conv", run=partial(_run_conv, parts), supports=partial(_supports_conv, parts), fewest_rows=1,
+        )
+        for mm, parts in ((row, _parts(rows, row)) for row in rows if row.op == "scaled_mm")
+    )  # fmt: skip
 
 
-def _run_conv(parts: dict[str, Impl], outs: tuple[Tensor, ...], call: convolution.Conv) -> None:
-    if call.out_scheme is None:
-        return _multiply_patches(parts, outs[0].view(-1, outs[0].shape[-1]), call)
-    assert call.out_scale is not None
-    y = torch.empty((outs[0].shape[:-1].numel(), call.weight.shape[0]), device=call.x.device)
-    _multiply_patches(parts, y, call)
-    static = q.QuantizeStatic(y, call.out_scheme, call.out_scale, call.out_zero_point)
-    parts["quantize_static"].run((as_rows(outs[0]),), static)
+class _Source(NamedTuple):
+    """What patches are made of."""
+
+    pixels: Tensor
+    """``[pixels, C]``: floats, or codes of a byte each if one scale spans them."""
+    scales: Scales | None = None
+    """Those of the codes."""
+    global_scale: Tensor | None = None
+    """The one that spans the pixels, if patches get scales below it."""
 
 
-def _multiply_patches(parts: dict[str, Impl], out: Tensor, call: convolution.Conv) -> None:
-    source, scales, above = _source(parts, call)
+def _run_conv(parts: _Parts, outs: tuple[Tensor, ...], call: convolution.Conv) -> None:
+    out = as_rows(outs[0])
+    y = out if call.out_scheme is None else torch.empty(out.shape[0], call.weight.shape[0], device=call.x.device)
+    source = _execute(parts, _source(parts, call))
     step, cols = _rows_at_a_time(call), call.weight.shape[0] // call.groups
-    for begin in range(0, out.shape[0], step):
-        end = min(begin + step, out.shape[0])
+    for begin in range(0, y.shape[0], step):
+        end = min(begin + step, y.shape[0])
         for group in range(call.groups):
-            a, of_a = _some(parts, call, source, scales, above, (group, begin, end))
-            y = torch.empty((end - begin, cols), dtype=out.dtype, device=out.device)
-            parts["scaled_mm"].run((y,), convolution.product(call, group, a, of_a, out.dtype))
-            out[begin:end, group * cols : (group + 1) * cols] = y
+            product = _execute(parts, _product(parts, call, source, (group, begin, end)))
+            y[begin:end, group * cols : (group + 1) * cols] = product
+    _execute(parts, _stored(y, out, call))
 
 
-def _source(parts: dict[str, Impl], call: convolution.Conv) -> tuple[Tensor, Scales | None, Tensor | None]:
-    """The source of patches: floats, or codes of a byte each with their scales if one scale spans it; and the global
-    scale that spans it, if patches get scales below it.
-    """
+def _supports_conv(parts: _Parts, call: convolution.Conv) -> str | None:
+    """Asks of the first patches."""
+    rows = call.x.shape[0] * prod(convolution.out_sizes(call))
+    call = call._replace(x=call.x.to("meta"))
+
+    def steps() -> _Steps[None]:
+        source = yield from _source(parts, call)
+        yield from _product(parts, call, source, (0, 0, min(_rows_at_a_time(call), rows)))
+        y = torch.empty((rows, call.weight.shape[0]), device="meta")
+        yield from _stored(y, as_rows(*_empty("conv", call, "meta")), call)
+
+    return _refusal(parts, steps())
+
+
+def _source(parts: _Parts, call: convolution.Conv) -> _Steps[_Source]:
     given = given_scales(call)
     if given is not None and call.x.dtype == torch.uint8:
-        return convolution.coded_pixels(call, given), given, None
-    source = convolution.pixels(call.x)
+        return _Source(convolution.coded_pixels(call, given), given)
+    pixels = convolution.pixels(call.x)
     if call.input_scheme is None:
-        return source, None, None
-    scheme = scaling.scheme(call.input_scheme)
-    if not convolution.spans_tensor(scheme):
-        if scheme.global_scale != "tensor":
-            return source, None, None
-        asked = q.GlobalScale(source, scheme.name)
-        (global_scale,) = _empty("global_scale", asked, source.device)
-        parts["global_scale"].run((global_scale,), asked)
-        return source, None, global_scale
-    if given is None:
-        codes, scales = _quantize(parts, source, scheme)
-    else:
-        static = q.QuantizeStatic(source, scheme.name, *given)
-        (codes,), scales = _empty("quantize_static", static, source.device), given
-        parts["quantize_static"].run((codes,), static)
-    return tensors.unpack(codes, scheme.format.bits, source.shape[1]), scales, None
-
-
-def _some(
-    parts: dict[str, Impl],
-    call: convolution.Conv,
-    source: Tensor,
-    scales: Scales | None,
-    above: Tensor | None,
-    where: tuple[int, int, int],
-) -> tuple[Tensor, Scales | None]:
-    """Patches of a group from one row to another, as floats or as stored codes, with their scales."""
-    part = convolution.patches(source, call, *where)
-    if call.input_scheme is None:
-        return part, scales
+        return _Source(pixels)
     scheme = scaling.scheme(call.input_scheme)
     if convolution.spans_tensor(scheme):
-        return tensors.pack(part, scheme.format.bits), scales
-    return _quantize(parts, part, scheme, above)
+        codes, scales = yield from _codes(parts, pixels, scheme, given)
+        return _Source(tensors.unpack(codes, scheme.format.bits, pixels.shape[1]), scales)
+    if scheme.global_scale != "tensor":
+        return _Source(pixels)
+    (global_scale,) = yield _Step("global_scale", q.GlobalScale(pixels, scheme.name))
+    return _Source(pixels, None, global_scale)
+
+
+def _product(parts: _Parts, call: convolution.Conv, source: _Source, where: tuple[int, int, int]) -> _Steps[Tensor]:
+    """The product of patches of a group, from one row to another, with the weight."""
+    part, scales = convolution.patches(source.pixels, call, *where), source.scales
+    if call.input_scheme is not None:
+        scheme = scaling.scheme(call.input_scheme)
+        if convolution.spans_tensor(scheme):
+            part = tensors.pack(part, scheme.format.bits)
+        else:
+            part, scales = yield from _quantized(parts, part, scheme, source.global_scale)
+    dtype = torch.float32 if call.out_scheme is not None else call.out_dtype
+    (y,) = yield _Step("scaled_mm", convolution.product(call, where[0], part, scales, dtype))
+    return y
 
 
 def _rows_at_a_time(call: convolution.Conv) -> int:
@@ -323,27 +319,3 @@ def _rows_at_a_time(call: convolution.Conv) -> int:
         tall = 1
     most = _PATCHES if call.x.device.type == "cpu" else _PATCHES_ON_GPUS
     return max(most // (convolution.columns(call) * tall), 1) * tall
-
-
-def _supports_conv(parts: dict[str, Impl], call: convolution.Conv) -> str | None:
-    """Asks the kernels in turn, of patches that are not made yet."""
-    rows, cols = min(_rows_at_a_time(call), call.x.shape[0] * prod(convolution.out_sizes(call))), call.weight.shape[0]
-    dtype = torch.float32 if call.x.dtype == torch.uint8 else call.x.dtype
-    x = torch.empty((rows, convolution.columns(call)), dtype=dtype, device="meta")
-    asked: list[tuple[str, object]] = []
-    data, scales = x, None
-    if call.input_scheme is not None:
-        scheme = scaling.scheme(call.input_scheme)
-        global_scale = torch.empty(scheme.global_scale_shape(rows), device="meta") if scheme.global_scale else None
-        made = q.Quantize(x, scheme.name, global_scale)
-        data, scale, zero = _empty("quantize", made, "meta")
-        scales = Scales(scale, zero if scheme.affine else None, global_scale)
-        asked.append(("quantize", made))
-        if call.input_scale is not None:
-            given = (call.input_scale, call.input_zero_point, call.input_global_scale)
-            asked.append(("quantize_static", q.QuantizeStatic(x, scheme.name, *given)))
-    if call.out_scheme is not None and call.out_scale is not None:
-        y = torch.empty((call.x.shape[0] * prod(convolution.out_sizes(call)), cols), device="meta")
-        asked.append(("quantize_static", q.QuantizeStatic(y, call.out_scheme, call.out_scale, call.out_zero_point)))
-    asked.append(("scaled_mm", convolution.product(call, 0, data, scales, call.out_dtype)))
-    return next((reason for op, one in asked if (reason := parts[op].supports(one)) is not None), None)

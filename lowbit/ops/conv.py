@@ -163,9 +163,9 @@ def pixels(x: Tensor) -> Tensor:
 
 def coded_pixels(call: Conv, scales: Scales) -> Tensor:
     """The same of an x that holds codes: the last row is the codes of zeros."""
-    zeros = torch.zeros(1, call.x.shape[-1], device=call.x.device)
+    zeros = torch.zeros(1, call.x.shape[-1], device=scales.scale.device)  # x is on meta where kernels are asked
     codes = reference.quantize_static(zeros, scaling.scheme(call.input_scheme or ""), *scales, None)
-    return torch.cat([call.x.reshape(-1, call.x.shape[-1]), codes])
+    return torch.cat([call.x.reshape(-1, call.x.shape[-1]), codes.to(call.x.device)])
 
 
 def patches(source: Tensor, call: Conv, group: int, begin: int, end: int) -> Tensor:
