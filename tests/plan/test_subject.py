@@ -205,6 +205,25 @@ def test_a_loss_that_is_no_mean_over_rows_is_told_of_in_parts(tmp_path):
         run.step((labels.clamp_min(0), labels))
 
 
+def test_padding_that_parts_have_different_shares_of_is_told_of(tmp_path, recwarn):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Embedding(10, 16), nn.Linear(16, 10))
+
+        def forward(self, input_ids, attention_mask):
+            return self.layers(input_ids)
+
+    mask = torch.ones(8, 12, dtype=torch.long)
+    batch = {"input_ids": torch.randint(10, (8, 12)), "attention_mask": mask}
+    run = Run(Model(), Settings(micro=2), None, tmp_path, {})
+    run.step(batch)
+    assert not [str(one.message) for one in recwarn if "not the mean" in str(one.message)]
+    mask[1:, 3:] = 0
+    with pytest.warns(UserWarning, match=r"the loss of some rows is .*, and not the mean of"):
+        run.step(batch)
+
+
 def test_a_loss_among_rows_that_transformers_names_is_not_taken_in_parts():
     parts = next(technique for technique in TECHNIQUES[PARTS] if technique.name == "parts")
     assert parts.why_not(Subject(nn.Linear(1, 1), {"return_loss": True})) == "its loss is among rows"

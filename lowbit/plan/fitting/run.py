@@ -88,9 +88,7 @@ class Run:
         optimizer = arrange_(model, settings, self._where, **options)
         self.model, self.optimizer = sharded(model, optimizer, settings)
         self._at, self._largest = "", 0
-        batch = planned.batch
-        padded = predicted(batch)[1] is not None and "labels" not in batch  # parts have different numbers of tokens
-        self._is_checked = self._loss is usual_loss and not padded
+        self._is_checked = False
         self._watch = RowWatch(planned.rows, settings.micro)
         model.register_forward_pre_hook(self._watch, with_kwargs=True)
         PLANNED.add(model)
@@ -217,7 +215,7 @@ class Run:
             self._at = f"forward {of}"
 
             def loss(output: Any, part: Any, weight: float = weight, of: str = of) -> Tensor:
-                if self.settings.micro > 1 and not self._is_checked:
+                if self.settings.micro > 1 and not self._is_checked and self._may_be_no_mean(batch):
                     self._check_mean(output, part)
                 value = scalar(self._loss(output, part), "run.step") * weight
                 self._at = f"backward {of}"
@@ -232,6 +230,13 @@ class Run:
             for part, weight in parts:
                 with self._watch.allowing(part):
                     yield part, weight
+
+    def _may_be_no_mean(self, batch: Any) -> bool:
+        """Whether the loss may not be a mean over rows: it is the caller's, or of tokens some of which are padding."""
+        if self._loss is not usual_loss:
+            return True
+        _, mask = predicted(batch)
+        return mask is not None and "labels" not in batch and not bool(mask.all())
 
     @torch.no_grad()
     def _check_mean(self, output: Any, part: Any) -> None:
