@@ -50,5 +50,5 @@ HOOKS = {
 def test_hooks_are_those_that_the_moments_were_taken_from(name):
     assert digest(HOOKS[name]) == SEEN[name], (
         f"{name} of FSDP2 is another one in torch {torch.__version__}: compare the moments of "
-        f"lowbit/plan/fitting/sharing.py with it (tests/distributed measure what processes hold), then record its digest"
+        f"lowbit/plan/fitting/sharing.py with it (tests/plan/test_gpus.py measures processes), then record its digest"
     )
