@@ -88,6 +88,8 @@ lint-python:
 
 lint-types:
 	$(RUN) -m mypy
+	$(RUN) -m mypy --config-file tools/mypy.ini kernels
+	$(RUN) -m mypy --config-file tools/mypy.ini bench
 
 lint-native:
 	@echo "clang-format --dry-run -Werror (csrc)"

@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -103,11 +103,11 @@ def _plain(model: nn.Module, x: Tensor) -> tuple[Run, Tensor]:
 
 
 def _channels_last(model: nn.Module, x: Tensor) -> tuple[Run, Tensor]:
-    return _folded(model).to(memory_format=torch.channels_last), _last(x)
+    return cast(Any, _folded(model)).to(memory_format=torch.channels_last), _last(x)
 
 
 def _bf16(model: nn.Module, x: Tensor) -> tuple[Run, Tensor]:
-    return _folded(model).to(torch.bfloat16, memory_format=torch.channels_last), _last(x).bfloat16()
+    return cast(Any, _folded(model)).to(torch.bfloat16, memory_format=torch.channels_last), _last(x).bfloat16()
 
 
 def _lowbit(dtype: torch.dtype, join: bool = False) -> Callable[[nn.Module, Tensor], tuple[Run, Tensor]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -179,9 +180,9 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def _recurrent() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
     for name, cls in (("LSTM", nn.LSTM), ("GRU", nn.GRU), ("RNN", nn.RNN)):
-        yield name, lambda cls=cls: cls(_C, 48, batch_first=True)
-        yield f"{name} of 2 layers", lambda cls=cls: cls(_C, 48, 2, batch_first=True)
-        yield f"{name} in both directions", lambda cls=cls: cls(_C, 24, bidirectional=True, batch_first=True)
+        yield name, partial(cls, _C, 48, batch_first=True)
+        yield f"{name} of 2 layers", partial(cls, _C, 48, 2, batch_first=True)
+        yield f"{name} in both directions", partial(cls, _C, 24, bidirectional=True, batch_first=True)
     yield "LSTM with projections", lambda: nn.LSTM(_C, 48, proj_size=16, batch_first=True)
     yield "LSTM of time first", lambda: nn.LSTM(_C, 48)
 
@@ -227,6 +228,14 @@ def _batch() -> Tensor:
     return torch.randn(_B, _T, _C)
 
 
+def _first(x: Tensor, part: nn.Module) -> Any:
+    return part(x)[0]
+
+
+def _viewed(view: Callable[[Tensor], Tensor], x: Tensor, part: nn.Module) -> Any:
+    return part(view(x))
+
+
 def _applied(function: Callable[..., Tensor], part: Callable[[], nn.Module] | None, dtype: torch.dtype) -> Any:
     return lambda: Applied(function, *([part()] if part else [])).to(dtype)
 
@@ -250,10 +259,9 @@ def cases() -> Iterator[Case]:
         for name in ("softmax", "layer_norm", "gelu", "matmul", "sdpa"):
             yield Case(f"{name}, {short}", _applied(FUNCTIONS[name], None, dtype), batch, _total)
     for name, layer in _recurrent():
-        yield Case(name, _applied(lambda x, m: m(x)[0], layer, torch.float32), _batch, _square)
+        yield Case(name, _applied(_first, layer, torch.float32), _batch, _square)
     for name, (view, layer) in OTHERS.items():
-        call = lambda x, m, view=view: m(view(x))
-        yield Case(name, _applied(call, layer, torch.float32), _batch, _square)
+        yield Case(name, _applied(partial(_viewed, view), layer, torch.float32), _batch, _square)
     for name, loss in LOSSES.items():
         yield Case(f"loss: {name}", _Tokens, _ids, loss)
         yield Case(f"loss: {name}, bfloat16", lambda: _Tokens(dtype=torch.bfloat16), _ids, loss)

@@ -106,7 +106,7 @@ def _mx(rounding: str) -> Recipe:
 def _gradients(name: str, **changes: Any) -> Recipe:
     """A recipe whose gradients are cast otherwise; ``scales``: a rounding, which is a word of the scheme."""
     base = recipes.recipe(name)
-    changed = {}
+    changed: dict[str, Any] = {}
     for role in ("grad_input", "grad_weight"):
         gemm = getattr(base, role)
         fields = {key: value for key, value in changes.items() if key != "scales"}

@@ -17,6 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,11 @@ def replayed(case: Case) -> Case:
     for index, graph in enumerate(graphs):
         with torch.cuda.graph(graph):
             case(index)
-    return lambda index, case=case: graphs[index].replay()  # with the case live the tensors that graphs address
+
+    def replay(index: int, case: Case = case) -> None:  # with the case live the tensors that graphs address
+        graphs[index].replay()
+
+    return replay
 
 
 def runner(impl: Any, calls: list[Any], op: str, device: str) -> Case:
@@ -159,11 +164,15 @@ def codec_groups(device: str, shape: tuple[int, int]) -> Iterator[tuple[str, int
         yield make("fake_quantize", [OPS["fake_quantize"].args(x, scheme) for x in xs], {})
 
 
+def _product(a: torch.Tensor, weights: list[torch.Tensor], index: int) -> torch.Tensor:
+    return a @ weights[index].t()
+
+
 def product_groups(device: str, shapes: Shapes) -> Iterator[tuple[str, int, dict[str, Case]]]:
     for m, n, k in shapes:
         a, b = random_matrix(m, k, device, seed=1).bfloat16(), random_matrix(n, k, device, seed=2).bfloat16()
         weights = [b.clone() for _ in range(SETS)]
-        limit: Case = lambda i, a=a, weights=weights: a @ weights[i].t()
+        limit: Case = partial(_product, a, weights)
         for names in PRODUCTS:
             parts: dict[str, Any] = {"cols": k, "out_dtype": torch.bfloat16}
             for side, x, scheme in (("a", a, names[0]), ("b", b, names[1])):

@@ -142,13 +142,13 @@ class _Job(NamedTuple):
     """The cell of the row with this number on an architecture, and its file."""
 
     path: Path
-    index: int
+    number: int
     architecture: int
     sources: list[str]
 
 
 def _fill(job: _Job) -> None:
-    text = json.dumps({"sources": job.sources, "cell": make(rows()[job.index], job.architecture)})
+    text = json.dumps({"sources": job.sources, "cell": make(rows()[job.number], job.architecture)})
     part = job.path.with_suffix(f".{os.getpid()}")
     part.write_text(text)
     part.replace(job.path)

@@ -46,7 +46,12 @@ def _scaled_mm(by_rows: bool) -> Callable[[Tensor, Tensor], Run]:
         left, right = (t.clamp(-448, 448).to(torch.float8_e4m3fn) for t in (x, weight))
         shapes = ((len(x), 1), (1, len(weight))) if by_rows else ((), ())
         scales = [torch.ones(shape, device=x.device) for shape in shapes]
-        more = {"scale_a": scales[0], "scale_b": scales[1], "out_dtype": torch.bfloat16, "use_fast_accum": False}
+        more: dict[str, Any] = {
+            "scale_a": scales[0],
+            "scale_b": scales[1],
+            "out_dtype": torch.bfloat16,
+            "use_fast_accum": False,
+        }
         return lambda: torch._scaled_mm(left, right.t(), **more)
 
     return offer

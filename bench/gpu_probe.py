@@ -73,7 +73,9 @@ def _codes(scheme: str) -> Multiply:
     def multiply(a: Tensor, b: Tensor) -> Tensor:
         left, right = (lb.quantize(x.cuda(), scheme) for x in (a, b))
         with lb.use_backend("triton_codes_medium" if torch.cuda.get_device_capability()[0] == 12 else "triton_codes"):
-            return lb.scaled_mm(left, right, out_dtype=torch.float32).cpu()
+            product = lb.scaled_mm(left, right, out_dtype=torch.float32)
+        assert isinstance(product, Tensor)
+        return product.cpu()
 
     return multiply
 

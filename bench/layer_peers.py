@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -143,7 +143,7 @@ def _onnx_nbits(accuracy: int) -> Callable[[Layer], Case]:
     return offer
 
 
-def _onnx(who: str, op: str, layer: Layer, inits: dict[str, Tensor], **attributes: int) -> Case:
+def _onnx(who: str, op: str, layer: Layer, inits: dict[str, Tensor], **attributes: Any) -> Case:
     """One of ONNX Runtime's own operators, on fp32 input ``A``, writing where it is told."""
     import onnxruntime
     from onnx import TensorProto, helper, numpy_helper

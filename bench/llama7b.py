@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +118,7 @@ def estimated(way: Way, layers: int) -> dict[str, int]:
     made: list[lb.optim.Optimizer] = []
 
     def step_in_backward(copied: nn.Module) -> None:
-        made.append(lb.optim.in_backward_(copied, way.optimizer))
+        made.append(lb.optim.in_backward_(copied, cast(Any, way.optimizer)))
         made[0].begin()
 
     options: dict[str, Any] = {"optimizer": way.optimizer}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -143,7 +143,7 @@ def _held(contender: Contender, side: int = 1024) -> dict[str, float] | None:
             raise
         return None
     if contender.release:
-        lb.optim.in_backward_(nn.ParameterList(params), optimizer)
+        lb.optim.in_backward_(nn.ParameterList(params), cast(Any, optimizer))
         params[0].sum().backward()
     count = params[0].numel()
     master = optimizer.state[params[0]].get("master")

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -137,7 +138,8 @@ def torchao(run: Run, distil: bool, rate: float) -> Iterator[Row]:
         return isinstance(module, nn.Linear) and "lm_head" not in name
 
     model = run.student()
-    base = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32))
+    dtypes: Any = torch  # whose stubs lack int4
+    base = IntxWeightOnlyConfig(weight_dtype=dtypes.int4, granularity=PerGroup(32))
     quantize_(model, QATConfig(base, step="prepare"), filter_fn=blocks)
     seconds = run.train(model, distil, rate)
     quantize_(model, QATConfig(base, step="convert"), filter_fn=blocks)
@@ -183,8 +185,10 @@ def table(rows: list[Row]) -> str:
         parts = []
         for method in ("nearest", "search"):
             base = next((r.loss for r in rows if (r.scheme, r.what) == (row.scheme, method)), None)
-            known = base is not None and row.what not in ("nearest", "search")
-            parts.append(f"{(base - row.loss) / (base - full):.0%}" if known else "")
+            if base is None or row.what in ("nearest", "search"):
+                parts.append("")
+            else:
+                parts.append(f"{(base - row.loss) / (base - full):.0%}")
         took = f"{row.seconds:.0f}" if row.seconds else ""
         scheme = f"`{row.scheme}`" if row.scheme != "fp32" else row.scheme
         rate = "" if row.rate is None else f"{row.rate:g}"

@@ -41,7 +41,9 @@ class Row(NamedTuple):
     seconds: float
 
 
-def figures(model: nn.Module, held: Sequence[Batch], exact: Sequence[Tensor]) -> tuple[metrics.Estimate, ...]:
+def figures(
+    model: nn.Module, held: Sequence[Batch], exact: Sequence[Tensor]
+) -> tuple[metrics.Estimate, metrics.Estimate]:
     """The part of crops with fp32's class, and the cosine of the logits: means over photographs."""
     top, cosine = [], []
     with torch.inference_mode():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -88,7 +89,5 @@ def _ours(spec: OpSpec, calls: list[Any], cost: Cost) -> Iterator[Case]:
         return
     for isa in isas():
         if isa != "scalar" or cost.flops < _FOR_SCALAR:
-            force: Callable[[], None] = (
-                (lambda isa=isa: torch.ops.lowbit_native.force_isa(isa)) if isa else lambda: None
-            )
+            force: Callable[[], None] = partial(torch.ops.lowbit_native.force_isa, isa) if isa else lambda: None
             yield case(f"lowbit {isa}".strip(), force)

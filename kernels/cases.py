@@ -181,7 +181,9 @@ QUICK_GROUPED = ((None, "int4:group128"), (None, "nf4"), ("int8:row", "int8:row"
 
 def _experts(rows: int, a: str | None, b: str) -> ScaledGroupedMM:
     one = side("b", 512, b)
-    stacks = {name: x.expand(8, *x.shape) if isinstance(x, torch.Tensor) else x for name, x in one.items()}
+    stacks: dict[str, Any] = {
+        name: x.expand(8, *x.shape) if isinstance(x, torch.Tensor) else x for name, x in one.items()
+    }
     return ScaledGroupedMM(
         **side("a", rows, a), **stacks, offsets=meta(8, dtype=torch.int32), cols=4096,
         bias=meta(8, 512, dtype=torch.bfloat16),

@@ -266,7 +266,8 @@ def whole_rows(rows: int, cols: int, scheme: Scheme) -> Tiling | None:
 
 def quantize_rows(x: Tensor, scheme: Scheme, codes: Tensor, scale: Tensor, global_scale: Tensor) -> list[Launch]:
     """Codes of x (packed) to nearest, the scales of its blocks, and the global scales of its rows."""
-    tiles = whole_rows(*x.shape, scheme)
+    rows, cols = x.shape
+    tiles = whole_rows(rows, cols, scheme)
     assert tiles is not None
     arguments = input_of(x) | {
         "scale_ptr": pattern(scale), "global_scale_ptr": global_scale, "out_ptr": codes, "out_bytes": codes.shape[1],

@@ -244,7 +244,7 @@ def _plan(
     of_left = _of_left_blocks(a_blocks, rows, depth)
     if b_scheme is None:
         in_fp16 = a_dtype == b_dtype == torch.float16
-        more = {
+        more: dict[str, Any] = {
             "B": (), "B_SCALE": (), "AFFINE": False, "PAIRS": False, "PTX": "", "REGISTERS": "", "FP8": "",
             "SCALED": "none", "GROUP": 1, "GLOBAL": 0, "b_block": 1, "b_block_c": depth, "blocks": 1,
             "B_TERMS": 1 if in_fp16 else operands.TERMS[b_dtype],

@@ -113,12 +113,14 @@ def _plan(
 
 def scaled_mm(call: ScaledMM, out: Tensor) -> list[Launch]:
     """``out [M, N] = a [M, K] @ b [N, K].T``; see ``lowbit.ops.matmul``."""
-    return _multiplied(*sides(call), call.bias, out, call.cols)
+    a, b = sides(call)
+    return _multiplied(a, b, call.bias, out, call.cols)
 
 
 def scaled_grouped_mm(call: ScaledGroupedMM, out: Tensor) -> list[Launch]:
     """``out [T, N]``, the products of experts; see ``lowbit.ops.grouped``."""
-    return for_experts(_multiplied(*stacked(call), call.bias, out, call.cols, len(call.b)), call)
+    a, b = stacked(call)
+    return for_experts(_multiplied(a, b, call.bias, out, call.cols, len(call.b)), call)
 
 
 def _multiplied(a: Side, b: Side, bias: Tensor | None, out: Tensor, depth: int, experts: int = 0) -> list[Launch]:
