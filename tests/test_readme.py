@@ -80,8 +80,9 @@ def test_links_lead_somewhere(path):
 
 def _public():
     """By the name that users write, the functions of lowbit and of its subpackages, each once."""
-    # lowbit.reference is the specification of ops by the same names.
-    parts = {name: one for name, one in vars(lb).items() if inspect.ismodule(one) and name != "reference"}
+    # lowbit.reference is the specification of ops by the same names, torch_private is torch's.
+    hidden = ("reference", "torch_private")
+    parts = {name: one for name, one in vars(lb).items() if inspect.ismodule(one) and name not in hidden}
     packages = {"lb": lb} | {f"lb.{name}": one for name, one in parts.items()}
     found = {}
     for prefix, package in packages.items():
