@@ -29,6 +29,12 @@ def _matrices(device: str) -> list[Tensor]:
     return [*sample_matrices(device), random_matrix(20, 70, device, seed=9, extremes=True)]
 
 
+def ragged_matrices(device: str = "cpu") -> list[Tensor]:
+    """One of each dtype, whose rows end within a block and within a byte."""
+    shapes = zip(((7, 45), (1, 129), (33, 3)), FLOATS, strict=True)
+    return [random_matrix(*shape, device, seed, extremes=True).to(dtype) for seed, (shape, dtype) in enumerate(shapes)]
+
+
 def _global_scale_of(x: Tensor, scheme: scaling.Scheme) -> Tensor | None:
     return reference.global_scale(as_rows(x.cpu()), scheme).to(x.device) if scheme.global_scale else None
 
@@ -52,10 +58,15 @@ def _range_samples(device: str) -> Iterator[BlockRange]:
 
 
 def _quantize_samples(device: str) -> Iterator[Quantize]:
-    """Every scheme meets two matrices; over all schemes every matrix is met many times."""
-    matrices, rng = _matrices(device), torch.tensor([5, 2], device=device)
+    """Every scheme meets two matrices and a ragged one; over all schemes every matrix is met many times."""
+    matrices, ragged, rng = _matrices(device), ragged_matrices(device), torch.tensor([5, 2], device=device)
     for index, scheme in enumerate(schemes()):
-        for x in (matrices[index % len(matrices)], matrices[(index * 5 + 3) % len(matrices)]):
+        several = (
+            matrices[index % len(matrices)],
+            matrices[(index * 5 + 3) % len(matrices)],
+            ragged[index % len(ragged)],
+        )
+        for x in several:
             yield Quantize(x, scheme.name, _global_scale_of(x, scheme), factors=_factors_for(x, index))
             pitch = 4096 if index % 2 else None
             yield Quantize(x, scheme.name, _global_scale_of(x, scheme), "stochastic", rng, 9, 1 << 33, pitch)
@@ -86,7 +97,7 @@ def _dequantize_samples(device: str) -> Iterator[Dequantize]:
             codes, scale, zero = reference.quantize(x, scheme, global_scale, None)
             stored = packing.pack(codes, scheme.format.bits)
             zero = None if zero is None else zero.to(device)
-            dtype = FLOATS[index % 3]
+            dtype = FLOATS[(index + index // 6) % 3]  # of 6 calls a scheme has: each matrix meets every dtype
             yield Dequantize(
                 stored.to(device), call.scheme, x.shape[1], scale.to(device), zero, call.global_scale, dtype
             )
