@@ -22,7 +22,15 @@ from lowbit.ops.quantize import (
 )
 from lowbit.ops.spec import FLOATS, as_rows, dtype_name, matrix_shape
 from lowbit.tensor import packing
-from lowbit.testing.inputs import Workload, large_matrix, random_matrix, recipe_schemes, sample_matrices, schemes
+from lowbit.testing.inputs import (
+    Workload,
+    large_matrix,
+    random_matrix,
+    recipe_schemes,
+    sample_matrices,
+    schemes,
+    specials,
+)
 
 
 def _matrices(device: str) -> list[Tensor]:
@@ -33,6 +41,21 @@ def ragged_matrices(device: str = "cpu") -> list[Tensor]:
     """One of each dtype, whose rows end within a block and within a byte."""
     shapes = zip(((7, 45), (1, 129), (33, 3)), FLOATS, strict=True)
     return [random_matrix(*shape, device, seed, extremes=True).to(dtype) for seed, (shape, dtype) in enumerate(shapes)]
+
+
+def damaged_matrices(device: str = "cpu") -> list[Tensor]:
+    """A matrix with every kind of damage here and there, one of tiny numbers, one of huge ones, and special ones."""
+    generator = torch.Generator().manual_seed(0)
+    mixed = random_matrix(5, 37, seed=11, extremes=True)
+    mixed[1] = 0.0
+    mixed[2, ::2] *= 2.0**-126
+    tiny = torch.randn(3, 19, generator=generator) * 2.0**-136
+    tiny[1] *= 2.0**-12
+    tiny[2, 3] = -0.0
+    largest = torch.finfo(torch.float32).max
+    huge = torch.randn(2, 35, generator=generator).sign() * torch.rand(2, 35, generator=generator) * largest
+    huge[0, 0], huge[0, 1] = largest, -largest
+    return [x.to(device) for x in (mixed, tiny, huge, specials()[None, :])]
 
 
 def _global_scale_of(x: Tensor, scheme: scaling.Scheme) -> Tensor | None:
@@ -58,13 +81,14 @@ def _range_samples(device: str) -> Iterator[BlockRange]:
 
 
 def _quantize_samples(device: str) -> Iterator[Quantize]:
-    """Every scheme meets two matrices and a ragged one; over all schemes every matrix is met many times."""
-    matrices, ragged, rng = _matrices(device), ragged_matrices(device), torch.tensor([5, 2], device=device)
+    """Every scheme meets two matrices, and a ragged or damaged one; over all schemes every matrix is met many times."""
+    matrices, rng = _matrices(device), torch.tensor([5, 2], device=device)
+    others = [*ragged_matrices(device), *damaged_matrices(device)]
     for index, scheme in enumerate(schemes()):
         several = (
             matrices[index % len(matrices)],
             matrices[(index * 5 + 3) % len(matrices)],
-            ragged[index % len(ragged)],
+            others[index % len(others)],
         )
         for x in several:
             yield Quantize(x, scheme.name, _global_scale_of(x, scheme), factors=_factors_for(x, index))
