@@ -30,8 +30,8 @@ from lowbit.testing import SAMPLES
 from lowbit.testing.inputs import element_formats, random_matrix, schemes
 from lowbit.testing.matmul import make_call
 
-HAS_GPU = torch.cuda.is_available()
-pytestmark = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
 
 #: Backends with kernels for a GPU; one that is absent there skips with its own reason.
 BACKENDS = ("cuda", "triton", "reference")
