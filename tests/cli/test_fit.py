@@ -63,7 +63,7 @@ def test_a_plan_in_words_a_table_and_python_that_applies_it(run, mine):
 
 def test_a_loss_of_its_own_is_planned_for_and_printed(run, mine):
     names = taken(run("fit", "mine_to_plan:with_targets", "--memory", "90%", "--out", "saved"))
-    assert names["plan"].subject.loss is not None and 3 < names["loss"] < 6
+    assert names["plan"].identity.loss is not None and 3 < names["loss"] < 6
 
 
 def test_a_config_alone_is_enough(run, tmp_path):
