@@ -95,22 +95,29 @@ def imported(path: Path) -> set[tuple[str, ...]]:
     return {parts for parts in found if parts}
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_run_one_way(path):
+def wrong_imports(path: Path) -> list[str]:
+    """What a module imports of higher layers, or of what is private to another."""
     here = path.relative_to(PACKAGE)
-    if str(here) in FRONTS:
-        return
     layer = here.parts[0].removesuffix(".py")
-    assert layer in LEVEL, f"{here} belongs to no layer; give it one in LAYERS"
-    for parts in imported(path):
-        target = parts[0]
+    if str(here) in FRONTS:
+        return []
+    if layer not in LEVEL:
+        return [f"{here} belongs to no layer; give it one in LAYERS"]
+    wrong = []
+    for target in sorted({parts[0] for parts in imported(path)}):
         if target in PRIVATE:
-            assert str(here) in PRIVATE[target] or layer == "cli", (
-                f"{here} imports lowbit.{target}, which only its backend may"
-            )
-        else:
-            assert target in LEVEL, f"{here} imports lowbit.{target}, which has no layer"
-            assert LEVEL[target] <= LEVEL[layer], f"{here} imports lowbit.{target}, a layer above its own"
+            if str(here) not in PRIVATE[target] and layer != "cli":
+                wrong.append(f"{here} imports lowbit.{target}, which only its backend may")
+        elif target not in LEVEL:
+            wrong.append(f"{here} imports lowbit.{target}, which has no layer")
+        elif LEVEL[target] > LEVEL[layer]:
+            wrong.append(f"{here} imports lowbit.{target}, a layer above its own")
+    return wrong
+
+
+def test_imports_run_one_way():
+    wrong = [line for path in modules() for line in wrong_imports(path)]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_modules_import_each_other():

@@ -41,21 +41,37 @@ def candidates(x: Tensor, cast: lb.Cast) -> list[lb.Quantized]:
     return [lb.quantize(x, cast.scheme, scale, None, above) for scale in scales]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 16), (33, 50), (7, 130), (48, 32)], ids=str)
-@pytest.mark.parametrize(
-    ("scheme", "rule"), [*((one, "search") for one in SCHEMES), *((one, "four-over-six") for one in SCHEMES[:3])]
-)
-def test_each_block_has_the_best_of_the_candidates(scheme, rule, shape, dtype):
-    x, cast = torch.randn(shape).mul(torch.rand(shape[0], 1)).to(dtype), lb.Cast(scheme, rule=rule)
+RULES = [*((scheme, "search") for scheme in SCHEMES), *((scheme, "four-over-six") for scheme in SCHEMES[:3])]
+SHAPES = [(1, 16), (33, 50), (7, 130), (48, 32)]
+
+
+def matrix(*shape: int) -> Tensor:
+    return torch.randn(shape).mul(torch.rand(shape[0], 1))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("scheme", "rule"), RULES)
+def test_each_block_has_the_best_of_the_candidates(scheme, rule, shape):
+    x, cast = matrix(*shape), lb.Cast(scheme, rule=rule)
     q = ruled(x, cast)
-    every = torch.stack([errors(x, one) for one in candidates(x, cast)])
+    every = torch.stack([errors(x, candidate) for candidate in candidates(x, cast)])
     assert bool((errors(x, q) <= every.amin(0) * (1 + 1e-5) + 1e-30).all())
-    scales = torch.stack([one.scale for one in candidates(x, cast)])
+    scales = torch.stack([candidate.scale for candidate in candidates(x, cast)])
     assert bool((scales == q.scale).any(0).all())
     with lb.use_backend("reference"):
         again = ruled(x, cast)
     assert all(map(same_bits, q.parts.values(), again.parts.values()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_candidates_of_16_bits_are_those_of_the_same_numbers_in_fp32(dtype):
+    for scheme, rule in RULES:
+        for shape in SHAPES:
+            x, cast = matrix(*shape).to(dtype), lb.Cast(scheme, rule=rule)
+            wide = ruled(x.float(), cast).parts.values()
+            assert all(map(same_bits, ruled(x, cast).parts.values(), wide)), (scheme, rule, shape)
+            with lb.use_backend("reference"):
+                assert all(map(same_bits, ruled(x, cast).parts.values(), wide)), (scheme, rule, shape)
 
 
 def test_blocks_of_zeros_and_of_nan_stay_so():
