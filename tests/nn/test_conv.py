@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.bits import assert_same_bits
+from support.covering import pairwise
 from support.layers import DYNAMIC
 from torch import Tensor, nn
 
@@ -76,8 +78,22 @@ def test_static_scales(name: str, recipe: str):
     )
 
 
-@each
-@pytest.mark.parametrize("recipe", DYNAMIC)
+#: Recipes by what forward computes with.
+FORWARDS = {(lb.recipe(name).input, lb.recipe(name).weight): name for name in reversed(DYNAMIC)}
+
+
+def forwards() -> list[tuple[str, str]]:
+    """Layers and recipes: every layer meets every scheme of inputs and every one of weights, and each recipe is met."""
+
+    def valid(row: dict[str, Any]) -> bool:
+        return any(row.get("input", i) == i and row.get("weight", w) == w for i, w in FORWARDS)
+
+    inputs, weights = (list(dict.fromkeys(schemes)) for schemes in zip(*FORWARDS, strict=True))
+    rows = pairwise({"layer": list(LAYERS), "input": inputs, "weight": weights}, valid)
+    return [(row["layer"], FORWARDS[row["input"], row["weight"]]) for row in rows]
+
+
+@pytest.mark.parametrize(("name", "recipe"), forwards())
 def test_every_recipe_is_near_the_plain_layer(name: str, recipe: str):
     plain, model, x = made(name, recipe)
     with torch.no_grad():
