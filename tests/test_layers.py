@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ast
 import math
-import os
 import re
 import shutil
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from support.fresh import Answer, Fresh
 
 from lowbit.formats import FORMATS
 
@@ -281,36 +280,36 @@ print(sorted(chosen), sorted(registry.absent()))
 """
 
 
-def run(blocked: set[str], root: Path = ROOT) -> subprocess.CompletedProcess:
-    code = f"BLOCKED = {blocked!r}\n{WITHOUT}"
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, cwd=root)
+@pytest.fixture(scope="session")
+def fresh(tmp_path_factory):
+    with Fresh(tmp_path_factory.mktemp("fresh")) as interpreter:
+        yield interpreter
 
 
-def test_without_extension_and_triton_the_reference_runs_and_says_so_once(tmp_path):
+def run(fresh: Fresh, blocked: set[str], root: Path = ROOT) -> Answer:
+    return fresh.ask(f"BLOCKED = {blocked!r}\n{WITHOUT}", [root], root)
+
+
+def test_without_extension_and_triton_the_reference_runs_and_says_so_once(fresh, tmp_path):
     """Of a copy without the record of the last build here, which may be one that was told to be silent."""
     shutil.copytree(ROOT / "lowbit", tmp_path / "lowbit", ignore=shutil.ignore_patterns("__pycache__", "_build.json"))
-    done = run({"triton", "native", "lowbit._native"}, tmp_path)
+    done = run(fresh, {"triton", "native", "lowbit._native"}, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("['reference']"), done.stdout
     assert "'cpu'" in done.stdout and "'triton'" in done.stdout, "absent backends are listed with their reasons"
     assert done.stderr.count("Warning") == 1 and "RuntimeWarning: lowbit runs on its reference" in done.stderr
 
 
-def test_without_triton_everything_else_runs():
-    done = run({"triton"})
+def test_without_triton_everything_else_runs(fresh):
+    done = run(fresh, {"triton"})
     assert done.returncode == 0, done.stderr
     assert "'triton'" in done.stdout and done.stderr == ""
 
 
-def test_importing_lowbit_imports_nothing_heavy():
+def test_importing_lowbit_imports_nothing_heavy(fresh):
     """No ONNX, no plotting, no command line, no Triton kernels before they are asked for."""
     code = "import sys, lowbit; print(sorted({m.split('.')[0] for m in sys.modules}))"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    done = fresh.ask(code, [ROOT], ROOT)
     assert done.returncode == 0, done.stderr
     loaded = set(ast.literal_eval(done.stdout))
     assert not loaded & {"onnx", "onnxruntime", "matplotlib", "typer", "rich", "ml_dtypes", "hypothesis", "pytest"}
@@ -318,7 +317,7 @@ def test_importing_lowbit_imports_nothing_heavy():
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["with kernels", "without"])
-def test_a_copy_that_was_never_installed_uses_its_own_kernels(tmp_path, kernels):
+def test_a_copy_that_was_never_installed_uses_its_own_kernels(fresh, tmp_path, kernels):
     """Also beside an editable install of another checkout, whose kernels Python would find."""
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
     for name in ("lowbit", *(["kernels"] if kernels else [])):
@@ -327,9 +326,7 @@ def test_a_copy_that_was_never_installed_uses_its_own_kernels(tmp_path, kernels)
     code = "import lowbit; from lowbit.backends import triton; print(lowbit.__file__); print(triton.unavailable())"
     code += "; import lowbit.kernels.spec as s; print(s.__file__)" if kernels else ""
     hidden = "import sys; sys.meta_path = [f for f in sys.meta_path if 'ditable' not in str(f)]; "
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-c", code if kernels else hidden + code]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, cwd=tmp_path)
+    done = fresh.ask(code if kernels else hidden + code, [tmp_path], tmp_path)
     assert done.returncode == 0, done.stderr
     package, reason, *spec = done.stdout.splitlines()
     assert Path(package) == tmp_path / "lowbit/__init__.py"
@@ -350,16 +347,15 @@ print({name}.get_kernel())
 
 @pytest.mark.parametrize("checkout_first", [True, False])
 @pytest.mark.parametrize(("name", "module"), [("kernels", "spec"), ("bench", "report")])
-def test_folders_of_a_checkout_hide_no_installed_package(tmp_path, name, module, checkout_first):
+def test_folders_of_a_checkout_hide_no_installed_package(fresh, tmp_path, name, module, checkout_first):
     package, elsewhere = tmp_path / "site" / name, tmp_path / "elsewhere"
     package.mkdir(parents=True)
     elsewhere.mkdir()
     (package / "__init__.py").write_text("def get_kernel(): return 'theirs'\n")
     (package / "layer.py").write_text("")
-    places = [str(ROOT), str(tmp_path / "site")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places if checkout_first else places[::-1])}
-    command = [sys.executable, "-c", HIDDEN.format(name=name, module=module)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, cwd=elsewhere)
+    places = [ROOT, tmp_path / "site"]
+    code = HIDDEN.format(name=name, module=module)
+    done = fresh.ask(code, places if checkout_first else places[::-1], elsewhere)
     assert done.returncode == 0, done.stderr
     theirs, ours, again = done.stdout.splitlines()
     assert theirs == again == "theirs" and Path(ours) == ROOT / name / f"{module}.py"
