@@ -133,8 +133,8 @@ def _results(func: Any, given: list[Tensor], out: Any) -> _Results | None:
     kind = type(out)
     made = list(out) if kind is tuple or kind is list else [out]
     by_values = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
-    if by_values & set(func.tags) or not all(type(one) is FakeTensor for one in made):
-        return None
+    if by_values & set(func.tags) or not all(type(one) is FakeTensor and one.layout == torch.strided for one in made):
+        return None  # sparse results have no storage
     places = [storage(tensor) for tensor in given]
     new = [storage(one) for one in made if storage(one) not in places]
     if len(new) != len(set(new)):  # results that are views of one another
@@ -148,7 +148,7 @@ def _result(one: FakeTensor, given: list[Tensor], places: list[int]) -> _Result 
     place = places.index(storage(one)) if count else None
     is_argument = place is not None and given[place] is one
     whole = count == 1 or one.untyped_storage().nbytes() == _extent(one)
-    odd = one.constant is not None or one.layout != torch.strided or one.is_conj() or one.is_neg()
+    odd = one.constant is not None or one.is_conj() or one.is_neg()
     if count > 1 or not whole or odd or (not is_argument and (one.requires_grad or one.is_inference())):
         return None
     state = {} if is_argument else {**one.__dict__}

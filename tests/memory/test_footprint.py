@@ -43,6 +43,13 @@ def test_the_list_covers_what_it_should():
     assert len(CASES) >= 150 and len({case.name for case in CASES}) == len(CASES)
 
 
+def test_every_op_has_an_estimate():
+    """In one layout each, and on meta, where no op is run."""
+    for case in {case.name.partition(",")[0]: case for case in CASES}.values():
+        model = case.make().to("meta")
+        assert lb.estimate(model, case.batch(), case.loss, optimizer=None, device="cpu").peak_bytes > 0, case.name
+
+
 @pytest.mark.parametrize("case", CASES[::11], ids=lambda case: case.name)
 def test_ops_hold_what_is_estimated(case):
     model, batch, peak = held(case)
