@@ -230,16 +230,6 @@ def params(rows: list[Any]) -> list[Any]:
     return made
 
 
-def with_each(rows: list[Any]) -> list[Any]:
-    """pytest parameters (variant, row): every backend that is here with every row; the interpreter with one in five."""
-    made = []
-    for variant in backends():
-        if not variant.missing:
-            chosen = rows[::5] if variant.interpreted else rows
-            made += [pytest.param(variant, row, id=f"{variant}-{row}") for row in chosen]
-    return made
-
-
 ALL = [p for p in params(backends()) if not p.marks]
 NATIVE = params([v for v in backends() if v.native]) or [
     pytest.param(None, marks=pytest.mark.skip(reason="the compiled extension is not built"), id="cpu")
