@@ -336,8 +336,16 @@ def test_hooks_of_accelerate_come_and_go(layer):
     assert type(layer) is nn.Linear and torch.equal(layer(X), plain(layer))
 
 
-def test_mixed_precision_of_accelerate_comes_and_goes(layer):
-    accelerate = pytest.importorskip("accelerate")
+@pytest.fixture
+def accelerate():
+    """Without the state of the process that a Trainer has made, or leaves to one."""
+    library = pytest.importorskip("accelerate")
+    library.state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield library
+    library.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_mixed_precision_of_accelerate_comes_and_goes(layer, accelerate):
     assert layer.forward == layer.forward
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     prepared = accelerator.prepare(layer)
