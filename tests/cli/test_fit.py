@@ -211,7 +211,8 @@ def test_quick_prints_a_row_a_rung_and_no_largest_model(run, ruled):
     text = run("fit", "--ladder", "--memory", "100MiB", "--quick")
     assert "times the budget of 100.00 MiB" in text
     for rung in RUNGS:
-        assert sum(line.startswith(rung.name) for line in text.splitlines()) == 2, (rung.name, text)
+        first = rung.name.partition(" ")[0]  # a narrow table folds the name
+        assert sum(line.startswith(first) for line in text.splitlines()) >= 2, (rung.name, text)
     assert "largest" not in text and "Under the limit it runs out in backward." in text
     data = json.loads(run("fit", "--ladder", "--memory", "100MiB", "--quick", "--json"))
     assert [row["name"] for row in data["rungs"]] == [rung.name for rung in RUNGS]
