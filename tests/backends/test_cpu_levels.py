@@ -21,6 +21,7 @@ LEVELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("avx512" not in isas(), reason="this processor has no AVX-512")
 @pytest.mark.parametrize("level", LEVELS)
 def test_products_on_an_older_processor(level):

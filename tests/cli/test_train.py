@@ -55,6 +55,7 @@ def interrupted(directory: Path, number: int) -> str:
     return err
 
 
+@pytest.mark.slow
 def test_ctrl_c_loses_nothing(tmp_path, run, one_thread):
     pytest.importorskip("matplotlib")
     straight, stopped = str(tmp_path / "a"), str(tmp_path / "b")
@@ -129,6 +130,7 @@ def test_profiling_the_memory_of_a_step_changes_no_loss(tmp_path, run, one_threa
     assert "memory of step 2 in bf16" in told and all(kind in told for kind in ("activations", "optimizer state"))
 
 
+@pytest.mark.slow
 def test_runs_within_a_memory_say_what_was_chosen_and_what_it_held(tmp_path, run, one_thread, monkeypatch):
     names = ["fp32", "adamw8bit", "block", "disk", "activations in memory"]  # fewer choices are quicker
     monkeypatch.setattr(planned, "_choices", lambda optimizer: names)

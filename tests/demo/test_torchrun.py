@@ -147,6 +147,7 @@ def start(tmp_path: Path, command: list[str], *options: str, **variables: str) -
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_in_a_step_ends_the_job_and_the_run_goes_on_in_every_bit(found, tmp_path):
     together = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     fails = f"1 4 {int(signal.SIGKILL)}"
@@ -163,6 +164,7 @@ def test_a_process_that_is_killed_in_a_step_ends_the_job_and_the_run_goes_on_in_
     assert (tmp_path / "run" / "report.md").exists() and (tmp_path / "run" / "model").is_dir()
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_answer_ends_the_others_within_the_timeout(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -43,6 +43,7 @@ def test_the_list_covers_what_it_should():
     assert len(CASES) >= 150 and len({case.name for case in CASES}) == len(CASES)
 
 
+@pytest.mark.slow
 def test_every_op_has_an_estimate():
     """In one layout each, and on meta, where no op is run."""
     for case in {case.name.partition(",")[0]: case for case in CASES}.values():

@@ -89,6 +89,7 @@ def outcome(model, batch):
     return [loss.detach(), *(p.grad for p in model.parameters())]
 
 
+@pytest.mark.slow
 def test_budgets_of_a_real_model_are_kept_and_no_bit_changes():
     model, batch = GPT(CONFIG), torch.randint(256, (8, 64))
     want = outcome(copy.deepcopy(model), batch)

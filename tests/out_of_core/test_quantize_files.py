@@ -108,6 +108,7 @@ lb.quantize_files(sys.argv[1], RECIPE, sys.argv[2], METHOD, batches=batches, mod
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "method", "layers", "limit"),
     [("int8", None, 104, 64 << 20), ("mxfp8-weight-only", "search", 62, 40 << 20)],

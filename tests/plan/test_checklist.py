@@ -35,6 +35,7 @@ def peak(change, batch, optimizer="adamw"):
     return found.peak_bytes - found.by_kind.get("other", 0)
 
 
+@pytest.mark.slow
 def test_what_is_said_is_what_is_saved():
     batch = torch.randint(256, (8, 128))
     found = checklist(GPT(CONFIG), batch)

@@ -76,6 +76,7 @@ def _measure(rank: int, path: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_process_holds_what_is_predicted(tmp_path: Path):
     run_processes(_measure, (str(tmp_path),))
     predictor = Predictor(Subject(GPT(CONFIG), BATCH))
@@ -198,6 +199,7 @@ def _train(rank: int, path: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_each_way_trains_as_the_others_and_all_processes_have_one_plan(tmp_path: Path):
     run_processes(_train, (str(tmp_path),))
     assert (tmp_path / "0.json").read_text() == (tmp_path / "1.json").read_text()

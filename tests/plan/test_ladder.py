@@ -127,6 +127,7 @@ def test_the_peak_of_a_process_is_that_of_torchs_allocator_and_a_limit_below_it_
     assert below.peak <= free.peak // 2 + 4 * MIB
 
 
+@pytest.mark.slow
 @linux
 def test_two_processes_train_what_does_not_fit_one():
     cell = Cell(Shape(6, batch=4, context=64, vocab=256), Settings(checkpoint="block"), 80 * MIB, steps=2)
