@@ -115,7 +115,7 @@ def _lowbit(dtype: torch.dtype, join: bool = False) -> Callable[[nn.Module, Tens
         model = nn.Sequential(_folded(model))
         lb.quantize_(model, "int8-static", lb.calibrate(model, "int8-static", [x], "nearest"))
         if join:
-            lb.join_(model)
+            lb.fuse_requantize_(model)
         return model.to(dtype), _last(x).to(dtype)
 
     return make

@@ -26,7 +26,7 @@ from lowbit.memory.rss import peak_bytes, reset_peak, resident_bytes
 from lowbit.plan.fitting.choices import words
 from lowbit.plan.fitting.predict import Predictor
 from lowbit.plan.fitting.run import Run
-from lowbit.plan.settings import Settings
+from lowbit.plan.settings import TrainingSettings
 from lowbit.plan.subject import Subject
 from lowbit.sizes import amount
 from lowbit.tables import markdown
@@ -122,11 +122,11 @@ def _gathered(case: Gather, corpus: Corpus, rank: int) -> int:
 #: What is planned and held: a larger model, so that libraries' pages are few beside it.
 LARGER = GPTConfig(vocab=2048, layers=4, heads=4, dim=256, hidden=704)
 PLANNED = (
-    *(Settings(gpus=PROCESSES, way=way) for way in ("ddp", "zero1", "zero2", "zero3")),
-    Settings(gpus=PROCESSES, way="ddp", mixed="bf16"),
-    Settings(gpus=PROCESSES, way="zero1", mixed="bf16"),
-    Settings(gpus=PROCESSES, way="zero2", checkpoint="block"),
-    Settings(gpus=PROCESSES, way="zero3", checkpoint="block", micro=2),
+    *(TrainingSettings(gpus=PROCESSES, strategy=strategy) for strategy in ("ddp", "zero1", "zero2", "zero3")),
+    TrainingSettings(gpus=PROCESSES, strategy="ddp", precision="bf16"),
+    TrainingSettings(gpus=PROCESSES, strategy="zero1", precision="bf16"),
+    TrainingSettings(gpus=PROCESSES, strategy="zero2", checkpoint="block"),
+    TrainingSettings(gpus=PROCESSES, strategy="zero3", checkpoint="block", micro_batches=2),
 )
 
 
@@ -134,7 +134,7 @@ def _tokens() -> torch.Tensor:
     return torch.randint(LARGER.vocab, (4, 64), generator=torch.Generator().manual_seed(0))
 
 
-def _held(settings: Settings) -> int:
+def _held(settings: TrainingSettings) -> int:
     """The most that this process holds in the third step, beyond what it held before; in the second, DDP makes its
     buckets anew, and has not yet written to them.
     """

@@ -120,7 +120,7 @@ def _gradients(name: str, **changes: Any) -> Recipe:
 
 def _narrow_weights() -> Recipe:
     """``nvfp4`` with weights in blocks of one row, which backward quantizes along its own axis."""
-    base = recipes.recipe("nvfp4:ends=0")
+    base = recipes.recipe("nvfp4:keep_blocks=0")
     assert base.grad_input is not None
     grad_input = Gemm(base.grad_input.a, "nvfp4:T", save="operand")
     return replace(base, forward=Gemm("nvfp4:global_row", "nvfp4"), grad_input=grad_input, name="nvfp4-1d")
@@ -136,7 +136,7 @@ _FOUR_OVER_SIX = Variation(
     name="nvfp4, four over six", recipe="nvfp4:rule=four-over-six", beside="nvfp4", goal=1.3
 )  # fmt: skip
 _EDEN = Variation(name="nvfp4-eden", recipe="nvfp4-eden")
-_ALL_BLOCKS = Variation(name="nvfp4, all blocks", recipe="nvfp4:ends=0", beside="nvfp4")
+_ALL_BLOCKS = Variation(name="nvfp4, all blocks", recipe="nvfp4:keep_blocks=0", beside="nvfp4")
 
 _RECIPES = (
     _BF16,
@@ -165,7 +165,9 @@ _ANOMALY = (
     Variation(name="nvfp4-eden, rate x 0.5", recipe="nvfp4-eden", rate=0.5, beside="bf16, rate x 0.5"),
     Variation(name="nvfp4-eden, rate x 2", recipe="nvfp4-eden", rate=2.0, beside="bf16, rate x 2"),
     _ALL_BLOCKS,
-    Variation(name="nvfp4-eden, first and last blocks as they are", recipe="nvfp4-eden:ends=0.16", beside="nvfp4"),
+    Variation(
+        name="nvfp4-eden, first and last blocks as they are", recipe="nvfp4-eden:keep_blocks=0.16", beside="nvfp4"
+    ),
     Variation(name="nvfp4-eden, scales by the amax", recipe="nvfp4-eden:rule=amax", beside="nvfp4-eden"),
 )
 
@@ -211,13 +213,13 @@ _ABLATIONS = (
     Variation(name="int8-stochastic", recipe="int8-stochastic", beside="int8"),
     # what holds NVFP4 together
     _ALL_BLOCKS,
-    _all_blocks("nearest gradients", _gradients("nvfp4:ends=0", rounding="nearest")),
-    _all_blocks("nearest scales", _gradients("nvfp4:ends=0", scales="nearest")),
-    _all_blocks("no Hadamard", _gradients("nvfp4:ends=0", transform=None)),
+    _all_blocks("nearest gradients", _gradients("nvfp4:keep_blocks=0", rounding="nearest")),
+    _all_blocks("nearest scales", _gradients("nvfp4:keep_blocks=0", scales="nearest")),
+    _all_blocks("no Hadamard", _gradients("nvfp4:keep_blocks=0", transform=None)),
     _all_blocks("1-D weights", _narrow_weights()),
-    _all_blocks("four over six", "nvfp4:ends=0:rule=four-over-six"),
-    _all_blocks("searched scales", "nvfp4:ends=0:rule=search"),
-    _all_blocks("bf16 in the last tenth", "nvfp4:ends=0", settings=_TAIL),
+    _all_blocks("four over six", "nvfp4:keep_blocks=0:rule=four-over-six"),
+    _all_blocks("searched scales", "nvfp4:keep_blocks=0:rule=search"),
+    _all_blocks("bf16 in the last tenth", "nvfp4:keep_blocks=0", settings=_TAIL),
     Variation(name="nvfp4, searched scales", recipe="nvfp4:rule=search", beside="nvfp4"),
     Variation(name="nvfp4, bf16 in the last tenth", recipe="nvfp4", settings=_TAIL, beside="nvfp4", goal=0.8),
     Variation(name="nvfp4-eden, searched scales", recipe="nvfp4-eden:rule=search", beside="nvfp4-eden"),

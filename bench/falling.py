@@ -25,12 +25,12 @@ from lowbit.bench.fit_steps import Cells, answer, by, measured, started, trained
 from lowbit.bench.memory import Subject
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.memory.shortage import ran_out
-from lowbit.plan import Plan
+from lowbit.plan import TrainingPlan
 from lowbit.plan.fitting.choices import words
 from lowbit.plan.fitting.search import fits
 from lowbit.plan.ladder.cell import MALLOC
 from lowbit.plan.ladder.limits import LIMITS
-from lowbit.plan.settings import Settings
+from lowbit.plan.settings import TrainingSettings
 from lowbit.tables import markdown
 
 __all__ = ["BUDGETS", "SUBJECTS", "tables", "tokens"]
@@ -130,7 +130,7 @@ def tables(cells: Cells) -> Iterator[str]:
     for subject in SUBJECTS:
         for number, plan in enumerate(_plans(cells, subject)):
 
-            def make(subject: Subject = subject, plan: Plan = plan) -> dict[str, Any]:
+            def make(subject: Subject = subject, plan: TrainingPlan = plan) -> dict[str, Any]:
                 limit = int(1.03 * plan.budget) + _beside(cells, subject, plan.settings)
                 return {
                     "budget": plan.budget, "peak": plan.peak_bytes, "settings": words(plan.settings),
@@ -161,7 +161,7 @@ def tables(cells: Cells) -> Iterator[str]:
         ])  # fmt: skip
 
 
-def _plans(cells: Cells, subject: Subject) -> Iterator[Plan]:
+def _plans(cells: Cells, subject: Subject) -> Iterator[TrainingPlan]:
     """Of falling budgets, kept as files of this commit."""
     name = f"plan-{cells.commit}-{SUBJECTS.index(subject)}"
     paths = [cells.directory / f"{name}-{number}.json" for number in range(BUDGETS)]
@@ -174,14 +174,16 @@ def _plans(cells: Cells, subject: Subject) -> Iterator[Plan]:
         for path, plan in zip(paths, fits(model, batch, _budgets(most, int(1.02 * least))), strict=True):
             plan.save(path)
     for path in paths:
-        yield Plan.load(path)
+        yield TrainingPlan.load(path)
 
 
-def _beside(cells: Cells, subject: Subject, settings: Settings) -> int:
+def _beside(cells: Cells, subject: Subject, settings: TrainingSettings) -> int:
     """What libraries take for themselves, which no allocator counts and no technique changes: kernels that are made for
     the shapes and the precision at hand.
     """
-    only = Settings(mixed=settings.mixed, recipe=settings.recipe, compress=settings.compress)
+    only = TrainingSettings(
+        precision=settings.precision, recipe=settings.recipe, activation_codes=settings.activation_codes
+    )
     unlimited = cells(f"{subject.name} {words(only)}, no limit", lambda: _limited(subject, by(only, subject), None))
     return int(unlimited["kept"])
 
@@ -197,7 +199,7 @@ def _least(model: nn.Module, batch: Any) -> int:
     raise AssertionError("some budget is large enough")
 
 
-def _limited(subject: Subject, plan: Plan | None, limit: int | None) -> dict[str, Any]:
+def _limited(subject: Subject, plan: TrainingPlan | None, limit: int | None) -> dict[str, Any]:
     """Train in a process of its own. ``held``: 0 where memory ran out. ``kept``: what the limit counts of the process
     when training is over, beyond what it had before.
     """
@@ -215,12 +217,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="lowbit-fit-") as directory:
         path = Path(directory) / "plan.json"
         if plan is None:
-            chosen = by(Settings(), subject)
+            chosen = by(TrainingSettings(), subject)
         else:
             path.write_text(json.dumps(plan))
-            chosen = Plan.load(path)
+            chosen = TrainingPlan.load(path)
         small = subject._replace(batch=lambda: _first_rows(subject.batch()))
-        for settings in (Settings(), Settings(offload_activations=True)):
+        for settings in (TrainingSettings(), TrainingSettings(offload_activations=True)):
             trained(by(settings, subject), small, 1)  # what libraries keep, and threads, are there from here on
         gc.collect()
         limits = LIMITS["cpu"]

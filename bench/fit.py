@@ -22,7 +22,7 @@ from lowbit.bench.resident import resident
 from lowbit.machine import provenance
 from lowbit.plan.fitting.choices import words
 from lowbit.plan.fitting.search import fits
-from lowbit.plan.settings import Settings
+from lowbit.plan.settings import TrainingSettings
 from lowbit.tables import markdown
 
 #: What a plan is asked for, for each model of ``lowbit bench memory``: a share of plain training, and what it keeps.
@@ -35,7 +35,7 @@ _SPACE = {
     "optimizer": ("adamw", "adamw8bit"), "masters": ("residual",),
     "checkpoint": ("everything kept", "save_matmuls", "block"), "states": ("memory",),
     "activations": ("activations in memory",), "weights": ("weights in memory",),
-    "parts of a batch": ("whole batch", "parts"),
+    "parts of a batch": ("whole batch", "micro-batches"),
 }  # fmt: skip
 _SPACE_BUDGETS = (90, 70, 50, 35, 25)
 _ROUNDS = 3
@@ -97,13 +97,13 @@ def _everything(cells: Cells) -> str:
     subject = next(one for one in SUBJECTS if one.name == "GPT, 6 layers of 384")
     subject = subject._replace(batch=lambda: falling.tokens(1024, 8, 256))
     space = [
-        Settings(checkpoint=checkpoint, mixed=mixed, bits=bits, micro=micro)
+        TrainingSettings(checkpoint=checkpoint, precision=mixed, bits=bits, micro_batches=micro)
         for mixed, bits, checkpoint, micro in itertools.product(
             (None, "bf16"), (32, 8), (None, "save_matmuls", "block"), (1, 2, 4)
         )
     ]
 
-    def in_turns(several: list[Settings]) -> dict[str, Any]:
+    def in_turns(several: list[TrainingSettings]) -> dict[str, Any]:
         taken: list[list[Held]] = [[] for _ in several]
         for _ in range(_ROUNDS):
             for index, settings in enumerate(several):
@@ -113,10 +113,10 @@ def _everything(cells: Cells) -> str:
 
     found = cells(f"{subject.name} everything", lambda: in_turns(space))
     known = {name for names in _SPACE.values() for name in names}
-    choices = [c.name for dimension, row in lb.plan.TECHNIQUES.items() if dimension != "way" for c in row]
+    choices = [c.name for dimension, row in lb.plan.TECHNIQUES.items() if dimension != "strategy" for c in row]
     left_out = [name for name in choices if name not in known]
     by_settings = {s: (p, t) for s, p, t in zip(space, found["peaks"], found["times"], strict=True)}
-    plain = by_settings[Settings()][0]
+    plain = by_settings[TrainingSettings()][0]
     rows, ratios = [], []
     shares = [f"{share}%" for share in _SPACE_BUDGETS]
     for plan in fits(subject.make(), subject.batch(), shares, exclude=left_out):

@@ -23,10 +23,10 @@ import torch
 import lowbit as lb
 from lowbit.bench.memory import Subject, storages
 from lowbit.memory.measure import allocations
-from lowbit.plan import Plan
+from lowbit.plan import TrainingPlan
 from lowbit.plan.fitting.identity import identity_of
 from lowbit.plan.fitting.predict import Prediction
-from lowbit.plan.settings import Settings
+from lowbit.plan.settings import TrainingSettings
 from lowbit.plan.subject import Subject as Trained
 from lowbit.storage.mapped import is_mapped
 
@@ -49,7 +49,7 @@ class Held:
     seconds: float
 
 
-def measured(plan: Plan, subject: Subject, steps: int = STEPS) -> Held:
+def measured(plan: TrainingPlan, subject: Subject, steps: int = STEPS) -> Held:
     """Of training by ``plan`` in this process: a step for the states, some under the allocator, since what lies
     elsewhere comes and goes beside them, then ``steps``.
     """
@@ -99,7 +99,7 @@ def _mapped_now() -> int:
     return total
 
 
-def trained(plan: Plan, subject: Subject, steps: int) -> tuple[float, bool]:
+def trained(plan: TrainingPlan, subject: Subject, steps: int) -> tuple[float, bool]:
     """The time of a step, without torch's profiler, which takes memory for each op that it sees; and whether the run
     had to take less memory than planned.
     """
@@ -108,7 +108,7 @@ def trained(plan: Plan, subject: Subject, steps: int) -> tuple[float, bool]:
 
 
 @contextmanager
-def training(plan: Plan, subject: Subject) -> Iterator[tuple[Any, Any]]:
+def training(plan: TrainingPlan, subject: Subject) -> Iterator[tuple[Any, Any]]:
     """The run of a plan after a step, and its batch."""
     torch.manual_seed(0)
     model, batch = subject.make(), subject.batch()
@@ -149,10 +149,12 @@ class Cells:
         return ", ".join(f"{commit} ({count})" for commit, count in counts)
 
 
-def by(settings: Settings, subject: Subject) -> Plan:
+def by(settings: TrainingSettings, subject: Subject) -> TrainingPlan:
     """A plan of these settings for a subject, whatever the budget."""
     prediction = Prediction(settings, 1, 1.0)
-    return Plan(prediction, 1 << 50, prediction, [prediction], identity=identity_of(Trained(subject.make(), None)))
+    return TrainingPlan(
+        prediction, 1 << 50, prediction, [prediction], identity=identity_of(Trained(subject.make(), None))
+    )
 
 
 def started(module: str, question: list[Any], environment: Mapping[str, str] | None = None) -> _Process:

@@ -22,7 +22,7 @@ from lowbit.convert.quantize import quantize_from
 from lowbit.convert.select import DEFAULT_SKIP
 from lowbit.machine import provenance
 from lowbit.memory.fake import numbers_are_one
-from lowbit.recipes import plan
+from lowbit.recipes import layer_recipes
 from lowbit.tables import markdown
 
 __all__ = ["CARDS", "LAYERS", "PART", "WAYS", "Way", "estimated", "record", "run", "table"]
@@ -96,7 +96,7 @@ def model_of(way: Way, layers: int) -> nn.Module:
 
         model.requires_grad_(False)
         if way.adapters != "bf16":
-            quantize_from(model, plan(way.adapters), Allocated(), DEFAULT_SKIP)
+            quantize_from(model, layer_recipes(way.adapters), Allocated(), DEFAULT_SKIP)
         adapted: nn.Module = get_peft_model(model, LoraConfig(r=RANK, target_modules=list(_ADAPTED)))
     return adapted
 

@@ -18,14 +18,14 @@ import lowbit as lb
 from lowbit.bench.fit_steps import answer, started
 from lowbit.bench.memory import SUBJECTS, Subject
 from lowbit.memory.rss import peak_bytes, reset_peak, resident_bytes
-from lowbit.plan import Plan
+from lowbit.plan import TrainingPlan
 
 __all__ = ["resident"]
 
 _STEPS = 3
 
 
-def resident(plan: Plan, subject: Subject) -> int:
+def resident(plan: TrainingPlan, subject: Subject) -> int:
     """Bytes at the peak of the process's resident set in some steps, above its imports."""
     return int(answer(started("resident", [subject.name, plan.as_dict()]))["resident"])
 
@@ -37,7 +37,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="lowbit-fit-") as directory:
         path = Path(directory) / "plan.json"
         path.write_text(json.dumps(data))
-        plan = Plan.load(path)
+        plan = TrainingPlan.load(path)
         _import_all(subject)
         gc.collect()
         before = resident_bytes()

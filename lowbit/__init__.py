@@ -19,7 +19,16 @@ from lowbit import integrations as _integrations  # noqa: F401  (models of trans
 from lowbit._version import __version__
 from lowbit.backends.registry import BackendError, impls, use_backend
 from lowbit.calibrate import METHODS, Calibration, Method, calibrate, correct_bias_, register_method
-from lowbit.convert import Report, dequantize_, fold_, join_, prepack_, quantize_, unjoin_, unprepack_
+from lowbit.convert import (
+    Report,
+    dequantize_,
+    fold_,
+    fuse_requantize_,
+    prepack_,
+    quantize_,
+    unfuse_requantize_,
+    unprepack_,
+)
 from lowbit.formats import FORMATS, Format, float_format
 from lowbit.functional import (
     adamw_,
@@ -77,9 +86,9 @@ __all__ = [
     "fit_generation",
     "float_format",
     "fold_",
+    "fuse_requantize_",
     "hadamard",
     "impls",
-    "join_",
     "linear",
     "load_model",
     "memory",
@@ -99,7 +108,7 @@ __all__ = [
     "scheme",
     "sensitivity",
     "train",
-    "unjoin_",
+    "unfuse_requantize_",
     "unpack",
     "unprepack_",
     "use_backend",

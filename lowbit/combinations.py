@@ -68,7 +68,7 @@ COMBINATIONS = {
         "a weight that several blocks share, or a block and the rest of the model",
         "lb.distributed.shard_ by zero2, zero3 or hsdp",
         "each block is gathered and freed on its own, and would free the other's weight",
-        "take the way 'ddp' or 'zero1', or give blocks=[...] of which one module holds all that share the weight "
+        "take strategy='ddp' or 'zero1', or give blocks=[...] of which one module holds all that share the weight "
         "(blocks=[]: the model is one)",
     ),
     "offload gradients torch clip": Combination(
@@ -78,11 +78,11 @@ COMBINATIONS = {
     "offload activations shard": Combination(
         "lb.memory.offload_activations", "lb.distributed.shard_ by zero2, zero3 or hsdp",
         "no plan predicts what FSDP2 gathers while activations come back",
-        "take the way 'ddp' or 'zero1', or keep activations in memory",
+        "take strategy='ddp' or 'zero1', or keep activations in memory",
     ),
     "stream processes": Combination(
         "lb.memory.stream_blocks_", "several processes of a plan", "each would move the whole model",
-        "share it with the way 'zero3', whose blocks are gathered one at a time, or plan for a single process",
+        "share it with strategy='zero3', whose blocks are gathered one at a time, or plan for a single process",
     ),
     "stochastic fp32": Combination(
         "master='stochastic'", "weights in fp32", "it is of weights in bf16, which random bits round",
@@ -97,10 +97,10 @@ COMBINATIONS = {
         "use fully_shard(..., offload_policy=CPUOffloadPolicy())",
     ),
     "segments compile": Combination(
-        'segments of checkpoints ("sqrt", "segments:k") and checkpoint_(offload=...)',
+        'segments of checkpoints ("sqrt", "segments:k") and checkpoint_(to=...)',
         "torch.compile(fullgraph=True)",
         "compiled code recomputes one module at a time, and moves nothing (without fullgraph=True they run uncompiled)",
-        'use a policy of single modules such as "block", without offload=..., or uncheckpoint_ before torch.compile',
+        'use a policy of single modules such as "block", without to=..., or uncheckpoint_ before torch.compile',
     ),
     "checkpoint func": Combination(
         "lb.memory.checkpoint_", "torch.func (grad, vmap, jvp, jacrev and so on) and forward-mode derivatives",
@@ -126,20 +126,20 @@ COMBINATIONS = {
         "lb.optim.offload_", "lb.estimate", "an estimate has no states with data, which could be moved",
         "estimate with the plain optimizer, and take off its states (by_kind says their bytes)",
     ),
-    "memory way": Combination(
-        "lowbit train --memory", "--way, several processes", "it plans a run in one process",
+    "memory strategy": Combination(
+        "lowbit train --memory", "--strategy, several processes", "it plans a run in one process",
         "train in one process, without torchrun; lowbit fit --gpus plans runs of several",
     ),
-    "tail way": Combination(
-        "lowbit train --tail", "--way, several processes", "it changes what a state holds in the last steps",
+    "tail strategy": Combination(
+        "lowbit train --tail", "--strategy, several processes", "it changes what a state holds in the last steps",
         "leave --tail out, or train in one process, without torchrun",
     ),
-    "watch way": Combination(
-        "lowbit train --watch", "--way, several processes", "it looks at the casts of one process",
+    "watch strategy": Combination(
+        "lowbit train --watch", "--strategy, several processes", "it looks at the casts of one process",
         "leave --watch out, or train in one process, without torchrun",
     ),
-    "profile way": Combination(
-        "lowbit train --profile-memory", "--way, several processes", "it profiles one process",
+    "profile strategy": Combination(
+        "lowbit train --profile-memory", "--strategy, several processes", "it profiles one process",
         "leave --profile-memory out, or train in one process, without torchrun",
     ),
     "checkpointing memory": Combination(

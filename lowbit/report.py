@@ -37,8 +37,8 @@ class LayerReport:
     ``kind``: the class it had. ``weights``: how many numbers its weights hold; ``bits`` a weight, scales included.
     ``bytes_before``, ``bytes_after``: of its parameters and buffers. ``sqnr``: 10 log10 of the weights' energy over
     that of the error of quantization, in dB, where the conversion measures it (inf: no error). ``consumers``: after
-    ``join_``, the layers that take this layer's codes. ``activations_before``, ``activations_after``: bytes that the
-    layer makes and keeps for backward, where they were estimated.
+    ``fuse_requantize_``, the layers that take this layer's codes. ``activations_before``, ``activations_after``: bytes
+    that the layer makes and keeps for backward, where they were estimated.
     """
 
     name: str

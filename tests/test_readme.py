@@ -101,15 +101,15 @@ def test_every_way_back_is_in_the_tables_of_answers():
     )
     rows = [line for line in section.splitlines() if line.startswith("| `")]
     public, missing = _public(), []
-    for way in public:
-        package, _, name = way.rpartition(".")
+    for strategy in public:
+        package, _, name = strategy.rpartition(".")
         stem = re.fullmatch(r"(?:un|de)(\w+)", name)
         if stem is None:
             continue
         made = [f"{package}.{prefix}{stem[1]}" for prefix in ("", "en")]
         made += [other for other in public if other.startswith(f"{package}.{stem[1].rstrip('_')}_")]
-        if public & set(made) and not any(f"`{way}" in row and any(f"`{m}`" in row for m in made) for row in rows):
-            missing.append(way)
+        if public & set(made) and not any(f"`{strategy}" in row and any(f"`{m}`" in row for m in made) for row in rows):
+            missing.append(strategy)
     assert missing == []
     assert {"lb.train.uncompress_activations_", "lb.memory.unstream_", "lb.decode", "lb.dequantize_"} <= public
-    assert [way for way in sorted(public) if way.endswith("_") and f"`{way}" not in section] == []
+    assert [strategy for strategy in sorted(public) if strategy.endswith("_") and f"`{strategy}" not in section] == []

@@ -12,7 +12,7 @@ import lowbit as lb
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.memory import plan_checkpoints
 from lowbit.sizes import Budget, amount_changed, budget_in, bytes_in, share_changed
-from lowbit.storage.places import place
+from lowbit.storage.targets import find_target
 
 NO_SIZES = ("6", "60", "0", "nan", "inf", "much", "", "-1GiB", "1e3", "6 parsec", "0x10MB", "9" * 400 + "GiB", "٦GiB")
 NO_BUDGETS = (*NO_SIZES, "0%", "-5%", "nan%", "%", "0GiB", "6B", "0.0001KiB", 6, 0, -1, 0.6, math.nan, True, b"6GiB")
@@ -77,7 +77,7 @@ def test_what_is_no_budget_is_refused_before_anything_is_planned(budget, monkeyp
 @pytest.mark.parametrize("budget", [one for one in NO_SIZES if one != "0"])
 def test_a_limit_of_a_place_has_a_unit(budget, tmp_path):
     with pytest.raises(ValueError, match=r"offload: budget is a number of bytes or a size such as '100GB'; .*no size"):
-        place(tmp_path, budget)
+        find_target(tmp_path, budget)
 
 
 @pytest.mark.parametrize("budget", ["6", "60", "0", "0%", "nan", "much", "-5%", "6B", ""])

@@ -20,7 +20,7 @@ from torch import Tensor
 from lowbit import formats, scaling
 from lowbit.backends import native, registry
 from lowbit.backends.replay import Replay, watched
-from lowbit.calls import OVERLOADS, failed
+from lowbit.op_calls import OVERLOADS, failed
 from lowbit.ops import OPS, OpSpec
 from lowbit.ops.spec import Out
 

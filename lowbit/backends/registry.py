@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.calls import original
+from lowbit.op_calls import original
 from lowbit.ops import OPS, Numerics
 from lowbit.ops.spec import matrix_shape
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowbit.backends import native
-from lowbit.calls import OVERLOADS, failed
+from lowbit.op_calls import OVERLOADS, failed
 from lowbit.ops import OPS
 from lowbit.ops.steps import SCHEMA, OptimizerSteps, each, step_
 

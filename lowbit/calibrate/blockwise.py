@@ -32,15 +32,15 @@ from lowbit.calibrate.weights import InMemory
 from lowbit.convert.engine import swap
 from lowbit.convert.maker import decibel, require_numbers
 from lowbit.convert.select import Skip
-from lowbit.datafree import RULES
+from lowbit.datafree import DATA_FREE
+from lowbit.dist_utils import everywhere
 from lowbit.models.batches import feed, kinds
 from lowbit.models.blocks import Chain, largest_stack
 from lowbit.models.losses import Loss
 from lowbit.models.writes import despite_writes
 from lowbit.nn.linear import QuantLinear
-from lowbit.notice import warn
-from lowbit.processes import everywhere
-from lowbit.recipes import Plan
+from lowbit.recipes import LayerRecipes
+from lowbit.user_warnings import warn
 
 __all__ = ["Blockwise"]
 
@@ -54,7 +54,7 @@ class Blockwise:
         self,
         model: nn.Module,
         data: list[Any],
-        plan: Plan,
+        plan: LayerRecipes,
         choice: Choice,
         skip: Skip,
         finished: Finished | None,
@@ -126,7 +126,7 @@ class Blockwise:
         if self.data:
             return method.uses
         if method.need != "nothing":
-            raise ValueError(f"method {method.name!r} needs data; give batches, or one of {', '.join(RULES)}")
+            raise ValueError(f"method {method.name!r} needs data; give batches, or one of {', '.join(DATA_FREE)}")
         if self.choice.transforms:
             raise ValueError(f"{self.choice.transforms[0].name} needs data; give batches")
         if layer.recipe.static:

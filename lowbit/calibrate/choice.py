@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from lowbit.calibrate.methods import METHODS, Method
 from lowbit.calibrate.transforms import TRANSFORMS, Transform
-from lowbit.datafree import RULES
-from lowbit.named import did_you_mean, register, spelled
+from lowbit.datafree import DATA_FREE
+from lowbit.name_tables import did_you_mean, register, spelled
 from lowbit.observers import OBSERVERS, Observer, find_observer
-from lowbit.recipes import Plan, Recipe, plan, refuse_beyond
+from lowbit.recipes import LayerRecipes, Recipe, layer_recipes, refuse_beyond
 
 __all__ = ["Choice", "choose", "planned", "register_method"]
 
@@ -91,7 +91,7 @@ def register_method(method: Method) -> None:
         raise TypeError(f"register_method: expected a Method, got {type(method).__name__}")
     register(METHODS, method, (*TRANSFORMS, _HADAMARD, *OBSERVERS), "method")
     if method.need == "nothing":
-        RULES[method.name] = method.rule("quantize_")
+        DATA_FREE[method.name] = method.rule("quantize_")
 
 
 def _known() -> str:
@@ -100,14 +100,14 @@ def _known() -> str:
 
 
 def planned(
-    recipe: str | Recipe | Plan | Mapping[Any, str | Recipe | None],
+    recipe: str | Recipe | LayerRecipes | Mapping[Any, str | Recipe | None],
     method: str | Method | Iterable[str | Method] | None,
     caller: str,
-) -> tuple[Plan, Choice]:
+) -> tuple[LayerRecipes, Choice]:
     """The recipes with the transform that ``method`` asks of them, and the Choice. Raises ValueError for recipes that
     ``caller`` cannot serve.
     """
-    chosen, choice = plan(recipe), choose(method)
+    chosen, choice = layer_recipes(recipe), choose(method)
     if choice.rotated:
         chosen = chosen.map(Recipe.rotated)
     for one in chosen.recipes:

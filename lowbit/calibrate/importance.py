@@ -18,11 +18,11 @@ from lowbit.calibrate.identity import digest
 from lowbit.calibrate.recording import Observed
 from lowbit.checkpointing.apply import recomputing
 from lowbit.checkpointing.frame import NotReplayed
+from lowbit.dist_utils import exchange_device, processes
 from lowbit.models.batches import feed, mask_of, tokens_of
 from lowbit.models.blocks import find_blocks
 from lowbit.models.losses import Loss, own_loss, token_loss
 from lowbit.models.writes import Written, despite_writes
-from lowbit.processes import exchange_device, processes
 
 __all__ = ["weigh"]
 

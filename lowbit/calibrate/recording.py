@@ -22,14 +22,14 @@ from lowbit.convert.engine import Task, convert, swap
 from lowbit.convert.maker import Maker, measured
 from lowbit.convert.protect import protections
 from lowbit.convert.select import Skip, plain_layers
+from lowbit.dist_utils import exchange_device, processes
 from lowbit.functional import fake_quantize, hadamard
 from lowbit.models.batches import feed, mask_of
 from lowbit.models.blocks import Chain, same
 from lowbit.models.writes import Unchanged
 from lowbit.observers import Ranges
 from lowbit.ops.conv import Window
-from lowbit.processes import exchange_device, processes
-from lowbit.recipes import Plan, Recipe
+from lowbit.recipes import LayerRecipes, Recipe
 from lowbit.tensor.quantized import Quantized
 
 __all__ = [
@@ -114,7 +114,7 @@ class _ObservedMaker(Maker[Observed]):
         return Observed(name, first.weight_name, first.weight, bias, first.recipe)
 
 
-def observed(model: nn.Module, plan: Plan, skip: Skip) -> nn.Module:
+def observed(model: nn.Module, plan: LayerRecipes, skip: Skip) -> nn.Module:
     """A copy of ``model`` in eval mode, with Observed layers for those to be quantized. It shares the parameters; a
     buffer, which a forward pass may write to, it has for itself.
     """

@@ -15,7 +15,7 @@ from lowbit.calibrate.methods import METHODS
 from lowbit.files import left_behind, read_json, resumable, shown, write_json
 from lowbit.models.losses import Loss
 from lowbit.models.names import written
-from lowbit.recipes import Pattern, Plan
+from lowbit.recipes import LayerRecipes, Pattern
 from lowbit.tensor.quantized import Quantized
 
 __all__ = ["Finished", "run_of"]
@@ -28,7 +28,7 @@ _RUN, _BLOCKS, _CLOSED = "run.json", "blocks", "closed.json"
 
 
 def run_of(
-    model: str, chosen: Plan, choice: Choice, skip: Iterable[Pattern], data: Any, loss: Loss | None
+    model: str, chosen: LayerRecipes, choice: Choice, skip: Iterable[Pattern], data: Any, loss: Loss | None
 ) -> dict[str, str | None]:
     """What decides every bit of a run's result. ``model``: its digest.
 

@@ -24,7 +24,7 @@ from lowbit.models.check import check_model, uncompiled
 from lowbit.models.losses import Loss
 from lowbit.models.names import patterns_in
 from lowbit.progress import Progress, reporting
-from lowbit.recipes import Plan, Recipe
+from lowbit.recipes import LayerRecipes, Recipe
 
 __all__ = ["calibrate"]
 
@@ -32,7 +32,7 @@ __all__ = ["calibrate"]
 @torch.no_grad()
 def calibrate(
     model: nn.Module,
-    recipe: str | Recipe | Plan | Mapping[Any, str | Recipe | None],
+    recipe: str | Recipe | LayerRecipes | Mapping[Any, str | Recipe | None],
     batches: Iterable[Any] | None,
     method: str | Method | Iterable[str | Method] | None = None,
     *,
@@ -72,7 +72,7 @@ def calibrate(
     """
     started = time.perf_counter()
     check_model(model)
-    if not isinstance(recipe, str | Recipe | Plan | Mapping):
+    if not isinstance(recipe, str | Recipe | LayerRecipes | Mapping):
         raise TypeError(
             f"calibrate: the recipe comes before the batches, calibrate(model, recipe, batches); the recipe is a "
             f"{type(recipe).__name__}"

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowbit.dist_utils import exchange_device, processes
 from lowbit.observers import Ranges
 from lowbit.ops.conv import Window
-from lowbit.processes import exchange_device, processes
 
 __all__ = ["NEEDS", "Statistics"]
 

@@ -25,7 +25,7 @@ def checkpoint_(
     model: nn.Module,
     policy: Choice = "block",
     *,
-    offload: str | os.PathLike[str] | None = None,
+    to: str | os.PathLike[str] | None = None,
     batch: Any = None,
     loss: Callable[[Any, Any], Tensor] | None = None,
 ) -> Report:
@@ -41,7 +41,7 @@ def checkpoint_(
     ``batch`` and ``loss``: as ``estimate`` takes them. With a batch the report says what activations are kept for
     backward, before and after, as estimated.
 
-    ``offload``: ``"cpu"`` or a directory, where the kept inputs are moved until backward (``offload_activations``).
+    ``to``: ``"cpu"`` or a directory, where the kept inputs are moved until backward (``offload_activations``).
 
     The second run has the autocast, the random state, the backend (``use_backend``), the buffers and the states in
     plain attributes of the first, the mode of each module (``train``, ``eval``), ``requires_grad``, numbers such as a
@@ -64,7 +64,7 @@ def checkpoint_(
     """
     check_model(model)
     chosen = choose(model, policy)
-    place = None if offload is None else Offload(offload)
+    place = None if to is None else Offload(to)
     names = {id(module): name for name, module in model.named_modules()}
     kept = Kept(model, batch, loss)
     uncheckpoint_(model)

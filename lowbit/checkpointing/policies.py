@@ -20,7 +20,7 @@ from lowbit.checkpointing.selective import kept_products
 from lowbit.models.blocks import stacks
 from lowbit.models.names import matches, named, patterns_in, plain_name, shown, unmatched
 from lowbit.models.wrap import plain_class
-from lowbit.named import did_you_mean
+from lowbit.name_tables import did_you_mean
 
 __all__ = ["POLICIES", "Choice", "Chosen", "Policy", "choose"]
 

@@ -20,9 +20,9 @@ from lowbit.checkpointing.calls import Contexts
 from lowbit.checkpointing.frame import Frame
 from lowbit.combinations import refusal
 from lowbit.models.wrap import Wrapper
-from lowbit.notice import warn
 from lowbit.offload.activations import Offloading, offload_activations
 from lowbit.torch_private import transforms_tensors
+from lowbit.user_warnings import warn
 
 __all__ = ["Offload", "Recomputed", "Segment"]
 

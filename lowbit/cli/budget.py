@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from lowbit.cli.console import errors, size
 from lowbit.convert.select import Skip
-from lowbit.datafree import find_rule
+from lowbit.datafree import find_data_free
 from lowbit.plan import sensitivity
 from lowbit.progress import bar
-from lowbit.recipes import Plan, Recipe, plan
+from lowbit.recipes import LayerRecipes, Recipe, layer_recipes
 from lowbit.recipes import recipe as find_recipe
 from lowbit.sizes import budget_in, bytes_in
 
@@ -61,7 +61,7 @@ class Budget(NamedTuple):
             raise ValueError("--bits and --size choose recipes by what layers compute; give a text with --text FILE")
         if self.size is not None:
             budget_in(self.size, "--size", shares=False)
-        find_rule(method, "--method with --bits or --size")
+        find_data_free(method, "--method with --bits or --size")
         names = CANDIDATES if recipes is None else tuple(name.strip() for name in recipes.split(","))
         found = [None if name == "none" else find_recipe(name) for name in names]
         smallest = min((recipe for recipe in found if recipe is not None), key=_least_bits, default=None)
@@ -76,7 +76,7 @@ class Budget(NamedTuple):
 
     def choose(
         self, model: nn.Module, data: list[Tensor], candidates: Candidates, method: str | None, skip: Skip
-    ) -> Plan:
+    ) -> LayerRecipes:
         """The recipes by layer for ``model``, of which a table is printed to standard error."""
         with bar("measuring layers") as progress:
             scores = sensitivity(model, candidates, data, method=method, skip=skip, progress=progress)
@@ -89,4 +89,4 @@ class Budget(NamedTuple):
             f"{scores.loss(chosen):.4g}",
             soft_wrap=True,
         )
-        return plan(chosen)
+        return layer_recipes(chosen)

@@ -17,7 +17,7 @@ from lowbit.cli.console import errors, out, print_json, resumable
 from lowbit.cli.memory import find
 from lowbit.files import exclusive, write_atomically
 from lowbit.machine import provenance
-from lowbit.plan import Plan
+from lowbit.plan import TrainingPlan
 from lowbit.plan import fit as plan_training
 from lowbit.plan.ladder import Climb, climb, report, rungs_of
 from lowbit.plan.ladder.limits import LIMITS
@@ -172,7 +172,11 @@ def _tensors(batch: Any) -> dict[str, Tensor]:
 def _plan_lines(memory: str, asked: dict[str, Any], made: Path | None, loss: str) -> list[str]:
     """Python that takes the plan, from its file where there is one, and trains by it."""
     chosen = "".join(f", {key}={value!r}" for key, value in asked.items() if (key, value) != ("gpus", 1))
-    plan = f"lb.fit(model, batch, {memory!r}{loss}{chosen})" if made is None else f"lb.plan.Plan.load({str(made)!r})"
+    plan = (
+        f"lb.fit(model, batch, {memory!r}{loss}{chosen})"
+        if made is None
+        else f"lb.plan.TrainingPlan.load({str(made)!r})"
+    )
     count = asked["gpus"]
     start = [f"torch.distributed.init_process_group()  # torchrun --nproc-per-node {count}"] if count > 1 else []
     return [
@@ -183,7 +187,7 @@ def _plan_lines(memory: str, asked: dict[str, Any], made: Path | None, loss: str
     ]
 
 
-def _save(plan: Plan, directory: Path, title: str, code: str) -> None:
+def _save(plan: TrainingPlan, directory: Path, title: str, code: str) -> None:
     """Write ``plan.json``, ``plan.md`` and, where matplotlib is installed, ``plan.png``."""
     plan.save(directory / "plan.json")
     plots = find_spec("matplotlib") is not None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.calibrate.choice import choose
-from lowbit.datafree import DEFAULT, RULES
+from lowbit.datafree import DATA_FREE, DEFAULT
 from lowbit.evaluate.data import read
 from lowbit.recipes import RECIPES, Recipe, recipe
 from lowbit.serialize import load_model
@@ -71,7 +71,7 @@ def methods_in(method: str | None, text: Path | None) -> list[str] | None:
         needing.append(weights.name)
     if needing and text is None:
         raise ValueError(
-            f"--method {needing[0]} looks at data; give a text with --text FILE, or one of {', '.join(RULES)}"
+            f"--method {needing[0]} looks at data; give a text with --text FILE, or one of {', '.join(DATA_FREE)}"
         )
     return names
 

@@ -19,12 +19,12 @@ from lowbit.cli.models import DEFAULT_METHOD, Dtype, cast_, load, methods_in, re
 from lowbit.convert import quantize_
 from lowbit.convert.engine import quantized_layers
 from lowbit.convert.select import DEFAULT_SKIP, Skip
-from lowbit.datafree import RULES
+from lowbit.datafree import DATA_FREE
 from lowbit.files import check_regular
 from lowbit.memory.rss import available_bytes, peak_bytes, reset_peak
 from lowbit.out_of_core import quantize_files
 from lowbit.progress import bar
-from lowbit.recipes import RECIPES, Plan, Recipe
+from lowbit.recipes import RECIPES, LayerRecipes, Recipe
 from lowbit.report import Report
 from lowbit.serialize import huggingface, save_model
 from lowbit.serialize.layout import CONFIG, our_config
@@ -85,7 +85,7 @@ def quantize(
         typer.Option(
             metavar="A,B",
             help=f"Methods, as of lowbit calibrate; by default {DEFAULT_METHOD}. Without --text, and with --bits or "
-            f"--size, one that needs no data: {', '.join(RULES)}.",
+            f"--size, one that needs no data: {', '.join(DATA_FREE)}.",
         ),
     ] = None,
     from_disk: Annotated[
@@ -146,7 +146,7 @@ def quantize(
         report = _quantize_files(directory, chosen, target, methods, data, dtype, skipped)
     else:
         model = _loaded(directory, dtype)
-        recipes: Recipe | Plan | None = chosen
+        recipes: Recipe | LayerRecipes | None = chosen
         if recipes is None:
             assert data is not None
             recipes, data = budget.choose(model, data, candidates, method, skipped), None
@@ -205,7 +205,7 @@ def _loaded(directory: Path, dtype: Dtype) -> nn.Module:
 
 def _found(
     model: nn.Module,
-    chosen: Recipe | Plan,
+    chosen: Recipe | LayerRecipes,
     data: list[Tensor] | None,
     calibration: Path | None,
     methods: list[str] | None,

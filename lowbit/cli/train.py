@@ -25,10 +25,10 @@ from lowbit.demo.data import Corpus
 from lowbit.demo.explain import HEAD, SAYS, Held, held, one_by_one, written
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.demo.loop import PROFILED, Interrupted, Trainer
-from lowbit.demo.torchrun import WAYS
+from lowbit.demo.torchrun import STRATEGIES
 from lowbit.files import exclusive
 from lowbit.machine import float_precision
-from lowbit.plan import Plan
+from lowbit.plan import TrainingPlan
 from lowbit.plan.fitting.choices import words
 from lowbit.progress import bar as planning_bar
 from lowbit.sizes import amount, share_changed
@@ -54,7 +54,7 @@ EPILOG = """
 
 `lowbit train --watch 50` — overflow, underflow, saturation and SQNR by layer and operand, every 50 steps
 
-`torchrun --nproc-per-node 2 -m lowbit train --way zero1` — on two processes, with the batches of one
+`torchrun --nproc-per-node 2 -m lowbit train --strategy zero1` — on two processes, with the batches of one
 
 `lowbit train --resume` — go on after Ctrl-C, bit for bit as if nothing had happened
 """
@@ -72,7 +72,7 @@ _MEMORY = (
     "What a step may hold, such as 1GiB or 60% of plain training: each run, in its precision, trains by a plan that "
     "chooses checkpoints, parts of a batch, bits of states (unless --optimizer is given) and their place."
 )
-_WAY = f"How the processes that torchrun started share the training: {', '.join(WAYS)}. By default ddp."
+_WAY = f"How the processes that torchrun started share the training: {', '.join(STRATEGIES)}. By default ddp."
 _TIMEOUT = "Seconds that a process waits for the others before it takes one for lost."
 _WATCH = "Every N steps, note what the casts of low precision lose, by layer and operand; 0: never."
 
@@ -105,7 +105,7 @@ def train(
     watch: Annotated[int, typer.Option(metavar="N", help=_WATCH)] = 0,
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help=_MEMORY)] = None,
     profile_memory: Annotated[bool, typer.Option("--profile-memory", help=_PROFILE)] = False,
-    way: Annotated[str | None, typer.Option(help=_WAY)] = None,
+    strategy: Annotated[str | None, typer.Option(help=_WAY)] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help=_TIMEOUT)] = torchrun.TIMEOUT,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Throw away the run in --out.")] = False,
@@ -116,14 +116,14 @@ def train(
 
     Ctrl-C finishes the step and saves; --resume goes on bit-exactly. Under torchrun the processes train together.
     """
-    if way is not None and not torchrun.launched():
-        raise ValueError(_alone(f"--way {way}"))
-    if way is None and torchrun.launched() and int(os.environ["WORLD_SIZE"]) > 1:
-        way = "ddp"
+    if strategy is not None and not torchrun.launched():
+        raise ValueError(_alone(f"--strategy {strategy}"))
+    if strategy is None and torchrun.launched() and int(os.environ["WORLD_SIZE"]) > 1:
+        strategy = "ddp"
     with _together(timeout) if torchrun.launched() else nullcontext():
         precisions = tuple(dict.fromkeys(precision or (float_precision(), "fp8")))
         outside = next((name for name in precisions if name in OUTSIDE), float_precision())
-        settings = experiment.Settings(
+        settings = experiment.RunSettings(
             model=GPTConfig(vocab=vocab, context=length, layers=layers, heads=heads, dim=dim, hidden=hidden),
             train=TrainConfig(
                 outside=outside, steps=steps, batch=batch, context=length, lr=lr, seed=seed,
@@ -137,7 +137,7 @@ def train(
             watch=watch,
             profile_memory=profile_memory,
             memory=memory,
-            way=None if explain else way,
+            strategy=None if explain else strategy,
         )  # fmt: skip
         if explain and memory is not None:
             raise ValueError(refusal("explain memory", "train"))
@@ -192,7 +192,7 @@ def _end_soon(*_: object) -> None:
     timer.start()
 
 
-def _demo(settings: experiment.Settings, directory: Path, resume: bool, overwrite: bool, json: bool) -> None:
+def _demo(settings: experiment.RunSettings, directory: Path, resume: bool, overwrite: bool, json: bool) -> None:
     """Train, save and report. What is written to ``directory`` the first process writes."""
     plotless = report.without_plots()
     if plotless:
@@ -212,7 +212,7 @@ def _lock(directory: Path, locks: ExitStack) -> None:
 
 
 def _in_directory(
-    settings: experiment.Settings, corpus: Corpus, directory: Path, resume: bool, overwrite: bool, json: bool
+    settings: experiment.RunSettings, corpus: Corpus, directory: Path, resume: bool, overwrite: bool, json: bool
 ) -> None:
     """``_demo``, in a directory that no other run writes to."""
     if not resume:  # before plans, which take a while
@@ -231,7 +231,7 @@ def _in_directory(
         raise typer.Exit(130) from None
 
 
-def _explain(settings: experiment.Settings, json: bool) -> None:
+def _explain(settings: experiment.RunSettings, json: bool) -> None:
     """The table of mixed precision, and what a step of each run holds."""
     wanted = replace(settings, precisions=tuple(dict.fromkeys(("fp32", *settings.precisions))))
     memory = _memory(wanted, settings.model)
@@ -246,12 +246,12 @@ def _explain(settings: experiment.Settings, json: bool) -> None:
     out.print(SAYS)
 
 
-def _memory(settings: experiment.Settings, shape: GPTConfig) -> list[Held]:
+def _memory(settings: experiment.RunSettings, shape: GPTConfig) -> list[Held]:
     """What the runs hold, and what lies between the first and each other."""
     return [held(shape, config) for config in one_by_one([settings.of(name) for name in settings.precisions])]
 
 
-def _begin(settings: experiment.Settings, directory: Path, overwrite: bool) -> None:
+def _begin(settings: experiment.RunSettings, directory: Path, overwrite: bool) -> None:
     """Make ``directory`` ready for a new run. What goes is what the settings found there say an earlier run wrote.
 
     Raises as ``_require_free``.
@@ -259,7 +259,7 @@ def _begin(settings: experiment.Settings, directory: Path, overwrite: bool) -> N
     _require_free(settings, directory, overwrite)
     if (directory / "settings.json").exists():
         (directory / "report.md").unlink(missing_ok=True)
-        for precision in experiment.Settings.load(directory).precisions:
+        for precision in experiment.RunSettings.load(directory).precisions:
             paths = (*report.watch_paths(directory, precision), *report.memory_paths(directory, precision))
             experiment.remove_state(directory, precision)
             for path in (planned.path_of(directory, precision), *paths):
@@ -267,7 +267,7 @@ def _begin(settings: experiment.Settings, directory: Path, overwrite: bool) -> N
     settings.save(directory)
 
 
-def _require_free(settings: experiment.Settings, directory: Path, overwrite: bool) -> None:
+def _require_free(settings: experiment.RunSettings, directory: Path, overwrite: bool) -> None:
     """Whether a new run may begin in ``directory``, which is made.
 
     Raises: ValueError where that would throw away a run without ``overwrite``, or files that no run of this command
@@ -277,7 +277,7 @@ def _require_free(settings: experiment.Settings, directory: Path, overwrite: boo
     if not (directory / "settings.json").exists():
         _refuse_strangers(settings, directory)
         return
-    experiment.Settings.load(directory)
+    experiment.RunSettings.load(directory)
     if not overwrite:
         finished = (directory / "report.md").exists()
         state, resume = ("a finished", "") if finished else ("an unfinished", "--resume to go on with it, ")
@@ -298,7 +298,7 @@ def _make(directory: Path) -> None:
         ) from None
 
 
-def _refuse_strangers(settings: experiment.Settings, directory: Path) -> None:
+def _refuse_strangers(settings: experiment.RunSettings, directory: Path) -> None:
     """Without settings beside them, files with the names that a run writes are somebody's."""
     states = [
         path
@@ -313,12 +313,12 @@ def _refuse_strangers(settings: experiment.Settings, directory: Path) -> None:
             )
 
 
-def _resumed(context: typer.Context, asked: experiment.Settings, directory: Path) -> experiment.Settings:
+def _resumed(context: typer.Context, asked: experiment.RunSettings, directory: Path) -> experiment.RunSettings:
     """The saved settings. What is given beside --resume must agree with them."""
-    saved = experiment.Settings.load(directory)
-    if saved.way is not None and not torchrun.launched():
-        raise ValueError(_alone(f"the run in {directory}, with --way {saved.way},"))
-    if saved.way is None and asked.way is not None:
+    saved = experiment.RunSettings.load(directory)
+    if saved.strategy is not None and not torchrun.launched():
+        raise ValueError(_alone(f"the run in {directory}, with --strategy {saved.strategy},"))
+    if saved.strategy is None and asked.strategy is not None:
         raise ValueError(f"the run in {directory} is of one process; go on with lowbit train --resume, not torchrun")
     sources = {name: context.get_parameter_source(name) for name in context.params}
     given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
@@ -334,15 +334,16 @@ def _resumed(context: typer.Context, asked: experiment.Settings, directory: Path
     return saved
 
 
-def _flat(settings: experiment.Settings) -> dict[str, Any]:
+def _flat(settings: experiment.RunSettings) -> dict[str, Any]:
     values = asdict(settings)
     own = {
-        k: values[k] for k in ("precisions", "recipes", "optimizer", "data", "watch", "profile_memory", "memory", "way")
+        k: values[k]
+        for k in ("precisions", "recipes", "optimizer", "data", "watch", "profile_memory", "memory", "strategy")
     }
     return {**values["model"], **values["train"], **own}
 
 
-def _plans(settings: experiment.Settings, corpus: Corpus, directory: Path | None) -> dict[str, Plan] | None:
+def _plans(settings: experiment.RunSettings, corpus: Corpus, directory: Path | None) -> dict[str, TrainingPlan] | None:
     """The plans of the runs where there is a budget, with what they chose on standard error."""
     if settings.memory is None:
         return None
@@ -355,7 +356,11 @@ def _plans(settings: experiment.Settings, corpus: Corpus, directory: Path | None
 
 
 def _train(
-    settings: experiment.Settings, corpus: Corpus, directory: Path, resume: bool, plans: dict[str, Plan] | None
+    settings: experiment.RunSettings,
+    corpus: Corpus,
+    directory: Path,
+    resume: bool,
+    plans: dict[str, TrainingPlan] | None,
 ) -> list[Trainer]:
     bar = Progress(
         TextColumn("{task.description:<6}", "bold"), BarColumn(None), TextColumn("{task.completed}/{task.total}"),
@@ -384,7 +389,7 @@ def _show(bar: Progress, task: TaskID, trainer: Trainer) -> None:
         errors.print(f"{config.precision} {trainer.step}/{config.steps}  {status}", soft_wrap=True)
 
 
-def _finish(settings: experiment.Settings, corpus: Corpus, runs: list[Trainer], directory: Path, json: bool) -> None:
+def _finish(settings: experiment.RunSettings, corpus: Corpus, runs: list[Trainer], directory: Path, json: bool) -> None:
     """Save the first run's model, measure every recipe on it and write the report, in the first process."""
     model = runs[0].model
     assert isinstance(model, GPT)

@@ -9,9 +9,9 @@ from torch import nn
 
 from lowbit.convert.adapters import Adapter, find
 from lowbit.convert.engine import Origin, Task, convert, origin, shell, swap
-from lowbit.convert.join import unjoin_
 from lowbit.convert.maker import measured
 from lowbit.convert.prepack import unprepack_
+from lowbit.convert.requantize import unfuse_requantize_
 from lowbit.convert.select import Verdict
 from lowbit.nn.base import kind
 from lowbit.nn.linear import QuantLinear
@@ -34,7 +34,7 @@ def dequantize_(model: nn.Module) -> Report:
     if isinstance(model, nn.Module) and any(kind(module) == "packed" for module in model.modules()):
         unprepack_(model)
     if isinstance(model, nn.Module):
-        unjoin_(model)
+        unfuse_requantize_(model)
     plain = _PlainWeights()
     task = Task(
         "dequantize_", "QuantLinear, QuantConv, QuantMultiheadAttention", _judge, plain.restore, plain.measure, swap

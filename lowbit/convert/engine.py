@@ -16,7 +16,7 @@ from lowbit.convert.select import Chosen, Judge, Protection, Selection, Skip, no
 from lowbit.models.ties import model_bytes
 from lowbit.models.wrap import WRAPPERS, plain_class, wrap, wrappers
 from lowbit.nn.base import kind
-from lowbit.recipes import Plan, Recipe
+from lowbit.recipes import LayerRecipes, Recipe
 from lowbit.report import LayerReport, Report
 
 __all__ = [
@@ -74,7 +74,7 @@ class Task(NamedTuple):
 def convert(
     model: nn.Module,
     task: Task,
-    plan: Plan | None = None,
+    plan: LayerRecipes | None = None,
     skip: Skip = (),
     protect: Callable[[str, nn.Module], Protection | None] = lambda name, module: None,
 ) -> tuple[Report, Selection]:

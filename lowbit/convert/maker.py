@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert.adapters import Adapter
-from lowbit.datafree import Rule, default_rule
+from lowbit.datafree import DataFreeMethod, default_data_free
 from lowbit.functional import hadamard
 from lowbit.models.names import plain_name
-from lowbit.models.ties import place, tensor_bytes
+from lowbit.models.ties import storage_key, tensor_bytes
 from lowbit.nn.linear import QuantLinear, empty, empty_scales
-from lowbit.recipes import Plan, Recipe
+from lowbit.recipes import LayerRecipes, Recipe
 from lowbit.tensor.quantized import Quantized, Scales
 
 __all__ = [
@@ -59,7 +59,7 @@ class Maker(Generic[Made]):
             nonlocal count
             name = self.names[id(layer)] + (f"#{count}" if count else "")
             count += 1
-            key = (recipe, place(parameter), matrix.storage_offset(), matrix.shape, matrix.stride())
+            key = (recipe, storage_key(parameter), matrix.storage_offset(), matrix.shape, matrix.stride())
             first = self.made.get(key)
             if first is not None:
                 return self.twin(first, name, matrix.detach(), bias)
@@ -72,7 +72,7 @@ class Maker(Generic[Made]):
 class Source(Protocol):
     """Where the weights of quantized layers come from, and the static scales of their inputs."""
 
-    def plan(self, chosen: Plan) -> Plan:
+    def plan(self, chosen: LayerRecipes) -> LayerRecipes:
         """The recipes that it has weights for, where ``chosen`` is asked for."""
 
     def weight(self, name: str, matrix: Tensor, recipe: Recipe) -> tuple[Quantized, Tensor | None]:
@@ -88,17 +88,17 @@ class Source(Protocol):
 class Ruled:
     """Weights are what a rule that needs no data makes of them; ``rule``: None is the best known for each scheme."""
 
-    def __init__(self, rule: Rule | None = None) -> None:
+    def __init__(self, rule: DataFreeMethod | None = None) -> None:
         self.rule = rule
 
-    def plan(self, chosen: Plan) -> Plan:
+    def plan(self, chosen: LayerRecipes) -> LayerRecipes:
         """As it is."""
         return chosen
 
     def weight(self, name: str, matrix: Tensor, recipe: Recipe) -> tuple[Quantized, Tensor]:
         """The quantized weight. Raises as ``require_numbers``, and ValueError where the rule has nothing to offer."""
         require_numbers(matrix)
-        rule = self.rule or default_rule(recipe.weight)
+        rule = self.rule or default_data_free(recipe.weight)
         reason = rule.refuses(recipe.weight)
         if reason is not None:
             raise ValueError(f"method {rule.name!r} cannot serve it: {reason}")
@@ -133,7 +133,7 @@ class Calibrated:
         row = self.calibration.rows[name]
         return made, torch.tensor([row.signal, row.noise], dtype=torch.float64)
 
-    def plan(self, chosen: Plan) -> Plan:
+    def plan(self, chosen: LayerRecipes) -> LayerRecipes:
         """The plan, with the transforms that calibration added to recipes (``method="hadamard"``)."""
         found = {row.recipe for row in self.calibration.rows.values()}
         return chosen.map(lambda one: one.rotated() if one not in found and one.rotated() in found else one)
@@ -153,7 +153,7 @@ class Calibrated:
 class Allocated:
     """Weights and scales are allocated, and not filled."""
 
-    def plan(self, chosen: Plan) -> Plan:
+    def plan(self, chosen: LayerRecipes) -> LayerRecipes:
         """As it is."""
         return chosen
 

@@ -9,11 +9,11 @@ from torch import nn
 from lowbit.convert.adapters import find
 from lowbit.convert.readers import read_layers
 from lowbit.convert.select import DEFAULT_SKIP, Protection, Skip, is_table, recipe_for
-from lowbit.models import stems
+from lowbit.models import find_input_layers
 from lowbit.models.check import check_model
 from lowbit.models.names import matches, patterns_in, plain_name, spells
 from lowbit.models.ties import holders
-from lowbit.recipes import Plan
+from lowbit.recipes import LayerRecipes
 
 __all__ = ["protections"]
 
@@ -25,7 +25,7 @@ _ADAPTER_WORDS = ("lora_*", "modules_to_save")
 
 
 def protections(
-    model: nn.Module, skip: Skip, plan: Plan, unties: bool, trained: bool = False
+    model: nn.Module, skip: Skip, plan: LayerRecipes, unties: bool, trained: bool = False
 ) -> tuple[Skip, Callable[[str, nn.Module], Protection | None]]:
     """The names to skip, and what stays unless a pattern of ``plan`` spells it.
 
@@ -55,7 +55,9 @@ def protections(
     return skip, protect
 
 
-def _read_by_model(model: nn.Module, plan: Plan, trained: bool) -> Callable[[str, nn.Module], Protection | None]:
+def _read_by_model(
+    model: nn.Module, plan: LayerRecipes, trained: bool
+) -> Callable[[str, nn.Module], Protection | None]:
     """Protects layers whose weight code of the model reads itself; of embeddings, which stay anyway, named ones."""
     readers = read_layers(model, trained)
 
@@ -68,7 +70,7 @@ def _read_by_model(model: nn.Module, plan: Plan, trained: bool) -> Callable[[str
     return protect
 
 
-def _spelled(plan: Plan, name: str) -> bool:
+def _spelled(plan: LayerRecipes, name: str) -> bool:
     """Whether a pattern of ``plan`` spells the last part of a module's name."""
     path = plain_name(name)
     return any(spells(pattern, path, path.rpartition(".")[2]) for pattern, _ in plan.patterns)
@@ -84,9 +86,9 @@ def _output_layer(name: str, module: nn.Module) -> Protection | None:
     return None if word is None else Protection(word, reason)
 
 
-def _raw_input(model: nn.Module, plan: Plan) -> Callable[[str, nn.Module], Protection | None]:
+def _raw_input(model: nn.Module, plan: LayerRecipes) -> Callable[[str, nn.Module], Protection | None]:
     """Protects layers that read raw input, whose few channels carry all that the model sees, from few bits."""
-    readers = {id(layer) for layer in stems(model)}
+    readers = {id(layer) for layer in find_input_layers(model)}
     reason = (
         f"it reads raw input, and stays in high precision below {_STEM_BITS} bits; skip=(), or a recipe for its name, "
         f"converts it"

@@ -13,22 +13,22 @@ from lowbit.convert.engine import Task, convert, make_all, matrices, swap
 from lowbit.convert.maker import Allocated, Calibrated, QuantMaker, Ruled, Source
 from lowbit.convert.protect import protections
 from lowbit.convert.select import DEFAULT_SKIP, Chosen, Selection, Skip, is_table, plain_layers
-from lowbit.datafree import find_rule
+from lowbit.datafree import find_data_free
 from lowbit.models.names import is_inside
 from lowbit.models.ties import holders, tensor_bytes
 from lowbit.nn.base import KINDS, kind
-from lowbit.notice import warn
-from lowbit.recipes import Plan, Recipe, plan, refuse_beyond
+from lowbit.recipes import LayerRecipes, Recipe, layer_recipes, refuse_beyond
 from lowbit.recipes import recipe as find_recipe
 from lowbit.report import Report
 from lowbit.sizes import amount
+from lowbit.user_warnings import warn
 
 __all__ = ["quantize_", "quantize_from", "replacements"]
 
 
 def quantize_(
     model: nn.Module,
-    recipe: str | Recipe | Plan | Mapping[Any, str | Recipe | None],
+    recipe: str | Recipe | LayerRecipes | Mapping[Any, str | Recipe | None],
     calibration: Any = None,
     *,
     method: str | None = None,
@@ -43,9 +43,9 @@ def quantize_(
     Converted: nn.Linear, nn.Conv1d to nn.Conv3d, nn.MultiheadAttention, transformers' Conv1D, their subclasses that
     compute the same with the same parameters, and what ``lowbit.convert.register`` adds.
     ``calibration``: what ``lowbit.calibrate`` found for this model and recipe.
-    ``method``: without a calibration, how codes and scales of weights are chosen, one of ``lowbit.datafree.RULES``.
-    None is the best known for each scheme (``lowbit.datafree.default_rule``); ``nearest`` rounds to the nearest code by
-    scales from the largest magnitude.
+    ``method``: without a calibration, how codes and scales of weights are chosen, one of ``lowbit.datafree.DATA_FREE``.
+    None is the best known for each scheme (``lowbit.datafree.default_data_free``); ``nearest`` rounds to the nearest
+    code by scales from the largest magnitude.
     ``skip``: the modules to leave. Patterns here and there are those of ``lowbit.models.names``: ``"lm_head"`` means
     ``"model.lm_head"`` too, and all inside; ``"blocks.*.up"``, ``"re:..."`` and functions of module and path serve too.
     ``group``: elements that share a scale, for ``int4-weight-only`` and ``nf4``. ``prepack``: call ``prepack_`` on the
@@ -71,7 +71,7 @@ def quantize_(
     return report
 
 
-def quantize_from(model: nn.Module, chosen: Plan, source: Source, skip: Skip) -> Report:
+def quantize_from(model: nn.Module, chosen: LayerRecipes, source: Source, skip: Skip) -> Report:
     """``quantize_`` with the weights that ``source`` has; for functions of the API, whose callers are warned."""
     chosen = source.plan(chosen)
     names, protect = protections(model, skip, chosen, unties=True)
@@ -102,7 +102,7 @@ def quantize_from(model: nn.Module, chosen: Plan, source: Source, skip: Skip) ->
 def _source(calibration: Any, method: str | None) -> Source:
     """Where the weights come from: a rule that needs no data, or what calibration found."""
     if calibration is None:
-        return Ruled(find_rule(method, "quantize_"))
+        return Ruled(find_data_free(method, "quantize_"))
     if method is not None:
         raise ValueError(
             f"quantize_: method={method!r} is for weights without calibration, and the calibration has chosen them; "
@@ -121,10 +121,10 @@ def _source(calibration: Any, method: str | None) -> Source:
     return Calibrated(calibration)
 
 
-def _plan(recipe: Any, group: int | None) -> Plan:
-    if group is not None and isinstance(recipe, Mapping | Plan):
+def _plan(recipe: Any, group: int | None) -> LayerRecipes:
+    if group is not None and isinstance(recipe, Mapping | LayerRecipes):
         raise ValueError(f"quantize_: group={group} is for one recipe; by layer, write for instance 'nf4:group{group}'")
-    chosen = plan(recipe if group is None else find_recipe(recipe, group=group))
+    chosen = layer_recipes(recipe if group is None else find_recipe(recipe, group=group))
     for one in chosen.recipes:
         refuse_beyond(one, "quantize_", ("output.a",), scale=("static",), transform=("hadamard",))
         refuse_beyond(one, "quantize_", ("output.b",), transform=("hadamard",))

@@ -14,9 +14,9 @@ from lowbit.convert.adapters import Adapter, find
 from lowbit.models.check import check_model
 from lowbit.models.names import is_inside, last_match, matches, patterns_in, plain_name, spells, unmatched
 from lowbit.models.ties import paths
-from lowbit.named import did_you_mean
+from lowbit.name_tables import did_you_mean
 from lowbit.nn.base import KINDS, full_name, kind
-from lowbit.recipes import Pattern, Plan, Recipe
+from lowbit.recipes import LayerRecipes, Pattern, Recipe
 from lowbit.report import left_lines
 
 __all__ = [
@@ -89,7 +89,7 @@ class _Candidate(NamedTuple):
 def select(
     model: nn.Module,
     judge: Judge,
-    plan: Plan | None = None,
+    plan: LayerRecipes | None = None,
     skip: Skip = (),
     protect: Callable[[str, nn.Module], Protection | None] = lambda name, module: None,
 ) -> Selection:
@@ -157,12 +157,12 @@ def _candidates(names: dict[int, list[str]], modules: dict[int, nn.Module], judg
             yield _Candidate(names[key], module, verdict)
 
 
-def recipe_for(plan: Plan, path: str, module: nn.Module) -> Recipe | None:
+def recipe_for(plan: LayerRecipes, path: str, module: nn.Module) -> Recipe | None:
     """The recipe that ``plan`` has for the layer at ``path``; None: it is left as it is."""
     return last_match(plan.patterns, plain_name(path), module)
 
 
-def _one_recipe(plan: Plan, names: list[str], module: nn.Module) -> Recipe | None:
+def _one_recipe(plan: LayerRecipes, names: list[str], module: nn.Module) -> Recipe | None:
     """The recipe of a module with these names. Raises ValueError where two names ask for two recipes."""
     recipes = {name: recipe_for(plan, name, module) for name in names}
     if any(recipe is None for recipe in recipes.values()):

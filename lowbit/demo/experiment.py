@@ -27,11 +27,11 @@ from lowbit.demo.explain import Held
 from lowbit.demo.gpt import GPT, GPTConfig, generate
 from lowbit.demo.loop import SHARED_STATE, STATE, Trainer
 from lowbit.demo.step import evaluate
-from lowbit.demo.torchrun import WAYS
+from lowbit.demo.torchrun import STRATEGIES
 from lowbit.distributed.checkpoint import remove
 from lowbit.files import read_json, shown, write_json
 from lowbit.optim.shards import whole
-from lowbit.plan import Plan
+from lowbit.plan import TrainingPlan
 from lowbit.recipes import RECIPES
 from lowbit.recipes import recipe as find_recipe
 from lowbit.serialize import load_model, save_model
@@ -41,7 +41,7 @@ from lowbit.train import prepare_
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["INFERENCE_RECIPES", "Measurement", "Settings", "measure_recipes", "trainers"]
+__all__ = ["INFERENCE_RECIPES", "Measurement", "RunSettings", "measure_recipes", "trainers"]
 
 #: By what it multiplies, the first of the named recipes that need no data: some that train are deployed as another.
 _DEPLOYED = {row.output: row for row in reversed(RECIPES.values()) if row.dynamic}
@@ -56,7 +56,12 @@ INFERENCE_RECIPES = tuple(
 
 #: Settings that a run with a plan is without, and those that one on several processes is, with the row that says why.
 _UNPLANNED = {"checkpointing": "checkpointing memory", "tail": "tail memory", "watch": "watch memory"}
-_UNSHARED = {"memory": "memory way", "tail": "tail way", "watch": "watch way", "profile_memory": "profile way"}
+_UNSHARED = {
+    "memory": "memory strategy",
+    "tail": "tail strategy",
+    "watch": "watch strategy",
+    "profile_memory": "profile strategy",
+}
 
 PROMPT = "This module provides"
 SAMPLE_TOKENS, TEMPERATURE = 120, 0.6
@@ -64,15 +69,15 @@ SPEED_TURNS, SPEED_TOKENS, WARM_UP_TOKENS = 40, 12, 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class RunSettings:
     """All that a demo run depends on. Runs differ in precision, and in what ``of`` sets for each.
 
     ``optimizer``: of every run; None is AdamW with states in fp32 for floats, of 8 bits for recipes. ``watch``: steps
     from one look at the casts of recipes' runs to the next; 0: none. ``profile_memory``: profile one step of each run.
     ``memory``: the budget of a step, a size or a share, for which each run has a plan; None: no plan.
-    ``way``: of ``lowbit.distributed``, by which the processes that torchrun started train together; None: one process.
-    Raises: ValueError for an unknown way, optimizer or recipe, a precision that is no recipe that trains, for what no
-    plan knows of beside ``memory``, and for what is of one process beside ``way``.
+    ``strategy``: of ``lowbit.distributed``, by which the processes that torchrun started train together; None: one
+    process. Raises: ValueError for an unknown way, optimizer or recipe, a precision that is no recipe that trains, for
+    what no plan knows of beside ``memory``, and for what is of one process beside ``strategy``.
     """
 
     model: GPTConfig = field(default_factory=GPTConfig)
@@ -84,12 +89,12 @@ class Settings:
     watch: int = 0
     profile_memory: bool = False
     memory: str | None = None
-    way: str | None = None
+    strategy: str | None = None
 
     def __post_init__(self) -> None:
-        if self.way is not None and self.way not in WAYS:
-            raise ValueError(f"way must be one of {', '.join(WAYS)}, got {shown(self.way)}")
-        for name, pair in _UNSHARED.items() if self.way is not None else ():
+        if self.strategy is not None and self.strategy not in STRATEGIES:
+            raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {shown(self.strategy)}")
+        for name, pair in _UNSHARED.items() if self.strategy is not None else ():
             if getattr(self, name, None) or getattr(self.train, name, None):
                 raise ValueError(refusal(pair, "train"))
         if not (self.data is None or isinstance(self.data, str)):
@@ -117,7 +122,7 @@ class Settings:
         write_json(directory / "settings.json", asdict(self))
 
     @classmethod
-    def load(cls, directory: Path) -> Settings:
+    def load(cls, directory: Path) -> RunSettings:
         """The settings of the run in ``directory``. Raises: FileNotFoundError, ValueError."""
         path = directory / "settings.json"
         if not path.exists():
@@ -134,7 +139,7 @@ class Settings:
                 watch=saved["watch"],
                 profile_memory=saved["profile_memory"],
                 memory=saved.get("memory"),
-                way=saved.get("way"),
+                strategy=saved.get("strategy"),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -144,7 +149,7 @@ class Settings:
     def corpus(self) -> Corpus:
         return Corpus.load(Path(self.data) if self.data else None, self.model.vocab)
 
-    def of(self, precision: str, plan: Plan | None = None) -> TrainConfig:
+    def of(self, precision: str, plan: TrainingPlan | None = None) -> TrainConfig:
         """A run's configuration: the same seed, batches and checkpointing. A recipe's run has states of 8 bits, and
         compressed activations where ``train`` has them. Of a run with a plan the states are those of the plan.
         """
@@ -175,36 +180,40 @@ def remove_state(directory: Path, precision: str) -> None:
     remove(of_several)
 
 
-def model_of(settings: Settings, corpus: Corpus) -> GPT:
+def model_of(settings: RunSettings, corpus: Corpus) -> GPT:
     """The model that every run begins with."""
     return GPT(replace(settings.model, vocab=corpus.tokenizer.get_vocab_size()), seed=settings.train.seed)
 
 
 def trainers(
-    settings: Settings, corpus: Corpus, directory: Path, resume: bool, plans: Mapping[str, Plan] | None = None
+    settings: RunSettings,
+    corpus: Corpus,
+    directory: Path,
+    resume: bool,
+    plans: Mapping[str, TrainingPlan] | None = None,
 ) -> Iterator[Trainer]:
     """A trainer for each precision, by its plan where it has one, at its saved state when resuming and one is there."""
     for precision in settings.precisions:
         plan = None if plans is None else plans[precision]
         trainer = Trainer(
             model_of(settings, corpus), corpus, settings.of(precision, plan), run_path(directory, precision),
-            settings.watch, settings.profile_memory, plan, settings.way,
+            settings.watch, settings.profile_memory, plan, settings.strategy,
         )  # fmt: skip
         if resume and trainer.saved:
             trainer.load()
         yield trainer
 
 
-def check(settings: Settings, corpus: Corpus, directory: Path) -> None:
+def check(settings: RunSettings, corpus: Corpus, directory: Path) -> None:
     """Meet before training, and before anything is written, what would end a run later.
 
     Raises: ValueError for a text too short for the context, a context too short for the sample, or a model that a
     recipe cannot train.
     """
     context = settings.train.context
-    if settings.way is not None:
+    if settings.strategy is not None:
         torchrun.share(settings.train.batch)
-    for trainer in trainers(replace(settings, way=None), corpus, directory, resume=False):
+    for trainer in trainers(replace(settings, strategy=None), corpus, directory, resume=False):
         corpus.batch(0, 1, context, trainer.config.seed)
     needed = len(corpus.tokenizer.encode(PROMPT).ids) + WARM_UP_TOKENS + 1
     if context < needed:
@@ -262,7 +271,7 @@ def plain_copy(trained: GPT) -> GPT:
 
 
 def measure_recipes(
-    trained: GPT, corpus: Corpus, windows: torch.Tensor, settings: Settings, on_row: Callable[[str], None]
+    trained: GPT, corpus: Corpus, windows: torch.Tensor, settings: RunSettings, on_row: Callable[[str], None]
 ) -> list[Measurement]:
     """The trained model in fp32 and in bf16, then with each recipe (its other weights as ``settings`` says).
 
@@ -311,7 +320,7 @@ def generation_speeds(models: dict[str, GPT], prompt: torch.Tensor) -> dict[str,
 
 
 def as_json(
-    settings: Settings, corpus: Corpus, runs: list[Trainer], rows: list[Measurement], memory: list[Held]
+    settings: RunSettings, corpus: Corpus, runs: list[Trainer], rows: list[Measurement], memory: list[Held]
 ) -> dict[str, Any]:
     """The numbers of the report, for programs."""
     return {

@@ -29,14 +29,13 @@ from lowbit.demo.config import FLOATS, OUTSIDE, TrainConfig
 from lowbit.demo.data import Corpus
 from lowbit.demo.optimizers import find
 from lowbit.demo.step import arrange_, evaluate, loss_of, optimizer_of, update
+from lowbit.dist_utils import everywhere, gathered, processes
 from lowbit.distributed.checkpoint import saved
 from lowbit.files import read_checked, write_checked
 from lowbit.memory.profiler import Profile, profile
-from lowbit.notice import warn
 from lowbit.optim import offload_
-from lowbit.plan import Plan
-from lowbit.plan.settings import Settings, elsewhere, prepare_model_
-from lowbit.processes import everywhere, gathered, processes
+from lowbit.plan import TrainingPlan
+from lowbit.plan.settings import TrainingSettings, elsewhere, prepare_model_
 from lowbit.train import (
     LossScaler,
     convert_,
@@ -46,6 +45,7 @@ from lowbit.train import (
     watch,
 )
 from lowbit.train.micro_batches import micro_batches
+from lowbit.user_warnings import warn
 
 __all__ = [
     "FLOATS",
@@ -124,8 +124,8 @@ class Trainer:
     ``profile_memory``: profile the step ``PROFILED``, which changes no bit either; ``memory`` is the profile then.
     ``plan``: checkpoints, parts of a batch and the place of states, which ``config`` says nothing of; its step is
     profiled too.
-    ``way``: the way of ``lowbit.distributed`` in which the processes of the group train, each on its share of every
-    batch; None: one process. Of a run with a way the state is one of all processes, in a directory.
+    ``strategy``: the way of ``lowbit.distributed`` in which the processes of the group train, each on its share of
+    every batch; None: one process. Of a run with a way the state is one of all processes, in a directory.
     """
 
     def __init__(
@@ -136,14 +136,14 @@ class Trainer:
         directory: Path,
         every: int = 0,
         profile_memory: bool = False,
-        plan: Plan | None = None,
-        way: str | None = None,
+        plan: TrainingPlan | None = None,
+        strategy: str | None = None,
     ) -> None:
-        self.model, self.corpus, self.config, self.plan, self.way = model, corpus, config, plan, way
-        self.path, self._directory = directory / (STATE if way is None else SHARED_STATE), str(directory)
-        self._waits = torchrun.Waits("", "", "") if way is None else torchrun.WAITS[way]
-        self._share = slice(None) if way is None else torchrun.share(config.batch)
-        self._settings = Settings() if plan is None else plan.settings
+        self.model, self.corpus, self.config, self.plan, self.strategy = model, corpus, config, plan, strategy
+        self.path, self._directory = directory / (STATE if strategy is None else SHARED_STATE), str(directory)
+        self._waits = torchrun.Waits("", "", "") if strategy is None else torchrun.WAITS[strategy]
+        self._share = slice(None) if strategy is None else torchrun.share(config.batch)
+        self._settings = TrainingSettings() if plan is None else plan.settings
         self.prepared = arrange_(model, config)
         prepare_model_(model, self._settings)
         self.optimizer = optimizer_of(model, config)
@@ -151,9 +151,9 @@ class Trainer:
             offload_(self.optimizer, self._directory)
         #: What forward calls: the model, or what wraps it.
         self._called = model
-        if way is not None:
+        if strategy is not None:
             with torchrun.waiting("the broadcast of parameters"):
-                self._called, self.optimizer = distributed.shard_(model, self.optimizer, way)
+                self._called, self.optimizer = distributed.shard_(model, self.optimizer, strategy)
         self.scaler = LossScaler(enabled=config.floats == "fp16")
         #: What moves the training state of a recipe on; None where the run has no recipe, or not any more.
         self.attached = None if config.recipe is None else state(model).attach(self.optimizer)
@@ -171,14 +171,14 @@ class Trainer:
 
     def _waiting(self, what: str) -> AbstractContextManager[None]:
         """Within, a process that is lost ends the run with what it was needed for and what is saved."""
-        if self.way is None or not what:
+        if self.strategy is None or not what:
             return nullcontext()
         left = f"{self._saved_step} steps are saved in {self.path}" if self._saved_step else "no step is saved yet"
         return torchrun.waiting(f"{what} in step {self.step}", f"{left}; ")
 
     def _anywhere(self, stopped: bool) -> bool:
         """Whether a signal has come to any process: all end after the same step."""
-        if self.way is None:
+        if self.strategy is None:
             return stopped
         with self._waiting("the all-reduce that agrees on going on"):
             return not everywhere(not stopped)
@@ -235,7 +235,7 @@ class Trainer:
             return scaled
 
         with elsewhere(self._settings, self._directory):
-            parts = micro_batches((inputs_BT, targets_BT), self._settings.micro)
+            parts = micro_batches((inputs_BT, targets_BT), self._settings.micro_batches)
             losses = [self._backward(inputs, targets, weight) for (inputs, targets), weight in parts]
         self.history.train.append(self._mean(sum(losses)))
         if config.floats != "fp16" and not math.isfinite(self.history.train[-1]):  # before it spoils the weights
@@ -266,7 +266,7 @@ class Trainer:
 
     def _mean(self, loss: float) -> float:
         """The loss of the whole batch, whose processes have equal shares."""
-        if self.way is None:
+        if self.strategy is None:
             return loss
         with self._waiting("the all-gather of losses"):
             losses = gathered(torch.tensor(loss, dtype=torch.float64))
@@ -277,7 +277,7 @@ class Trainer:
         of it, so that none waits for another.
         """
         with self._waiting(self._waits.forward):
-            return evaluate(self.model, self.windows, -(-self.config.batch // self._settings.micro))
+            return evaluate(self.model, self.windows, -(-self.config.batch // self._settings.micro_batches))
 
     def _fail(self, what: str, again: Callable[[], Any]) -> NoReturn:
         """Raise FloatingPointError, with what is the first to be not finite when ``again`` computes it once more."""
@@ -290,7 +290,7 @@ class Trainer:
 
     def _find_nonfinite(self, again: Callable[[], Any]) -> object:
         """What ``again`` finds, in the first process where it finds something."""
-        if self.way is not None and distributed.WAYS[self.way].gathered:
+        if self.strategy is not None and distributed.STRATEGIES[self.strategy].gathered:
             return None  # the search ends in the middle of a step, and the other processes would wait for the rest
         found: list[object] = [find_nonfinite(self.model, again)]
         if processes() > 1:
@@ -310,7 +310,7 @@ class Trainer:
 
         Raises: OSError, for a full disk say, which tells what remains and how to go on; RuntimeError with a way.
         """
-        if self.way is not None:
+        if self.strategy is not None:
             self._save_together()
             return
         state = {
@@ -364,7 +364,7 @@ class Trainer:
         Raises: FileNotFoundError when there is none; ValueError when it is damaged, of another configuration or text,
         or from before the tail that this run is in.
         """
-        if self.way is not None:
+        if self.strategy is not None:
             with self._waiting("the checkpoint"):
                 state = distributed.load(self.path, self._called, self.optimizer, scaler=self.scaler)
             self._check(state)
@@ -390,7 +390,7 @@ class Trainer:
 
     def _check(self, state: dict[str, Any]) -> None:
         """Raises ValueError for a state of another run."""
-        was = {**asdict(Settings()), **state.get("plan", {}), **state["config"]}
+        was = {**asdict(TrainingSettings()), **state.get("plan", {}), **state["config"]}
         now = {**asdict(self._settings), **asdict(self.config)}
         changed = [f"{k} {was.get(k)} -> {now[k]}" for k in now if was.get(k) != now[k]]
         if changed:

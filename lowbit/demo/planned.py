@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit.demo.data import Corpus
-from lowbit.demo.experiment import Settings, model_of, run_path
+from lowbit.demo.experiment import RunSettings, model_of, run_path
 from lowbit.demo.loop import Trainer
 from lowbit.demo.step import arrange_
 from lowbit.optim.names import OPTIMIZERS
-from lowbit.plan import TECHNIQUES, Plan, fit
+from lowbit.plan import TECHNIQUES, TrainingPlan, fit
 from lowbit.plan.fitting.choices import words
 from lowbit.progress import Progress
 from lowbit.sizes import amount
@@ -38,8 +38,8 @@ _FOLLOWED = {"checkpoint", "bits", "offload_states", "offload_activations"}
 
 
 def plans(
-    settings: Settings, corpus: Corpus, directory: Path | None, progress: Progress = lambda what, done, total: None
-) -> dict[str, Plan]:
+    settings: RunSettings, corpus: Corpus, directory: Path | None, progress: Progress = lambda what, done, total: None
+) -> dict[str, TrainingPlan]:
     """By precision a plan within ``settings.memory``; those that ``directory`` has are taken from there.
 
     Raises: ValueError where nothing fits, for an optimizer that no plan chooses, and for a file that holds no plan.
@@ -48,13 +48,13 @@ def plans(
     for precision in settings.precisions:
         path = None if directory is None else path_of(directory, precision)
         if path is not None and path.exists():
-            found[precision] = Plan.load(path)
+            found[precision] = TrainingPlan.load(path)
         else:
             found[precision] = _plan(settings, corpus, precision, partial(_named, progress, precision))
     return found
 
 
-def save(made: Mapping[str, Plan], directory: Path) -> None:
+def save(made: Mapping[str, TrainingPlan], directory: Path) -> None:
     """Write each plan into its run's directory."""
     for precision, plan in made.items():
         path = path_of(directory, precision)
@@ -80,7 +80,7 @@ def written(runs: Sequence[Trainer]) -> list[tuple[str, ...]]:
     ]  # fmt: skip
 
 
-def _plan(settings: Settings, corpus: Corpus, precision: str, progress: Progress) -> Plan:
+def _plan(settings: RunSettings, corpus: Corpus, precision: str, progress: Progress) -> TrainingPlan:
     assert settings.memory is not None
     config, model = settings.of(precision), model_of(settings, corpus)
     arrange_(model, config)

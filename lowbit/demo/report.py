@@ -14,7 +14,7 @@ from lowbit.backends.cpu import processor
 from lowbit.demo import explain, planned
 from lowbit.demo.config import FLOATS
 from lowbit.demo.data import Corpus
-from lowbit.demo.experiment import Measurement, Settings, as_json, run_path
+from lowbit.demo.experiment import Measurement, RunSettings, as_json, run_path
 from lowbit.demo.explain import Held
 from lowbit.demo.loop import Trainer
 from lowbit.files import write_atomically
@@ -45,7 +45,7 @@ _BARS = ("#2f6fde", "#e08e0b", "#1c9a86")
 
 def write(
     directory: Path,
-    settings: Settings,
+    settings: RunSettings,
     corpus: Corpus,
     runs: list[Trainer],
     rows: list[Measurement],
@@ -109,7 +109,7 @@ def bits_per_byte(loss: float, corpus: Corpus) -> float:
 
 # -- text ------------------------------------------------------------------------------------------------------------
 def _markdown(
-    settings: Settings,
+    settings: RunSettings,
     corpus: Corpus,
     runs: list[Trainer],
     rows: list[Measurement],

@@ -18,12 +18,12 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from lowbit.processes import processes
+from lowbit.dist_utils import processes
 
 __all__ = [
+    "STRATEGIES",
     "TIMEOUT",
     "WAITS",
-    "WAYS",
     "Lost",
     "Waits",
     "command",
@@ -66,7 +66,7 @@ WAITS = {
 }
 
 #: The ways of ``lowbit.distributed`` that a run can have.
-WAYS = tuple(WAITS)
+STRATEGIES = tuple(WAITS)
 
 
 class Lost(RuntimeError):

@@ -6,10 +6,18 @@ See docs/distributed.md.
 from lowbit.distributed.all_gather import all_gather_
 from lowbit.distributed.checkpoint import load, save
 from lowbit.distributed.hooks import compress_gradients_, order_gradients_
+from lowbit.distributed.strategies import STRATEGIES, Strategy, shard_
 from lowbit.distributed.traffic_meter import Traffic, traffic
-from lowbit.distributed.ways import WAYS, Way, shard_
 
 __all__ = [
-    "WAYS", "Traffic", "Way", "all_gather_", "compress_gradients_", "load", "order_gradients_", "save", "shard_",
+    "STRATEGIES",
+    "Strategy",
+    "Traffic",
+    "all_gather_",
+    "compress_gradients_",
+    "load",
+    "order_gradients_",
+    "save",
+    "shard_",
     "traffic",
 ]  # fmt: skip

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowbit.autograd import transformed
-from lowbit.calls import call
 from lowbit.convert.adapters import find
 from lowbit.convert.select import DEFAULT_SKIP, Skip, Verdict, nothing_found, plain_layers, select
+from lowbit.dist_utils import gather_flat, processes
 from lowbit.functional import quantize
 from lowbit.models.ties import Holder, holders
-from lowbit.named import did_you_mean
+from lowbit.name_tables import did_you_mean
 from lowbit.nn.base import kind as kind_of
+from lowbit.op_calls import call
 from lowbit.optim.shards import is_dtensor
-from lowbit.processes import gather_flat, processes
 from lowbit.recipes import Cast
 from lowbit.report import Report, report_on
 from lowbit.scaling import SHORT_NAMES, SHORT_NAMES_8BIT, Scheme, scheme_8bit

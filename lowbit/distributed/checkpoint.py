@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_into
 from torch.distributed.checkpoint.state_dict_saver import save as save_from
 
-from lowbit import notice
+from lowbit import user_warnings
+from lowbit.dist_utils import processes
 from lowbit.distributed import stored
 from lowbit.distributed.parameters import set_states, unwrapped
 from lowbit.distributed.zero import SHARES, Shares
 from lowbit.optim.plain import without_hooks
-from lowbit.processes import processes
 
 __all__ = ["load", "remove", "save", "saved"]
 
@@ -169,7 +169,7 @@ def _match(states: dict[str, Any], tensors: frozenset[str], target: Path) -> Non
     for name in states.keys() - owners:
         del states[name]
     if lost:
-        notice.warn(
+        user_warnings.warn(
             f"distributed.load: {target} has states of {len(lost)} parameters that the optimizer does not have "
             f"({', '.join(sorted(lost)[:3])}); they are left out. To load them, make the optimizer of those parameters "
             f"too, frozen ones as well"

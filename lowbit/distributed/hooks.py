@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lowbit.dist_utils import gather_flat
 from lowbit.functional import quantize
 from lowbit.ops.spec import as_rows
-from lowbit.processes import gather_flat
 from lowbit.scaling import Scheme, scheme_8bit
-from lowbit.storage.places import side_stream
+from lowbit.storage.targets import side_stream
 from lowbit.tensor.quantized import Quantized
 
 __all__ = ["compress_gradients_", "order_gradients_"]

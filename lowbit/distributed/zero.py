@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from lowbit.dist_utils import gather_flat
 from lowbit.distributed.parameters import begin_with, named, states_of, tree_of
 from lowbit.optim.plain import WeakMethod, plain_step, replace_step_, require_own_step
-from lowbit.processes import gather_flat
 
 __all__ = ["BUCKET_BYTES", "SHARES", "Shares", "share_states_"]
 

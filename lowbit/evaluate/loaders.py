@@ -88,7 +88,7 @@ def demo_gpt(directory: Path, wanted: Wanted) -> Loaded:
     if wanted.text is not None:
         tokens, origin = tokenizer.encode(data.read(wanted.text)).ids, wanted.text.name
     elif (directory.parent / "settings.json").exists():
-        corpus = experiment.Settings.load(directory.parent).corpus()
+        corpus = experiment.RunSettings.load(directory.parent).corpus()
         training = wanted.part == "calibration"
         tokens, origin = (corpus.train if training else corpus.held_out).tolist(), f"held out of {corpus.origin}"
     else:

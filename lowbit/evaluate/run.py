@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import lowbit as lb
 from lowbit._version import __version__
 from lowbit.calibrate.choice import choose
-from lowbit.datafree import default_rule
+from lowbit.datafree import default_data_free
 from lowbit.evaluate.cell import FLOATS, OUTPUTS, PACKED, PLAIN, REFERENCE, Request, calibrated
 from lowbit.evaluate.data import Wanted, require
 from lowbit.evaluate.models import Model, fingerprint, sha256
@@ -168,7 +168,7 @@ def cells_of(
 
 def default_of(recipe: str) -> str:
     """The rule by which rows of a recipe without a method are quantized."""
-    return default_rule(find_recipe(recipe).weight).name
+    return default_data_free(find_recipe(recipe).weight).name
 
 
 def _repeats(method: str, recipe: str) -> bool:

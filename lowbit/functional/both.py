@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lowbit.calls import call
 from lowbit.functional.quantizers import quantize
 from lowbit.functional.rotation import by_kernel, signed_hadamard
+from lowbit.op_calls import call
 from lowbit.rounding import Rounding
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Quantized

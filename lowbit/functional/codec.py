@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lowbit import formats
-from lowbit.calls import call, fill
 from lowbit.functional.arguments import random_bits
+from lowbit.op_calls import call, fill
 from lowbit.rounding import Rounding
 
 

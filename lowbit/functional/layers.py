@@ -7,10 +7,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lowbit.calls import call, fill
 from lowbit.functional.arguments import refuse_grad_of_out, refuse_tangents
 from lowbit.functional.quantizers import quantize
 from lowbit.functional.scales import given_scales
+from lowbit.op_calls import call, fill
 from lowbit.scaling import Scheme
 from lowbit.scaling import scheme as find_scheme
 from lowbit.tensor.quantized import Quantized

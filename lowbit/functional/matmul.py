@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.calls import call, fill
 from lowbit.functional.arguments import refuse_grad_of_out, refuse_tangents
 from lowbit.functional.quantizers import quantize
+from lowbit.op_calls import call, fill
 from lowbit.ops.spec import as_rows
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Quantized

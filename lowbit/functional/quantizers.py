@@ -7,10 +7,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from lowbit.calls import call, fill
 from lowbit.functional.arguments import random_bits, refuse_tangents
 from lowbit.functional.rotation import by_kernel
 from lowbit.functional.scales import given_scales
+from lowbit.op_calls import call, fill
 from lowbit.ops.quantize import products
 from lowbit.rounding import Rounding
 from lowbit.scaling import Scheme

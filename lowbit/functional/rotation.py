@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowbit import reference
 from lowbit.autograd import transformed
-from lowbit.calls import call
+from lowbit.op_calls import call
 from lowbit.ops.spec import FLOATS
 
 __all__ = ["by_kernel", "hadamard", "signed_hadamard"]

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lowbit import reference
-from lowbit.calls import call
 from lowbit.functional.codec import decode, encode
+from lowbit.op_calls import call
 from lowbit.scaling import Scheme, as_matrix
 from lowbit.tensor.quantized import scale_dtype, zero_dtype
 from lowbit.torch_private import is_fake

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from lowbit.backends.dispatch import no_onnx
-from lowbit.calls import OVERLOADS
+from lowbit.op_calls import OVERLOADS
 
 __all__ = ["refuse_ops"]
 

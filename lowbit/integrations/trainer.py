@@ -21,9 +21,9 @@ from transformers import TrainerCallback, TrainingArguments
 from lowbit.models.wrap import Wrapper, wrap
 from lowbit.optim import offload_
 from lowbit.optim.offload import OFFLOADED
-from lowbit.plan import Plan
-from lowbit.plan.settings import Settings, elsewhere, optimizer_class, prepare_model_
-from lowbit.plan.techniques import WAY, in_use
+from lowbit.plan import TrainingPlan
+from lowbit.plan.settings import TrainingSettings, elsewhere, optimizer_class, prepare_model_
+from lowbit.plan.techniques import STRATEGY, in_use
 
 __all__ = ["RequireSharding", "plan_arguments"]
 
@@ -31,7 +31,7 @@ __all__ = ["RequireSharding", "plan_arguments"]
 class Refusal(NamedTuple):
     """What Trainer cannot do by a plan: ``asked(args, settings)`` says whether it is asked for."""
 
-    asked: Callable[[Any, Settings], Any]
+    asked: Callable[[Any, TrainingSettings], Any]
     what: str
     remedy: str
 
@@ -43,7 +43,7 @@ REFUSALS = (
             "a plan is one of whole parameters; leave them out, or train by lowbit.optim and lowbit.memory yourself"),
     Refusal(lambda args, _: args.n_gpu > 1, "several GPUs in one process",
             "a plan is one of a single device; start one process a GPU with torchrun, or set CUDA_VISIBLE_DEVICES"),
-    Refusal(lambda args, settings: args.fp16 or (args.bf16 and settings.mixed != "bf16"), "its own mixed precision",
+    Refusal(lambda args, settings: args.fp16 or (args.bf16 and settings.precision != "bf16"), "its own mixed precision",
             "the plan says what is computed in what; leave out fp16 and bf16, or plan with require=('bf16',)"),
     Refusal(lambda args, _: args.auto_find_batch_size, "auto_find_batch_size",
             "the plan says in how many parts a batch is taken; leave it out"),
@@ -54,7 +54,7 @@ REFUSALS = (
 
 
 def plan_arguments(
-    plan: Plan, args: TrainingArguments, *, callbacks: Iterable[Any] = (), directory: str | Path | None = None
+    plan: TrainingPlan, args: TrainingArguments, *, callbacks: Iterable[Any] = (), directory: str | Path | None = None
 ) -> dict[str, Any]:
     """The keyword arguments that make transformers' Trainer train by ``plan``: ``args``, ``callbacks``, and
     ``optimizer_cls_and_kwargs``.
@@ -75,7 +75,7 @@ def plan_arguments(
     settings = plan.settings
     for dimension, technique in in_use(settings).items():
         if technique.acts == "placement":
-            instead = "gpus=1" if dimension == WAY else f"exclude=({technique.name!r},)"
+            instead = "gpus=1" if dimension == STRATEGY else f"exclude=({technique.name!r},)"
             raise ValueError(
                 f"trainer.plan_arguments: the plan has {technique.name!r} ({technique.about}), which plan.apply_ "
                 f"does and Trainer does not, since it places the model itself; plan with {instead}"
@@ -86,7 +86,7 @@ def plan_arguments(
                 f"trainer.plan_arguments: args ask for {row.what}, which does not go with a plan: {row.remedy}"
             )
     rows = args.per_device_train_batch_size
-    parts = next((count for count in range(settings.micro, rows) if rows % count == 0), rows)
+    parts = next((count for count in range(settings.micro_batches, rows) if rows % count == 0), rows)
     changed = copy.copy(args)
     changed.per_device_train_batch_size = rows // parts
     changed.gradient_accumulation_steps = args.gradient_accumulation_steps * parts
@@ -143,7 +143,7 @@ def _require_sharding(model: Any) -> None:
 class _ByPlan(TrainerCallback):  # type: ignore[misc]
     """Prepares the model that Trainer is given, and places the states of the optimizer that it makes."""
 
-    def __init__(self, plan: Plan, directory: str | Path | None) -> None:
+    def __init__(self, plan: TrainingPlan, directory: str | Path | None) -> None:
         self._identity, self._settings, self._directory = plan.identity, plan.settings, directory
         self._model: weakref.ref[nn.Module] | None = None
 
@@ -191,7 +191,7 @@ class _ByPlan(TrainerCallback):  # type: ignore[misc]
 class _Offloading(Wrapper):
     """The model with its activations elsewhere."""
 
-    settings: Settings
+    settings: TrainingSettings
     where: str
 
     def __call__(self, module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:

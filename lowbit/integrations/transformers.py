@@ -30,7 +30,7 @@ from lowbit.models.names import patterns_in, written
 from lowbit.models.ties import paths, storage
 from lowbit.nn.experts import stack_experts_
 from lowbit.nn.linear import INPUT_PARTS, PARTS
-from lowbit.recipes import Plan, Recipe, plan, refuse_beyond
+from lowbit.recipes import LayerRecipes, Recipe, layer_recipes, refuse_beyond
 from lowbit.serialize.huggingface import placeholders
 from lowbit.tensor.quantized import Quantized
 
@@ -63,7 +63,7 @@ class LowbitConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     def __init__(
         self,
-        recipe: str | Recipe | Plan | Mapping[Any, str | Recipe | None] | None = None,
+        recipe: str | Recipe | LayerRecipes | Mapping[Any, str | Recipe | None] | None = None,
         skip: Skip = DEFAULT_SKIP,
         *,
         modules_to_not_convert: Skip | None = None,
@@ -76,7 +76,7 @@ class LowbitConfig(QuantizationConfigMixin):  # type: ignore[misc]
                 raise ValueError("LowbitConfig: skip and modules_to_not_convert are one and the same; give one of them")
             skip = modules_to_not_convert
         self.quant_method = METHOD
-        self.plan = None if recipe is None else plan(recipe)
+        self.plan = None if recipe is None else layer_recipes(recipe)
         for one in () if self.plan is None else self.plan.recipes:
             refuse_beyond(one, "LowbitConfig", ("output.a", "output.b"))
         self.skip = patterns_in(skip, "skip")
@@ -135,7 +135,7 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
 class _Loading:
     """The layers of one model that are to be quantized while it loads, each as soon as its tensors are there."""
 
-    def __init__(self, model: Any, plan: Plan, skip: Skip) -> None:
+    def __init__(self, model: Any, plan: LayerRecipes, skip: Skip) -> None:
         self.model, self.maker = model, QuantMaker(model, Ruled())
         tied = model.all_tied_weights_keys
         for name, source in tied.items():  # as transformers does once they are loaded

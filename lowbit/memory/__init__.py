@@ -13,7 +13,7 @@ from lowbit.memory.estimator import Estimate
 from lowbit.memory.measure import allocated_peak, saved_bytes
 from lowbit.memory.profiler import Leak, Profile, Snapshot, profile
 from lowbit.memory.rss import peak_bytes, reset_peak
-from lowbit.memory.usage import Moment, Usage
+from lowbit.memory.usage import MemoryEvent, Usage
 from lowbit.models import find_blocks
 from lowbit.models.losses import usual_loss
 
@@ -37,7 +37,7 @@ __all__ = [
     "CheckpointPlan",
     "Estimate",
     "Leak",
-    "Moment",
+    "MemoryEvent",
     "Profile",
     "Snapshot",
     "Usage",

@@ -248,9 +248,10 @@ def profile(
 ) -> Profile:
     """Profile the memory of what runs within ``with memory.profile(model) as p:``, or of ``step(batch)``.
 
-    Afterwards ``p.peak_bytes``, ``p.by_kind``, ``p.by_layer``, ``p.by_phase``, ``p.moment`` and ``p.timeline`` say what
-    was held, ``print(p)`` shows it, ``p.plot(path)`` draws it, ``p.save(path)`` writes JSON; ``p.leaks()`` names lines
-    whose tensors pile up. Within, ``p.snapshot(name)`` notes what is held and ``p.reset_peak()`` starts the peak again.
+    Afterwards ``p.peak_bytes``, ``p.by_kind``, ``p.by_layer``, ``p.by_phase``, ``p.peak_event`` and ``p.timeline`` say
+    what was held, ``print(p)`` shows it, ``p.plot(path)`` draws it, ``p.save(path)`` writes JSON; ``p.leaks()`` names
+    lines whose tensors pile up. Within, ``p.snapshot(name)`` notes what is held and ``p.reset_peak()`` starts the peak
+    again.
 
     Sizes are those of torch's allocator on ``device`` (where the parameters are, unless given), scratch memory of
     kernels included that is allocated through it. The process itself holds more: malloc rounds up, libraries have their

@@ -21,7 +21,7 @@ from lowbit.tables import aligned
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Holding", "Moment", "Usage", "kinds_of"]
+__all__ = ["Holding", "MemoryEvent", "Usage", "kinds_of"]
 
 _COLORS = {
     "parameters": "#2f6fde", "buffers": "#9aa5b1", "gradients": "#e08e0b", "optimizer state": "#862e9c",
@@ -50,7 +50,7 @@ class Holding(NamedTuple):
     died: float
 
 
-class Moment(NamedTuple):
+class MemoryEvent(NamedTuple):
     """A moment of training: ``bytes`` are the most that were held while ``op``, of ``layer``, ran."""
 
     bytes: int
@@ -152,18 +152,18 @@ class Usage:
         }
 
     @property
-    def moment(self) -> Moment:
+    def peak_event(self) -> MemoryEvent:
         """When the peak was: the phase, the layer and the op that ran."""
         index = int(np.searchsorted(self._times, self._peak_time, side="right")) - 1
         op = self._ops[index] if 0 <= index < len(self._ops) else Op("none", OUTSIDE, "forward")
-        return Moment(self.peak_bytes, op.phase, op.layer, op.name)
+        return MemoryEvent(self.peak_bytes, op.phase, op.layer, op.name)
 
     @property
-    def timeline(self) -> list[Moment]:
+    def timeline(self) -> list[MemoryEvent]:
         """Every op in order, with the most bytes held while it ran."""
         first = self._since
         return [
-            Moment(int(size), op.phase, op.layer, op.name)
+            MemoryEvent(int(size), op.phase, op.layer, op.name)
             for size, op in zip(self._peaks[first:], self._ops[first:], strict=True)
         ]
 
@@ -171,15 +171,15 @@ class Usage:
     def by_phase(self) -> dict[str, int]:
         """The peak of each phase: forward, recomputation, backward, step."""
         peaks: dict[str, int] = {}
-        for moment in self.timeline:
-            peaks[moment.phase] = max(peaks.get(moment.phase, 0), moment.bytes)
+        for peak_event in self.timeline:
+            peaks[peak_event.phase] = max(peaks.get(peak_event.phase, 0), peak_event.bytes)
         return peaks
 
     # -- for people ----------------------------------------------------------------------------------------------
     def table(self, layers: int = 12) -> str:
         """The peak by kind, and the ``layers`` that hold most of it."""
         peak = self.peak_bytes
-        lines = [f"peak {amount(peak)} in {self.moment}", ""]
+        lines = [f"peak {amount(peak)} in {self.peak_event}", ""]
         phases = ", ".join(f"{phase} {amount(size)}" for phase, size in self.by_phase.items())
         kinds = [(kind, amount(size), f"{size / max(peak, 1):.0%}") for kind, size in self.by_kind.items()]
         lines += [aligned([("kind", "at the peak", ""), *kinds], (1, 2))]
@@ -198,11 +198,11 @@ class Usage:
         """Everything as plain values, for JSON."""
         return {
             "peak_bytes": self.peak_bytes,
-            "moment": self.moment._asdict(),
+            "peak_event": self.peak_event._asdict(),
             "by_kind": self.by_kind,
             "by_layer": self.by_layer,
             "by_phase": self.by_phase,
-            "timeline": [moment._asdict() for moment in self.timeline],
+            "timeline": [peak_event._asdict() for peak_event in self.timeline],
         }
 
     def save(self, path: str | Path) -> Path:
@@ -247,8 +247,8 @@ class Usage:
         timeline, peak = self.timeline, self.peak_bytes
         at = max(range(len(timeline)), key=lambda index: timeline[index].bytes, default=0)
         axes.plot(at, peak / 2**20, "v", color="#1f2933", ms=6, label=f"peak, {amount(peak)}")
-        layer = "code outside of the model" if self.moment.layer == OUTSIDE else self.moment.layer
-        where = f"{self.moment.phase} of {layer}, op {self.moment.op}"
+        layer = "code outside of the model" if self.peak_event.layer == OUTSIDE else self.peak_event.layer
+        where = f"{self.peak_event.phase} of {layer}, op {self.peak_event.op}"
         axes.set_title(f"Memory held, by kind\npeak in {where}", loc="left")
         axes.set_ylabel("memory held, MiB")
         axes.set_xlim(0, max(len(times), 1))

@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from lowbit.models.blocks import find_blocks
 
-__all__ = ["stems"]
+__all__ = ["find_input_layers"]
 
 #: A convolution of so many channels or fewer reads an image or a waveform.
 _RAW_CHANNELS = 4
@@ -17,7 +17,7 @@ _RAW_CHANNELS = 4
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def stems(model: nn.Module) -> list[nn.Module]:
+def find_input_layers(model: nn.Module) -> list[nn.Module]:
     """The layers of ``model`` that read its raw input, as far as its structure tells.
 
     These are convolutions of one to four channels; and the first layer with a weight of the model, and of each part

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["Holder", "holders", "model_bytes", "paths", "place", "storage", "tensor_bytes"]
+__all__ = ["Holder", "holders", "model_bytes", "paths", "storage", "storage_key", "tensor_bytes"]
 
 
 class Holder(NamedTuple):
@@ -44,7 +44,7 @@ def storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def place(tensor: Tensor) -> tuple[Any, ...]:
+def storage_key(tensor: Tensor) -> tuple[Any, ...]:
     """Which numbers of its storage a tensor is, and how it reads them: one place, one tensor."""
     return storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 

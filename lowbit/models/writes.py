@@ -41,7 +41,7 @@ class HeldBuffers:
         self._numbers = {buffer: buffer.clone() for buffer in model.buffers()}
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Make the buffers what they were, any number of times."""
         for place, buffers in self._tensors:
             place.clear()
@@ -57,7 +57,7 @@ def held_buffers(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        held.put_back()
+        held.restore()
 
 
 class Written(Exception):

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from lowbit.calls import call
 from lowbit.functional import hadamard, quantize
 from lowbit.functional.grouped import multiplies_at_once
 from lowbit.models.wrap import plain_class
 from lowbit.nn.base import kind
 from lowbit.nn.linear import PARTS, QuantLinear
+from lowbit.op_calls import call
 from lowbit.ops.grouped import has_rows_of_its_own
 from lowbit.ops.spec import stored_global, stored_scale
 from lowbit.torch_private import is_fake

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.calls import call
 from lowbit.functional import hadamard
 from lowbit.functional.arguments import refuse_tangents
 from lowbit.nn.base import Announced
+from lowbit.op_calls import call
 from lowbit.ops.conv import Window
 from lowbit.ops.spec import stored_global, stored_scale
 from lowbit.recipes import Recipe
@@ -100,9 +100,9 @@ class QuantLinear(Announced, nn.Module):
     most would fit, and mean something else. Backward runs on the backend of its forward; inside torch.compile each
     call chooses anew.
 
-    ``lowbit.join_`` sets ``consumers``: one of the layers that consume this layer's output, all of which share one
-    static input scheme and its scales. The result of an fp32 input is then codes in that scheme: int8 where zero is the
-    code 0, else uint8. With gradients it stays in floats. No bit of what the consumers compute changes.
+    ``lowbit.fuse_requantize_`` sets ``consumers``: one of the layers that consume this layer's output, all of which
+    share one static input scheme and its scales. The result of an fp32 input is then codes in that scheme: int8 where
+    zero is the code 0, else uint8. With gradients it stays in floats. No bit of what the consumers compute changes.
 
     ``lowbit.prepack_`` makes a ``PackedLinear`` of it, which is faster on CPUs.
     Raises TypeError for inputs of other dtypes, ValueError for another last axis.

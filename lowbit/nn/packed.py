@@ -12,10 +12,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lowbit.calls import call, original
 from lowbit.functional import hadamard
 from lowbit.nn.base import Announced
 from lowbit.nn.linear import QuantLinear, misfits, plain_state, scheme_state
+from lowbit.op_calls import call, original
 from lowbit.ops.spec import stored_global, stored_scale
 from lowbit.recipes import Recipe
 from lowbit.scaling import Scheme

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowbit.dist_utils import gathered, processes
 from lowbit.functional.quantizers import quantize
-from lowbit.processes import gathered, processes
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Scales
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit.functional import fake_quantize, quantize
-from lowbit.named import spelled
+from lowbit.name_tables import spelled
 from lowbit.observers.ranges import BINS, Ranges
 from lowbit.scaling import scheme
 from lowbit.tensor.quantized import Scales

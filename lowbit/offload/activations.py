@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit import notice
+from lowbit import user_warnings
 from lowbit.sizes import is_bytes
 from lowbit.storage.interrupts import uninterrupted
-from lowbit.storage.places import Imagined, Parked, Place, place
+from lowbit.storage.targets import Imagined, Parked, Target, find_target
 from lowbit.torch_private import FakeTensor, pop_saved_tensors_hooks, push_saved_tensors_hooks, storage_holders
 
 __all__ = ["Offloading", "offload_activations", "unmodified"]
@@ -33,12 +33,12 @@ _AHEAD, _REACH, _RECENT = 2, 16, 8
 
 
 def offload_activations(
-    where: str | os.PathLike[str] = "cpu", *, min_bytes: int = 1 << 16, budget: int | str | None = None
+    to: str | os.PathLike[str] = "cpu", *, min_bytes: int = 1 << 16, budget: int | str | None = None
 ) -> Offloading:
-    """A context in which the activations of forward are kept in ``where`` until backward, which may come after it.
+    """A context in which the activations of forward are kept in ``to`` until backward, which may come after it.
 
-    ``where``: ``"cpu"``, pinned memory of the host, for tensors on CUDA devices; or a directory, for tensors on the CPU
-    too. ``min_bytes``: the least size of a storage that is moved. ``budget``: the most that may be in ``where`` at a
+    ``to``: ``"cpu"``, pinned memory of the host, for tensors on CUDA devices; or a directory, for tensors on the CPU
+    too. ``min_bytes``: the least size of a storage that is moved. ``budget``: the most that may be in ``to`` at a
     time, in bytes or as ``"100GB"``. Losses and gradients keep their bits. Inputs that checkpoints keep are moved as
     well. Tensors that something else holds are not moved. The context may be entered for every step; ``print`` of it
     says what was moved, and how long the caller waited for copies. Files lie in a directory ``lowbit-offload-PID-...``,
@@ -54,15 +54,15 @@ def offload_activations(
     """
     if not is_bytes(min_bytes):
         raise ValueError(f"memory.offload_activations: min_bytes is a number of bytes, got {min_bytes!r}; 0 moves all")
-    return Offloading(place(where, budget), min_bytes)
+    return Offloading(find_target(to, budget), min_bytes)
 
 
 class Offloading:
     """What ``offload_activations`` returns: a context, and the traffic of all its steps."""
 
-    def __init__(self, place: Place, min_bytes: int) -> None:
-        self.place, self.min_bytes = place, max(min_bytes, 1)
-        self._imagined = Imagined(place)
+    def __init__(self, target: Target, min_bytes: int) -> None:
+        self.target, self.min_bytes = target, max(min_bytes, 1)
+        self._imagined = Imagined(target)
         self._guard = threading.RLock()
         self._waiting: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
         self._moved: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
@@ -72,26 +72,26 @@ class Offloading:
     @property
     def traffic(self) -> Any:
         """Bytes moved and seconds waited so far, a ``Traffic``."""
-        return self.place.traffic
+        return self.target.traffic
 
     def __str__(self) -> str:
-        return str(self.place.traffic)
+        return str(self.target.traffic)
 
     def __enter__(self) -> Offloading:
-        self.place.traffic.begin()
+        self.target.traffic.begin()
         push_saved_tensors_hooks(self._pack, _unpack)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         pop_saved_tensors_hooks()
         if kind is None:
-            self.place.check()
+            self.target.check()
 
     # -- forward -----------------------------------------------------------------------------------------------------
     def _pack(self, tensor: Tensor) -> Tensor | _Saved:
         if _lives_anyway(tensor) or not _is_plain(tensor) or tensor.untyped_storage().nbytes() < self.min_bytes:
             return tensor
-        if not self.place.serves(tensor.device):
+        if not self.target.serves(tensor.device):
             if tensor.device.type == "cpu":
                 _say_nothing_moves()
             return tensor
@@ -154,8 +154,8 @@ class _Storage:
     def move(self) -> None:
         """Begin to move it away; where that raises, it stays."""
         kept = next(saved.kept for saved in self.saved if saved.kept is not None)
-        place = self.context._imagined if isinstance(kept, FakeTensor) else self.context.place
-        self.parked = place.park(_raw(kept))
+        target = self.context._imagined if isinstance(kept, FakeTensor) else self.context.target
+        self.parked = target.park(_raw(kept))
         for saved in self.saved:
             saved.kept = None
 
@@ -171,7 +171,7 @@ class _Storage:
                 self.raw = self.parked.take()
                 self.context._loaded(self)
                 self.context._prefetch(self.number)
-                self.context.place.traffic.judge()
+                self.context.target.traffic.judge()
             return self.raw
 
     def __del__(self) -> None:
@@ -241,7 +241,7 @@ def _raw(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def _say_nothing_moves() -> None:
-    notice.warn(
+    user_warnings.warn(
         'memory.offload_activations("cpu"): the tensors are on the CPU already, so nothing is moved; give a directory '
         "to keep them in files"
     )

@@ -28,7 +28,7 @@ from lowbit.offload.activations import unmodified
 from lowbit.report import Report, report_on
 from lowbit.storage.directory import ScratchDirectory
 from lowbit.storage.mapped import drop_pages, mapped_like, read_ahead
-from lowbit.storage.places import side_stream
+from lowbit.storage.targets import side_stream
 from lowbit.torch_private import FakeTensor, after_backward, graph_task, saved_tensors_hooks
 
 __all__ = ["LEAST", "is_streamed", "stream_blocks_", "unstream_"]
@@ -38,13 +38,13 @@ LEAST = 4096
 
 
 def stream_blocks_(
-    model: nn.Module, where: str | os.PathLike[str] = "cpu", blocks: Iterable[nn.Module] | None = None
+    model: nn.Module, to: str | os.PathLike[str] = "cpu", blocks: Iterable[nn.Module] | None = None
 ) -> Report:
-    """Keep the parameters and buffers of each block (``blocks``, or those of ``find_blocks``) in ``where``, in place.
+    """Keep the parameters and buffers of each block (``blocks``, or those of ``find_blocks``) in ``to``, in place.
 
-    On a CUDA device a block's tensors are copied from ``where``, ``"cpu"`` (pinned memory) or a directory, before its
+    On a CUDA device a block's tensors are copied from ``to``, ``"cpu"`` (pinned memory) or a directory, before its
     forward and its backward, the next block's on a stream of their own meanwhile, and freed after it. Between calls
-    they are CPU tensors, and so are their gradients: an optimizer steps them on the CPU. On the CPU ``where`` is a
+    they are CPU tensors, and so are their gradients: an optimizer steps them on the CPU. On the CPU ``to`` is a
     directory, in whose files the tensors are mapped, and whose pages are dropped after use.
 
     Results keep their bits. Names, ``state_dict`` and optimizers work as before; gradients of parameters stay in
@@ -71,12 +71,12 @@ def stream_blocks_(
         raise ValueError(refusal("stream dtensor", "memory.stream_blocks_"))
     _require_data(model)
     tensors = [_movable(model, block) for block in chosen]
-    if where == "cpu" and any(t.device.type == "cpu" for found in tensors for t in found):
+    if to == "cpu" and any(t.device.type == "cpu" for found in tensors for t in found):
         raise ValueError(
-            'memory.stream_blocks_: where="cpu" is for models on CUDA devices, and this one is on the CPU; give a '
+            'memory.stream_blocks_: to="cpu" is for models on CUDA devices, and this one is on the CPU; give a '
             "directory"
         )
-    files = None if where == "cpu" else ScratchDirectory(where)
+    files = None if to == "cpu" else ScratchDirectory(to)
     stream = _Stream([_kind(found)(found, files) for found in tensors])
     for index, block in enumerate(chosen):
         stream.blocks[index].attach()
@@ -103,7 +103,7 @@ def unstream_(model: nn.Module) -> Report:
 
 
 def _without(report: Report, side: str, blocks: Iterable[_Mapped | _Copied]) -> Report:
-    """``report``, in which one side, ``bytes_before`` or ``bytes_after``, is without what blocks keep in ``where``.
+    """``report``, in which one side, ``bytes_before`` or ``bytes_after``, is without what blocks keep in ``to``.
 
     A block's tensors are in memory only while it computes.
     """

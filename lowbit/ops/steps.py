@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit.calls import fill
+from lowbit.op_calls import fill
 from lowbit.ops.optim import REPLACED, OptimizerStep
 
 __all__ = ["SCHEMA", "OptimizerSteps", "each", "step_"]

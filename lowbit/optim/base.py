@@ -21,7 +21,7 @@ from lowbit.optim.kept import Keeping
 from lowbit.optim.roster import Roster, Turn, held
 from lowbit.optim.shards import Part, local
 from lowbit.optim.states import FEW, find, is_aligned, zeros
-from lowbit.optim.step import Plan, Work, advance, advance_joined, advance_listed
+from lowbit.optim.step import ParamLayout, Work, advance, advance_joined, advance_listed
 from lowbit.rounding import Rounding
 from lowbit.torch_private import foreach_add_
 
@@ -100,7 +100,7 @@ class Optimizer(Keeping):
         self.stepped: set[Tensor] | None = None
         self._watch = watch.Watch(type(self).__name__)
         self._places: dict[Tensor, int] = {}
-        self._plans: dict[Tensor, tuple[tuple[Any, ...], Plan]] = {}
+        self._layouts: dict[Tensor, tuple[tuple[Any, ...], ParamLayout]] = {}
         self._rosters: dict[int, Roster] = {}  # by the group's id
         super().__init__(params, {**defaults, **own})
 
@@ -201,11 +201,11 @@ class Optimizer(Keeping):
 
     def settle(self) -> None:
         """Holds groups to the settings that their states are kept by, where there are states."""
-        self._plans, self._rosters = {}, {}
+        self._layouts, self._rosters = {}, {}
         for group in self.param_groups:
             for place, param in enumerate(group["params"]):
                 if self.state.get(param) and "bits" in group:  # not while torch loads another optimizer's groups
-                    self._plan(group, place, param)
+                    self._layout(group, place, param)
 
     # -- a step --------------------------------------------------------------------------------------------------
     @overload
@@ -257,8 +257,8 @@ class Optimizer(Keeping):
         joined: dict[Any, list[Work]] = {}
         settled = self._settled(turn.group)
         for i in [i for i, kind in enumerate(turn.kinds) if kind is None]:
-            plan, mine = turn.plans[i], turn.mine[i]
-            key = plan.rule, steps[i], mine.device
+            layout, mine = turn.layouts[i], turn.mine[i]
+            key = layout.rule, steps[i], mine.device
             rng, factors = settled(*key)
             work = turn.work(i, steps[i], rng)
             if self._is_small(work):
@@ -275,8 +275,8 @@ class Optimizer(Keeping):
         """Those that step in one op with all that are like them."""
         settled = self._settled(turn.group)
         for (_, step, _), members in turn.alike(steps).items():
-            plan, device = turn.plans[members[0]], turn.mine[members[0]].device
-            rng, factors = settled(plan.rule, step, device)
+            layout, device = turn.layouts[members[0]], turn.mine[members[0]].device
+            rng, factors = settled(layout.rule, step, device)
             first = turn.work(members[0], step, rng)
             looked = [turn.work(i, step, rng) for i in members] if self._watch.looks_at(first) else []
             with self._watch.moving(looked):
@@ -305,7 +305,7 @@ class Optimizer(Keeping):
             for place, param in enumerate(group["params"]):
                 if param.requires_grad and masters.of(param) is not None and not self.state.get(param):
                     if group["master"] in MASTERS:
-                        self.state[param] = self._init_state(group, param, self._plan(group, place, param))
+                        self.state[param] = self._init_state(group, param, self._layout(group, place, param))
                     masters.forget(param)
 
     def _turns(self, chosen: Sequence[tuple[dict[str, Any], Sequence[int]]]) -> list[Turn]:
@@ -326,7 +326,7 @@ class Optimizer(Keeping):
             states: list[Any] = list(map(self.state.get, params))
             for i, (param, state) in enumerate(zip(params, states, strict=True)):
                 if not state:
-                    begun[param] = states[i] = self._init_state(group, param, roster.plans[i])
+                    begun[param] = states[i] = self._init_state(group, param, roster.layouts[i])
             turns.append(Turn.of(group, roster, grads, states))
         if turns and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -343,20 +343,20 @@ class Optimizer(Keeping):
         facts = Roster.facts_of(group, params, mine, rules)
         known = self._rosters.get(id(group))
         if known is None or not known.holds(params, facts):
-            plans = [self._plan(group, place, param) for place, param in zip(places, params, strict=True)]
+            layouts = [self._layout(group, place, param) for place, param in zip(places, params, strict=True)]
             kinds = [
-                (plan.rule, part.dtype, plan.kinds) if self._is_listed(plan, part) else None
-                for plan, part in zip(plans, mine, strict=True)
+                (layout.rule, part.dtype, layout.kinds) if self._is_listed(layout, part) else None
+                for layout, part in zip(layouts, mine, strict=True)
             ]
-            known = self._rosters[id(group)] = Roster(params, facts, plans, kinds)
+            known = self._rosters[id(group)] = Roster(params, facts, layouts, kinds)
         return known
 
-    def _plan(self, group: dict[str, Any], place: int, param: Tensor) -> Plan:
+    def _layout(self, group: dict[str, Any], place: int, param: Tensor) -> ParamLayout:
         """Made once, unless the group's settings change. Raises ValueError where states are kept otherwise by now."""
         rule = self.rule(group, param)
         settings = (rule, group["bits"], group["master"], param.dtype, group["rounding"])
-        before, plan = self._plans.get(param, (None, None))
-        if plan is None or before != settings:
+        before, layout = self._layouts.get(param, (None, None))
+        if layout is None or before != settings:
             name, kept = self.name_of(group, place), self.kept_as(group, param)
             if before is not None and before[:4] != settings[:4] and self.state.get(param):
                 raise ValueError(
@@ -367,9 +367,9 @@ class Optimizer(Keeping):
             stream = 2 * self._place(param)
             part = Part.of(param, name)
             aligned = all(is_aligned(part, storage) for storage in kept.values())
-            plan = Plan(name, rule, part, kept, rounding, stream, param.numel() < FEW, aligned)
-            self._plans[param] = settings, plan
-        return plan
+            layout = ParamLayout(name, rule, part, kept, rounding, stream, param.numel() < FEW, aligned)
+            self._layouts[param] = settings, layout
+        return layout
 
     def _refuse_sparse(self, grad: Tensor, name: str) -> None:
         raise RuntimeError(
@@ -377,27 +377,27 @@ class Optimizer(Keeping):
             "moves whole blocks; make the Embedding with sparse=False, or use torch.optim.SparseAdam for it"
         )
 
-    def _init_state(self, group: dict[str, Any], param: Tensor, plan: Plan) -> dict[str, Any]:
+    def _init_state(self, group: dict[str, Any], param: Tensor, layout: ParamLayout) -> dict[str, Any]:
         """The states before the first step: zeros, and the master."""
         mine = local(param)
         state: dict[str, Any] = {"step": torch.tensor(0.0)}
-        for moment, kept in plan.moments.items():
-            made = zeros(plan.part, kept, plan.name, mine.device)
+        for moment, kept in layout.moments.items():
+            made = zeros(layout.part, kept, layout.name, mine.device)
             state[moment] = made.codes
             if made.scale is not None:
                 state[f"{moment}_scale"] = made.scale
         for whole, shape in self.replicated(param).items():
             state[whole] = torch.zeros(shape, device=mine.device)
         if group["master"] in MASTERS and param.dtype != torch.float32:
-            state["master"] = plan.part.tensor(masters.first(group["master"], param, plan.part), param.shape)
+            state["master"] = layout.part.tensor(masters.first(group["master"], param, layout.part), param.shape)
         return state
 
-    def _is_listed(self, plan: Plan, param: Tensor) -> bool:
+    def _is_listed(self, layout: ParamLayout, param: Tensor) -> bool:
         """Whether one C++ call steps this parameter and others like it."""
         return (
             param.device.type == "cpu"
-            and plan.aligned
-            and plan.rule not in self.ONE_BY_ONE
+            and layout.aligned
+            and layout.rule not in self.ONE_BY_ONE
             and param.is_contiguous()
             and param.numel() > 0
             and steps.is_native()
@@ -406,8 +406,8 @@ class Optimizer(Keeping):
     def _is_small(self, work: Work) -> bool:
         """Whether a step of several parameters that are joined does the same to this one."""
         return (
-            work.plan.few
-            and work.plan.rule not in self.ONE_BY_ONE
+            work.layout.few
+            and work.layout.rule not in self.ONE_BY_ONE
             and not self._watch.looks_at(work)
             and "master" not in work.state
             and not work.rounds_weights

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowbit.combinations import refusal
+from lowbit.dist_utils import processes
 from lowbit.optim.base import Optimizer
 from lowbit.optim.offload import OFFLOADED
-from lowbit.processes import processes
 from lowbit.torch_private import gradient_hooks
 
 __all__ = ["in_backward_"]

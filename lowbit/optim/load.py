@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit import notice
+from lowbit import user_warnings
 from lowbit.ops.optim import FLOAT_STATES, MASTERS
 from lowbit.optim import masters
 from lowbit.optim.kept import Keeping
@@ -92,7 +92,7 @@ def _take(optimizer: Keeping, before: list[dict[str, Any]]) -> None:
     for param in optimizer.state:
         masters.forget(param)
     if said:
-        notice.warn(f"{type(optimizer).__name__}.load_state_dict: {'; '.join(said)}")
+        user_warnings.warn(f"{type(optimizer).__name__}.load_state_dict: {'; '.join(said)}")
 
 
 def _with_axes(key: str, value: Any) -> Any:

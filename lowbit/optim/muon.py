@@ -89,11 +89,11 @@ class Muon(Optimizer):
         return mean_of(momentum, group["nesterov"])
 
     def apply(self, work: Work, factors: tuple[float, ...]) -> None:
-        if work.plan.rule != "momentum":
+        if work.layout.rule != "momentum":
             super().apply(work, factors)
             return
         group, part = work.group, work.part
-        update = direction(work, work.grad, work.plan.moments, factors)
+        update = direction(work, work.grad, work.layout.moments, factors)
         batch = group["batch_dims"]
         matrix = whole(part.tensor(update, part.shape)).reshape(*part.shape[: batch + 1], -1)
         moved = orthogonal(matrix, group["ns_steps"], group["ns_coefficients"], group["eps"])

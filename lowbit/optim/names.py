@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from lowbit.named import did_you_mean
+from lowbit.name_tables import did_you_mean
 from lowbit.optim.adafactor import Adafactor
 from lowbit.optim.adamw import AdamW
 from lowbit.optim.lion import Lion

@@ -21,7 +21,7 @@ from lowbit.optim.outlook import states_to_come
 from lowbit.optim.plain import WeakMethod, plain_step, replace_step_, require_own_step
 from lowbit.storage.directory import ScratchDirectory
 from lowbit.storage.mapped import drop_pages, mapped_like
-from lowbit.storage.places import side_stream
+from lowbit.storage.targets import side_stream
 from lowbit.torch_private import FakeTensor
 
 __all__ = ["CHUNK_BYTES", "LEAST_BYTES", "OFFLOADED", "clip_grad_norm_", "offload_", "unoffload_"]
@@ -37,15 +37,15 @@ _Any = TypeVar("_Any", bound=torch.optim.Optimizer)
 _Place = tuple[dict[str, Any], int]
 
 
-def offload_(optimizer: _Any, where: str | os.PathLike[str] = "cpu", gradients: bool = False) -> _Any:
-    """Keep the states of ``optimizer``, masters too, in ``where``; it stays the same object, and is returned.
+def offload_(optimizer: _Any, to: str | os.PathLike[str] = "cpu", gradients: bool = False) -> _Any:
+    """Keep the states of ``optimizer``, masters too, in ``to``; it stays the same object, and is returned.
 
-    ``where``: ``"cpu"``, pinned memory of the host, for parameters on CUDA devices; or a directory, in whose files
+    ``to``: ``"cpu"``, pinned memory of the host, for parameters on CUDA devices; or a directory, in whose files
     states are mapped into memory. A step brings the states of a few parameters at a time to their device, and has the
     bits that it has without. Schedulers, clipping, accumulation, ``zero_grad``, ``add_param_group``, ``state_dict`` and
     ``load_state_dict`` work as before; hooks of steps run once a step.
 
-    ``gradients``: they move as they appear, and add up in ``where``. In files each stays ``param.grad``. Those of
+    ``gradients``: they move as they appear, and add up in ``to``. In files each stays ``param.grad``. Those of
     parameters on CUDA devices are in host memory, ``param.grad`` is None, ``step`` uses them up, ``zero_grad`` of the
     optimizer drops them, and clipping is ``lowbit.optim.clip_grad_norm_(optimizer, ...)``; a ``LossScaler`` or
     ``GradScaler`` raises, as it finds no gradients.
@@ -60,9 +60,9 @@ def offload_(optimizer: _Any, where: str | os.PathLike[str] = "cpu", gradients: 
     ValueError for an optimizer that is offloaded already, steps in backward, or has a ``step`` of its own, for
     parameters on the meta device, and for ``"cpu"`` where all are on the CPU; OSError where the disk has no room.
     """
-    _check(optimizer, where)
+    _check(optimizer, to)
     before = vars(optimizer).get("step"), vars(optimizer).get("zero_grad")
-    offload = _Offload(None if where == "cpu" else ScratchDirectory(where), gradients, before)
+    offload = _Offload(None if to == "cpu" else ScratchDirectory(to), gradients, before)
     offload.make_room(optimizer, list(_places(optimizer)), "optim.offload_: the optimizer is as it was")
     offload.park(optimizer, list(_params(optimizer)))
     setattr(optimizer, OFFLOADED, offload)
@@ -127,7 +127,7 @@ def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float, norm_type
 
 # -- what is offloaded -------------------------------------------------------------------------------------------------
 class _Offload:
-    """Where the states of one optimizer are. ``states``: the tensors in ``where``, by parameter and name."""
+    """Where the states of one optimizer are. ``states``: the tensors in ``to``, by parameter and name."""
 
     def __init__(self, files: ScratchDirectory | None, gradients: bool, before: tuple[Any, Any]) -> None:
         self.files, self.moves_gradients, self.before = files, gradients, before
@@ -138,7 +138,7 @@ class _Offload:
         self.coming: dict[Any, dict[str, Tensor] | None] = {}  # by what parameters are alike in
 
     def home(self, param: Tensor, name: str, like: Tensor) -> Tensor:
-        """The tensor in ``where`` of that name, made where there is none of its shape and dtype."""
+        """The tensor in ``to`` of that name, made where there is none of its shape and dtype."""
         homes = self.states.setdefault(param, {})
         known = homes.get(name)
         if known is None or (known.shape, known.dtype) != (like.shape, like.dtype):
@@ -150,7 +150,7 @@ class _Offload:
         return known
 
     def moves(self, value: Any) -> bool:
-        """Whether a state gains by being in ``where``."""
+        """Whether a state gains by being in ``to``."""
         large = isinstance(value, Tensor) and value.nbytes >= LEAST_BYTES
         return large and (self.files is not None or value.device.type == "cuda")
 
@@ -229,7 +229,7 @@ class _Offload:
 
     @torch.no_grad()
     def park(self, optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> None:
-        """Move the states of these parameters to ``where``, and let go of their pages."""
+        """Move the states of these parameters to ``to``, and let go of their pages."""
         for param in params:
             for name, value in optimizer.state.get(param, {}).items():
                 if not self.moves(value):
@@ -396,7 +396,7 @@ def _chunks(places: list[_Place]) -> Iterator[list[_Place]]:
         yield chunk
 
 
-def _check(optimizer: Any, where: Any) -> None:
+def _check(optimizer: Any, to: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optim.offload_: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -416,8 +416,8 @@ def _check(optimizer: Any, where: Any) -> None:
             "optim.offload_: expected parameters with data, and some are on the meta device; load the model first, and "
             "make the optimizer of its parameters"
         )
-    if where == "cpu" and devices == {"cpu"}:
+    if to == "cpu" and devices == {"cpu"}:
         raise ValueError(
-            'optim.offload_: where="cpu" is for parameters on CUDA devices, and these are on the CPU, as are their '
+            'optim.offload_: to="cpu" is for parameters on CUDA devices, and these are on the CPU, as are their '
             "states; give a directory, in whose files they take no memory"
         )

@@ -59,7 +59,7 @@ def _twin(
         own["param_names"] = [group["param_names"][place]]
     twin.param_groups, twin.state = [own], defaultdict(dict)
     if isinstance(twin, Optimizer):
-        twin._places, twin._plans, twin._rosters = {fake: 0}, {}, {}
+        twin._places, twin._layouts, twin._rosters = {fake: 0}, {}, {}
         twin._watch = Watch(type(optimizer).__name__)
         twin.stepped = None
     return twin

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowbit.optim.shards import gradient, local
-from lowbit.optim.step import Plan, Work
+from lowbit.optim.step import ParamLayout, Work
 
 __all__ = ["Roster", "Turn", "held"]
 
@@ -36,7 +36,7 @@ class Roster:
 
     params: list[Tensor]
     facts: tuple[Any, ...]
-    plans: list[Plan]
+    layouts: list[ParamLayout]
     kinds: list[Any]
 
     @staticmethod
@@ -61,7 +61,7 @@ class Turn:
     mine: list[Tensor]
     grads: list[Tensor]
     states: list[dict[str, Any]]
-    plans: list[Plan]
+    layouts: list[ParamLayout]
     kinds: list[Any]
 
     @classmethod
@@ -72,12 +72,12 @@ class Turn:
             grads = [gradient(param) for param in params]
         if group["maximize"]:
             grads = [grad.neg() for grad in grads]
-        return cls(group, params, mine, grads, states, roster.plans, roster.kinds)
+        return cls(group, params, mine, grads, states, roster.layouts, roster.kinds)
 
     def work(self, i: int, step: int, rng: Tensor) -> Work:
         """One of them."""
         source, mine = self.params[i], self.mine[i].detach()
-        return Work(self.plans[i], source, mine, self.grads[i], self.states[i], self.group, step, rng)
+        return Work(self.layouts[i], source, mine, self.grads[i], self.states[i], self.group, step, rng)
 
     def alike(self, steps: Sequence[int]) -> dict[Any, list[int]]:
         """Those that one op steps, by their kind, their step, and whether they have masters."""
@@ -92,7 +92,7 @@ class Turn:
         """Of some that are alike what ``OptimizerSteps`` begins with."""
         states = [self.states[i] for i in members]
         columns = [[column[i] for i in members] for column in (self.mine, self.grads)]
-        moments = self.plans[members[0]].moments
+        moments = self.layouts[members[0]].moments
         for part in ("master", *(part for name in moments for part in (name, f"{name}_scale"))):
             kept = [state[part] for state in states] if part in states[0] else []
             columns.append(kept if self.mine is self.params else [local(tensor) for tensor in kept])
@@ -100,4 +100,4 @@ class Turn:
 
     def places(self, members: list[int]) -> list[int]:
         """The ``places`` of ``OptimizerSteps``."""
-        return list(chain.from_iterable([self.plans[i].place for i in members]))
+        return list(chain.from_iterable([self.layouts[i].place for i in members]))

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lowbit import scaling
-from lowbit.calls import call
 from lowbit.functional.quantizers import quantize
-from lowbit.named import did_you_mean
+from lowbit.name_tables import did_you_mean
+from lowbit.op_calls import call
 from lowbit.ops.optim import FLOAT_STATES, STATE_SCHEME
 from lowbit.optim.shards import Part, local, whole
 

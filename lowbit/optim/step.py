@@ -13,19 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.calls import call
 from lowbit.functional.quantizers import quantize
+from lowbit.op_calls import call
 from lowbit.ops.optim import OptimizerStep
 from lowbit.ops.steps import OptimizerSteps, step_
 from lowbit.optim.shards import Part, local
 from lowbit.optim.states import Storage, Stored
 from lowbit.torch_private import foreach_copy_
 
-__all__ = ["Plan", "Work", "advance", "advance_joined", "advance_listed", "direction", "mean_of"]
+__all__ = ["ParamLayout", "Work", "advance", "advance_joined", "advance_listed", "direction", "mean_of"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class ParamLayout:
     """What stays of a parameter from step to step: its name and part, its rule, what its states are kept as.
 
     ``rounding``: of its states. ``stream``: of the random bits of its moments; the next one is of its weights.
@@ -57,7 +57,7 @@ class Work:
     ``rng``: [seed, step].
     """
 
-    plan: Plan
+    layout: ParamLayout
     source: Tensor
     param: Tensor
     grad: Tensor
@@ -68,12 +68,12 @@ class Work:
 
     @property
     def part(self) -> Part:
-        return self.plan.part
+        return self.layout.part
 
     def local(self, name: str) -> Tensor:
         """What this process holds of a state."""
         state: Tensor = self.state[name]
-        return state if self.plan.part.mesh is None else local(state)
+        return state if self.layout.part.mesh is None else local(state)
 
     @property
     def master(self) -> Tensor | None:
@@ -86,14 +86,14 @@ class Work:
 
     def other(self, rule: str, moments: dict[str, Storage], **changes: Any) -> Work:
         """The same parameter in another rule's step."""
-        return replace(self, plan=replace(self.plan, rule=rule, moments=moments), **changes)
+        return replace(self, layout=replace(self.layout, rule=rule, moments=moments), **changes)
 
 
 def advance(work: Work, factors: Sequence[float]) -> None:
     """One step of a parameter and its states by the work's rule, in place."""
     part = work.part
-    kept = [Stored(kind, *_stored(work.state, name)) for name, kind in work.plan.moments.items()]
-    if work.plan.aligned:
+    kept = [Stored(kind, *_stored(work.state, name)) for name, kind in work.layout.moments.items()]
+    if work.layout.aligned:
         _op(work, factors, kept)
         return
     numbers = [_decoded(part, m) for m in kept]
@@ -124,7 +124,7 @@ def advance_joined(works: Sequence[Work], factors: Sequence[float]) -> list[Tens
     Answers their moments, joined.
     """
     flat = [[_flat(work.param) for work in works]]
-    flat += [[_flat(work.local(name)) for work in works] for name in works[0].plan.moments]
+    flat += [[_flat(work.local(name)) for work in works] for name in works[0].layout.moments]
     param, *moments = (torch.cat(tensors) for tensors in flat)
     grad = torch.cat([_flat(work.grad) for work in works])
     step_(_arguments(works[0], factors, param, grad, None, [("fp32", moment, None) for moment in moments]))
@@ -142,11 +142,11 @@ def advance_listed(
     """The same of parameters of one group, dtype and kind of states and masters, no block of which lies in several
     parts: in one op, which says of which all states are finite (``OptimizerSteps``, which begins with ``columns``).
     """
-    plan = first.plan
-    rounding, weights = _roundings(first, plan.kinds)
+    layout = first.layout
+    rounding, weights = _roundings(first, layout.kinds)
     rng = first.rng if "stochastic" in (rounding, weights) else None
-    kinds = (*plan.kinds, "fp32", "fp32")[:2]
-    given = OptimizerSteps._make((*columns, places, plan.rule, factors, *kinds, rounding, weights, rng, look))
+    kinds = (*layout.kinds, "fp32", "fp32")[:2]
+    given = OptimizerSteps._make((*columns, places, layout.rule, factors, *kinds, rounding, weights, rng, look))
     finite: Tensor = call("optimizer_steps_", *given)
     torch.autograd.graph.increment_version(given.params)  # no graph has states
     return finite
@@ -154,7 +154,7 @@ def advance_listed(
 
 def _roundings(work: Work, kinds: Sequence[str]) -> tuple[str, str]:
     """How states in ``kinds``, and the parameter, are rounded."""
-    rounding = work.plan.rounding if any(kind != "fp32" for kind in kinds) else "nearest"
+    rounding = work.layout.rounding if any(kind != "fp32" for kind in kinds) else "nearest"
     return rounding, "stochastic" if work.rounds_weights else "nearest"
 
 
@@ -198,9 +198,9 @@ def _arguments(
 ) -> OptimizerStep:  # fmt: skip
     first, second = (*moments, *((("fp32", None, None),) * 2))[:2]
     rounding, weights = _roundings(work, [m[0] for m in moments])
-    random = (work.rng, work.plan.stream, work.part.offset, work.part.pitch)
+    random = (work.rng, work.layout.stream, work.part.offset, work.part.pitch)
     return OptimizerStep(
-        param, grad, master, first[1], first[2], second[1], second[2], work.plan.rule, factors, first[0], second[0],
+        param, grad, master, first[1], first[2], second[1], second[2], work.layout.rule, factors, first[0], second[0],
         rounding, weights, *(random if "stochastic" in (rounding, weights) else (None, 0, 0, None)),
     )  # fmt: skip
 
@@ -236,7 +236,7 @@ def _encode(work: Work, moment: Stored, numbers: Tensor) -> None:
     moment.scale.copy_(scales.view_as(moment.scale))
     if not part.numel:
         return
-    word = work.plan.rounding
-    random = (work.rng, work.plan.stream, part.offset, part.pitch) if word == "stochastic" else (None, 0, 0, None)
+    word = work.layout.rounding
+    random = (work.rng, work.layout.stream, part.offset, part.pitch) if word == "stochastic" else (None, 0, 0, None)
     codes = call("quantize_static", numbers, _each(kept.kind), moment.scale.view(-1)[blocks], None, None, word, *random)
     moment.codes.copy_(codes.view_as(moment.codes))

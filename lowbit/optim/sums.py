@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.calls import call
+from lowbit.op_calls import call
 from lowbit.ops.optim import SQUARE_BITS
 from lowbit.optim.shards import Part
 

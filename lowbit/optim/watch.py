@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lowbit import notice, scaling
+from lowbit import scaling, user_warnings
 from lowbit.functional import decode, unpack
 from lowbit.optim.kept import Keeping
 from lowbit.optim.shards import local
@@ -51,9 +51,9 @@ class Watch:
             moved = int(((_sample(work.param) != were) & asked).sum())
             if work.group["lr"] and moved < _MOVED * int(asked.sum()):
                 self._warn(
-                    "still", work.plan.name,
+                    "still", work.layout.name,
                     f"{self._who}: step {work.step} moved {moved} of {int(asked.sum())} elements looked at of "
-                    f"{work.plan.name} in {work.param.dtype}: updates are less than half of its last place; use "
+                    f"{work.layout.name} in {work.param.dtype}: updates are less than half of its last place; use "
                     "master='residual', 'stochastic' or 'fp32'",
                 )  # fmt: skip
 
@@ -63,14 +63,14 @@ class Watch:
 
     def finite(self, work: Work) -> None:
         """After a parameter's step: warns where its gradient made its states Inf or NaN."""
-        for name in work.plan.moments:
+        for name in work.layout.moments:
             scale = f"{name}_scale"
             looked = work.local(scale if scale in work.state else name)
             cheap = looked.device.type == "cpu" and 64 * looked.numel() <= max(work.part.numel, 64 * _CHEAP)
             if (cheap or _sparse(work)) and not all_finite(looked):
                 self._warn(
-                    "finite", work.plan.name,
-                    f"{self._who}: the gradient of {work.plan.name} is Inf or NaN at step {work.step}, or too large "
+                    "finite", work.layout.name,
+                    f"{self._who}: the gradient of {work.layout.name} is Inf or NaN at step {work.step}, or too large "
                     "for its states, which hold NaN from now on; skip such steps (lowbit.train.LossScaler does), or go "
                     "back to a checkpoint",
                 )  # fmt: skip
@@ -86,7 +86,7 @@ class Watch:
     def _warn(self, kind: str, name: str, message: str) -> None:
         if (kind, name) not in self._warned:
             self._warned.add((kind, name))
-            notice.warn(message)
+            user_warnings.warn(message)
 
 
 def all_finite(x: Tensor) -> bool:

@@ -28,7 +28,7 @@ from lowbit.models.ties import storage
 from lowbit.nn.linear import INPUT_PARTS, PARTS, QuantLinear
 from lowbit.out_of_core.stored import Stored
 from lowbit.progress import Progress, reporting
-from lowbit.recipes import Plan, Recipe
+from lowbit.recipes import LayerRecipes, Recipe
 from lowbit.report import Report
 from lowbit.serialize import huggingface
 from lowbit.serialize.layout import CONFIG
@@ -45,7 +45,7 @@ _CALIBRATION = "calibration"
 @torch.no_grad()
 def quantize_files(
     directory: str | Path,
-    recipe: str | Recipe | Plan | Mapping[Any, str | Recipe | None],
+    recipe: str | Recipe | LayerRecipes | Mapping[Any, str | Recipe | None],
     out: str | Path,
     method: str | Method | Iterable[str | Method] | None = None,
     *,
@@ -128,7 +128,7 @@ def quantize_files(
         return work.reported(written.told)
 
 
-def _without_data(chosen: Plan, choice: Choice, loss: Loss | None) -> Source:
+def _without_data(chosen: LayerRecipes, choice: Choice, loss: Loss | None) -> Source:
     """The Source of a choice, where there are no batches."""
     if loss is not None:
         raise ValueError("quantize_files: a loss is for method='guided-gptq', which needs data; give batches=")
@@ -170,7 +170,7 @@ class _Work:
         self,
         model: nn.Module,
         stored: Stored,
-        chosen: Plan,
+        chosen: LayerRecipes,
         source: Source,
         skip: Skip,
         edits: Iterable[Edit] = (),

@@ -15,8 +15,8 @@ from lowbit.calibrate.weights import InMemory
 from lowbit.models.ties import storage
 from lowbit.models.wrap import Wrapper, wrapped
 from lowbit.nn.linear import QuantLinear
-from lowbit.notice import warn
 from lowbit.serialize.shards import Checkpoint
+from lowbit.user_warnings import warn
 
 __all__ = ["Stored"]
 

@@ -3,13 +3,21 @@ generate.
 """
 
 from lowbit.plan.bits import Score, Sensitivity
-from lowbit.plan.fitting import Plan, fit
+from lowbit.plan.fitting import TrainingPlan, fit
 from lowbit.plan.sensitivities import sensitivity
 from lowbit.plan.serving import GenerationPlan, fit_generation
 from lowbit.plan.step_estimate import estimate
 from lowbit.plan.techniques import TECHNIQUES, Technique
 
 __all__ = [
-    "TECHNIQUES", "GenerationPlan", "Plan", "Score", "Sensitivity", "Technique", "estimate", "fit", "fit_generation",
+    "TECHNIQUES",
+    "GenerationPlan",
+    "Score",
+    "Sensitivity",
+    "Technique",
+    "TrainingPlan",
+    "estimate",
+    "fit",
+    "fit_generation",
     "sensitivity",
 ]  # fmt: skip

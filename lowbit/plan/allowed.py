@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
-from lowbit.named import did_you_mean
+from lowbit.name_tables import did_you_mean
 
 __all__ = ["left", "names_in"]
 

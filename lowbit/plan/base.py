@@ -15,7 +15,7 @@ from lowbit.tables import aligned
 __all__ = ["BasePlan", "plain_values"]
 
 #: By the task of ``lb.fit`` what it is called, and which class of ``lowbit.plan`` reads its plans.
-_TASKS = {"train": ("training", "Plan"), "generate": ("generation", "GenerationPlan")}
+_TASKS = {"train": ("training", "TrainingPlan"), "generate": ("generation", "GenerationPlan")}
 
 #: A named tuple with ``settings``, a dataclass, and ``peak_bytes``.
 _Prediction = TypeVar("_Prediction", bound=Any)

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lowbit.distributed.ways import WAYS
+from lowbit.distributed.strategies import STRATEGIES
 from lowbit.memory.estimator import Estimate
-from lowbit.plan.settings import Settings, prepare_model_
+from lowbit.plan.settings import TrainingSettings, prepare_model_
 from lowbit.plan.step_estimate import estimate
 from lowbit.plan.subject import Loss, Subject
 from lowbit.plan.techniques import Technique, techniques
@@ -144,7 +144,7 @@ def _advice(technique: Advised, step: Step, plain: Estimate) -> Advice:
         return Advice(name, 0, 0.0, code, how, str(reason))
     time = effect.seconds / max(plain.seconds, 1e-12)
     if effect.saves <= 0:
-        return Advice(name, 0, time, code, how, f"it does not lower the peak, which is in {plain.moment}")
+        return Advice(name, 0, time, code, how, f"it does not lower the peak, which is in {plain.peak_event}")
     return Advice(name, effect.saves, time, code, how)
 
 
@@ -173,7 +173,7 @@ def _between(step: Step, plain: Estimate) -> Effect:
 
 def _prepared(name: str, step: Step, value: Any) -> Step:
     """As plans prepare a model whose settings have this value alone."""
-    settings = Settings(**{name: value})
+    settings = TrainingSettings(**{name: value})
     return replace(step, prepare=lambda model: prepare_model_(model, settings))
 
 
@@ -200,10 +200,10 @@ def _parts(step: Step, parts: int) -> Step:
 
 #: By field of the settings, how a step has a value; the rest is as plans prepare models.
 _CHANGES: dict[str, Callable[[Step, Any], Step]] = {
-    "mixed": lambda step, precision: replace(step, precision=precision),
+    "precision": lambda step, precision: replace(step, precision=precision),
     "recipe": _recipe,
     "bits": _bits,
-    "micro": _parts,
+    "micro_batches": _parts,
 }
 
 
@@ -228,14 +228,14 @@ def _freed(step: Step, plain: Estimate) -> Effect:
     return Effect(_sum(plain, ("gradients",)), 0.0)
 
 
-def _shared(way: str) -> Measure:
+def _shared(strategy: str) -> Measure:
     """By what one process holds of the parameters, gradients and states at the plain peak."""
 
     def measure(step: Step, plain: Estimate) -> Effect:
         parameters, gradients, states = (
             sum(plain.by_kind.get(kind, 0) for kind in kinds) for kinds in (("parameters",), ("gradients",), _STATES)
         )
-        held = WAYS[way].bytes(parameters, gradients, states, _PROCESSES)
+        held = STRATEGIES[strategy].bytes(parameters, gradients, states, _PROCESSES)
         return Effect(parameters + gradients + states - held, 0.0)
 
     return measure
@@ -260,9 +260,9 @@ def _advised(technique: Technique) -> Advised:
         return Advised(name, code, _moved(*_STATES), "sum of states")
     if "offload_activations" in changes:
         return Advised(name, code, _moved("activations"), "sum of activations")
-    if "way" in changes:
+    if "strategy" in changes:
         how = f"sum of weights, gradients, states; {_PROCESSES} processes"
-        return Advised(name, code, _shared(changes["way"]), how)
+        return Advised(name, code, _shared(changes["strategy"]), how)
     return Advised(name, code, _estimated(technique))
 
 

@@ -121,7 +121,7 @@ def plan_checkpoints(
     smallest = min(usages.values(), key=lambda usage: usage.peak_bytes)
     raise ValueError(
         f"memory.plan_checkpoints: a step fits into {amount(allowed)} by no choice of checkpoints; the least is "
-        f"{amount(least)}, in {smallest.moment}. Ask for as much, take a smaller batch with accumulation, an "
+        f"{amount(least)}, in {smallest.peak_event}. Ask for as much, take a smaller batch with accumulation, an "
         f"optimizer of fewer bits, or offload its states"
     )
 

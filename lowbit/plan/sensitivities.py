@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lowbit.calibrate.recording import Journal, Observed, observed, observed_layers
 from lowbit.convert.maker import Ruled, Source, decibel
 from lowbit.convert.select import DEFAULT_SKIP, Skip
-from lowbit.datafree import find_rule
+from lowbit.datafree import find_data_free
 from lowbit.functional import fake_quantize
 from lowbit.models.batches import batches_in, feed, mask_of
 from lowbit.models.check import check_model, uncompiled
@@ -21,14 +21,14 @@ from lowbit.models.losses import Loss, predicted, token_loss
 from lowbit.models.names import exact, patterns_in
 from lowbit.models.ties import model_bytes
 from lowbit.models.writes import despite_writes
-from lowbit.notice import warn
 from lowbit.ops.conv import spans_tensor
 from lowbit.plan.bits import FLOAT, Score, Sensitivity
 from lowbit.progress import Progress, reporting
-from lowbit.recipes import Plan, Recipe, plan, refuse_beyond
+from lowbit.recipes import LayerRecipes, Recipe, layer_recipes, refuse_beyond
 from lowbit.recipes import recipe as find_recipe
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Quantized
+from lowbit.user_warnings import warn
 
 __all__ = ["sensitivity"]
 
@@ -60,7 +60,7 @@ def sensitivity(
     Warns of layers that not all of the recipes quantize, which are left out, and of those that no batch reaches.
     """
     check_model(model)
-    if isinstance(recipes, str | Recipe | Plan | Mapping):
+    if isinstance(recipes, str | Recipe | LayerRecipes | Mapping):
         raise TypeError(
             f"sensitivity: recipes are several to choose from, ['int4-weight-only', 'int8'], got one "
             f"{type(recipes).__name__}"
@@ -74,7 +74,7 @@ def sensitivity(
     data = batches_in(batches)
     if not data:
         raise ValueError("sensitivity: give batches of what the model will see")
-    source = Ruled(find_rule(method, "sensitivity"))
+    source = Ruled(find_data_free(method, "sensitivity"))
     model = uncompiled(model)
     skip = patterns_in(skip, "skip")
     with torch.no_grad(), reporting(progress, "measuring layers") as progress:
@@ -268,7 +268,8 @@ def _quantized(layer: Observed, recipe: Recipe, source: Source) -> tuple[Quantiz
 def _observed_by_all(model: nn.Module, recipes: Sequence[Recipe], skip: Skip) -> nn.Module:
     """``observed``, with the layers that each of the recipes quantizes. Warns of those that only some do."""
     served = [
-        {_module(layer.name) for layer in observed_layers(observed(model, plan(recipe), skip))} for recipe in recipes
+        {_module(layer.name) for layer in observed_layers(observed(model, layer_recipes(recipe), skip))}
+        for recipe in recipes
     ]
     some = sorted(set().union(*served) - served[0].intersection(*served))
     if some:
@@ -276,7 +277,7 @@ def _observed_by_all(model: nn.Module, recipes: Sequence[Recipe], skip: Skip) ->
             f"sensitivity leaves out {len(some)} layers that not all of the recipes quantize, such as {some[0]}; give "
             "other recipes, or choose theirs yourself"
         )
-    return observed(model, plan({"*": recipes[0], **dict.fromkeys(map(exact, some))}), skip)
+    return observed(model, layer_recipes({"*": recipes[0], **dict.fromkeys(map(exact, some))}), skip)
 
 
 def _rows(layer: Observed, x: Tensor) -> Tensor:

@@ -12,67 +12,68 @@ from torch import Tensor, nn
 
 from lowbit import memory, optim
 from lowbit.checkpointing.block_table import BlockOptions, blocks_of
-from lowbit.distributed.ways import WAYS, shard_
+from lowbit.dist_utils import processes
+from lowbit.distributed.strategies import STRATEGIES, shard_
 from lowbit.models.batches import call
-from lowbit.notice import warn
-from lowbit.processes import processes
 from lowbit.tiled.fused_loss import fusing_libraries
 from lowbit.train import compress_activations_, mixed_, prepare_
+from lowbit.user_warnings import warn
 
-__all__ = ["ARITHMETIC", "Settings", "accumulate", "arrange_", "elsewhere", "make_optimizer", "optimizer_class",
+__all__ = ["ARITHMETIC", "TrainingSettings", "accumulate", "arrange_", "elsewhere", "make_optimizer", "optimizer_class",
            "policy_of", "prepare_model_", "require_processes", "sharded"]  # fmt: skip
 
-#: The fields of ``Settings`` that say what forward and backward compute.
-ARITHMETIC = ("half", "loaded", "mixed", "recipe", "compress", "attention", "fused_loss")
+#: The fields of ``TrainingSettings`` that say what forward and backward compute.
+ARITHMETIC = ("bf16_params", "loaded", "precision", "recipe", "activation_codes", "attention", "fused_loss")
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainingSettings:
     """How a model trains; as it stands, in plain fp32 with torch's AdamW.
 
-    ``half``: the model comes with weights that train in 16 bits, of which the optimizer keeps what ``master`` says,
-    unlike torch's; of fp16 it keeps the weights in fp32. ``loaded``: the precision that weights come in.
-    ``checkpoint``: the policy by which backward recomputes, or of each block its option; None for none. ``mixed``: the
-    precision of products, whose matrices are then stored in it. ``bits``: of the optimizer's states, 32, 8 or 4.
+    ``bf16_params``: the model comes with weights that train in 16 bits, of which the optimizer keeps what ``master``
+    says, unlike torch's; of fp16 it keeps the weights in fp32. ``loaded``: the precision that weights come in.
+    ``checkpoint``: the policy by which backward recomputes, or of each block its option; None for none. ``precision``:
+    the precision of products, whose matrices are then stored in it. ``bits``: of the optimizer's states, 32, 8 or 4.
     ``master``: what makes up for matrices of 16 bits in the optimizer, ``"residual"`` or ``"stochastic"``.
     ``attention``: a model of transformers computes it without holding scores; ``fused_loss``: its loss without logits.
-    ``recipe``: of the feed-forward layers. ``compress``: norms and activation functions keep codes for backward.
-    ``offload_states``: those of the optimizer lie elsewhere, on disk or beside a GPU; ``offload_activations``: what
-    backward needs does; ``offload_weights``: weights of blocks do while others compute, and gradients. ``micro``: how
-    many parts a batch is taken in. ``gpus``: how many processes train together, ``way``: how they share the model, a
-    row of ``lowbit.distributed.WAYS``, ``group_size``: of how many processes ``hsdp`` makes a group.
+    ``recipe``: of the feed-forward layers. ``activation_codes``: norms and activation functions keep codes for
+    backward. ``offload_states``: those of the optimizer lie elsewhere, on disk or beside a GPU;
+    ``offload_activations``: what backward needs does; ``offload_weights``: weights of blocks do while others compute,
+    and gradients. ``micro_batches``: how many parts a batch is taken in. ``gpus``: how many processes train together,
+    ``strategy``: how they share the model, a row of ``lowbit.distributed.STRATEGIES``, ``group_size``: of how many
+    processes ``hsdp`` makes a group.
     """
 
     checkpoint: str | tuple[str, ...] | None = None
     attention: bool = False
     fused_loss: bool = False
-    mixed: str | None = None
+    precision: str | None = None
     bits: int = 32
     master: str = "residual"
     recipe: str | None = None
-    compress: bool = False
+    activation_codes: bool = False
     offload_states: bool = False
     offload_activations: bool = False
     offload_weights: bool = False
-    micro: int = 1
+    micro_batches: int = 1
     gpus: int = 1
-    way: str = "ddp"
+    strategy: str = "ddp"
     group_size: int | None = None
-    half: bool = False
+    bf16_params: bool = False
     loaded: str = "fp32"
 
     @property
     def fully(self) -> bool:
         """Whether parameters are shared between steps (``fully_shard``)."""
-        return self.gpus > 1 and WAYS[self.way].parameters
+        return self.gpus > 1 and STRATEGIES[self.strategy].parameters
 
     @property
     def working_copies(self) -> bool:
         """Whether matrices are stored in the precision of products. ``fully_shard`` takes parameters of one dtype."""
-        return (self.half or self.mixed is not None) and not self.fully
+        return (self.bf16_params or self.precision is not None) and not self.fully
 
 
-def arrange_(model: nn.Module, settings: Settings, where: str, **options: Any) -> torch.optim.Optimizer:
+def arrange_(model: nn.Module, settings: TrainingSettings, where: str, **options: Any) -> torch.optim.Optimizer:
     """Make ``model`` train by ``settings``, in place, and make its optimizer with ``options``, such as ``lr``. Offload
     takes states and weights to ``where``.
     """
@@ -87,7 +88,7 @@ def arrange_(model: nn.Module, settings: Settings, where: str, **options: Any) -
     return optimizer
 
 
-def require_processes(settings: Settings) -> None:
+def require_processes(settings: TrainingSettings) -> None:
     """Raises ValueError where settings are of several processes, and ``torch.distributed`` runs other than so many."""
     if settings.gpus not in (1, processes()):
         raise ValueError(
@@ -98,7 +99,7 @@ def require_processes(settings: Settings) -> None:
 
 
 def sharded(
-    model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings
+    model: nn.Module, optimizer: torch.optim.Optimizer, settings: TrainingSettings
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """What ``lowbit.distributed.shard_`` makes of them by the settings; on one process they are as they were."""
     if settings.gpus == 1:
@@ -106,10 +107,10 @@ def sharded(
     options: dict[str, Any] = {} if settings.fully else {"gradient_as_bucket_view": True}
     if settings.group_size is not None:
         options["group_size"] = settings.group_size
-    return shard_(model, optimizer, settings.way, **options)
+    return shard_(model, optimizer, settings.strategy, **options)
 
 
-def prepare_model_(model: nn.Module, settings: Settings) -> None:
+def prepare_model_(model: nn.Module, settings: TrainingSettings) -> None:
     """What ``arrange_`` does to the model but for the place of its weights."""
     if settings.attention:
         memory.attention_(model)
@@ -124,10 +125,10 @@ def prepare_model_(model: nn.Module, settings: Settings) -> None:
     if settings.recipe is not None:
         # Codes of weights that serve all micro-batches would stay from forward to the optimizer's step.
         prepare_(model, settings.recipe, reuse_weights=False)
-    if settings.compress:
+    if settings.activation_codes:
         compress_activations_(model)
-    if settings.mixed is not None:
-        mixed_(model, settings.mixed, working_copies=settings.working_copies)
+    if settings.precision is not None:
+        mixed_(model, settings.precision, working_copies=settings.working_copies)
 
 
 def policy_of(model: nn.Module, checkpoint: str | tuple[str, ...]) -> Any:
@@ -143,7 +144,7 @@ def policy_of(model: nn.Module, checkpoint: str | tuple[str, ...]) -> Any:
     return BlockOptions(dict(zip(blocks, checkpoint, strict=True)))
 
 
-def make_optimizer(parameters: Iterable[Any], settings: Settings, **options: Any) -> torch.optim.Optimizer:
+def make_optimizer(parameters: Iterable[Any], settings: TrainingSettings, **options: Any) -> torch.optim.Optimizer:
     """The AdamW of the settings. Codes of quantized layers are parameters too, and are left out, as none trains."""
     cls, own = optimizer_class(settings)
     made: torch.optim.Optimizer = cls(_floats(parameters), **own, **options)
@@ -159,10 +160,10 @@ def _floats(parameters: Iterable[Any]) -> list[Any]:
     ]
 
 
-def optimizer_class(settings: Settings) -> tuple[Any, dict[str, Any]]:
+def optimizer_class(settings: TrainingSettings) -> tuple[Any, dict[str, Any]]:
     """The class of AdamW that the settings have, and the keyword arguments by which it has their bits and masters."""
     if settings.working_copies:
-        master = "fp32" if settings.loaded == "fp16" and settings.mixed is None else settings.master
+        master = "fp32" if settings.loaded == "fp16" and settings.precision is None else settings.master
         return optim.AdamW, {"bits": settings.bits, "master": master}
     if settings.bits == 32:
         return torch.optim.AdamW, {}
@@ -185,6 +186,6 @@ def accumulate(
     return value.detach()
 
 
-def elsewhere(settings: Settings, where: str) -> AbstractContextManager[Any]:
+def elsewhere(settings: TrainingSettings, where: str) -> AbstractContextManager[Any]:
     """The context of forward and backward, in which offload keeps activations in ``where``."""
     return memory.offload_activations(where) if settings.offload_activations else nullcontext()

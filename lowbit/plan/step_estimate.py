@@ -35,7 +35,7 @@ def estimate(
     """The memory of a step of training ``model`` on ``batch``, in bytes of the allocator, and its time.
 
     Nothing is computed and ``model`` stays as it is; it may be on the meta device. The result has ``peak_bytes``,
-    ``moment``, ``by_kind``, ``by_layer``, ``by_phase``, ``timeline`` and ``seconds`` of the second step, in which
+    ``peak_event``, ``by_kind``, ``by_layer``, ``by_phase``, ``timeline`` and ``seconds`` of the second step, in which
     states of optimizers exist from the start. ``print`` shows a table.
 
     The model's output is released before backward, as in ``run.step`` and ``model(**batch).loss.backward()``: a loop

@@ -19,11 +19,11 @@ from torch import nn
 from lowbit.checkpointing.apply import checkpoint_, uncheckpoint_
 from lowbit.checkpointing.policies import POLICIES, no_stacks
 from lowbit.combinations import COMBINATIONS
-from lowbit.distributed.ways import WAYS
+from lowbit.distributed.strategies import STRATEGIES
 from lowbit.memory.fake import fake_model, fake_tensors
 from lowbit.models import find_blocks
 from lowbit.optim import offload_, unoffload_
-from lowbit.plan.settings import Settings, make_optimizer, policy_of, prepare_model_
+from lowbit.plan.settings import TrainingSettings, make_optimizer, policy_of, prepare_model_
 from lowbit.plan.subject import Subject
 from lowbit.tiled.fused_loss import answers_without_logits
 from lowbit.tiled.model_attention import attends_without_scores
@@ -31,8 +31,23 @@ from lowbit.torch_private import BatchNorm
 from lowbit.train.micro_batches import micro_batches, samples
 
 __all__ = [
-    "AS_LOADED", "FALLBACKS", "LAST", "LIVE", "PARTS", "PLANNED", "TECHNIQUES", "WAY", "Technique", "conflict",
-    "defaults", "in_use", "least_rows", "loaded", "recompute_", "technique_of", "techniques",
+    "AS_LOADED",
+    "FALLBACKS",
+    "LAST",
+    "LIVE",
+    "MICRO_BATCHES",
+    "PLANNED",
+    "STRATEGY",
+    "TECHNIQUES",
+    "Technique",
+    "conflict",
+    "defaults",
+    "in_use",
+    "least_rows",
+    "loaded",
+    "recompute_",
+    "technique_of",
+    "techniques",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -48,7 +63,7 @@ class Technique:
     name: str
     """What ``lb.fit`` calls it."""
     changes: Mapping[str, Any]
-    """Fields of ``Settings`` and their values."""
+    """Fields of ``TrainingSettings`` and their values."""
     about: str
     """What it does, for people."""
     results: Literal["equal", "close", "own"] = "equal"
@@ -66,11 +81,11 @@ class Technique:
     """Another technique with which it is excluded too."""
     needs: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the settings that it needs to have these values."""
-    conflicts: Mapping[str, Callable[[Settings], bool]] = field(default_factory=dict)
+    conflicts: Mapping[str, Callable[[TrainingSettings], bool]] = field(default_factory=dict)
     """By row of ``COMBINATIONS`` whether settings have what it cannot be combined with."""
     fallback: int | None = None
     """Its rank among what a run takes when memory runs out, from what costs least time."""
-    more: Callable[[Settings, Subject], Mapping[str, Any] | None] | None = None
+    more: Callable[[TrainingSettings, Subject], Mapping[str, Any] | None] | None = None
     """As a fallback that can be taken again and again: the next changes, or None where no more is possible."""
     live: Live | None = None
     """Changes it in the middle of training; None: its settings are arithmetic, which stays."""
@@ -82,10 +97,10 @@ class Technique:
     rung: int | None = None
     """Its place on the ladder; techniques of one place are climbed together."""
 
-    def is_on(self, settings: Settings) -> bool:
+    def is_on(self, settings: TrainingSettings) -> bool:
         """Whether the settings have it."""
-        if "micro" in self.changes:  # the number follows from the budget
-            return settings.micro > 1
+        if "micro_batches" in self.changes:  # the number follows from the budget
+            return settings.micro_batches > 1
         return all(getattr(settings, name) == value for name, value in self.changes.items())
 
     @property
@@ -112,7 +127,7 @@ _LOADED = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 def loaded(model: nn.Module) -> str:
     """The precision that weights come in; of several the first of fp16, bf16, fp64, fp32."""
     dtypes = {p.dtype for p in model.parameters() if p.dim() > 1}
-    return next((name for dtype, name in _LOADED.items() if dtype in dtypes), Settings.loaded)
+    return next((name for dtype, name in _LOADED.items() if dtype in dtypes), TrainingSettings.loaded)
 
 
 def least_rows(model: nn.Module) -> int:
@@ -122,7 +137,7 @@ def least_rows(model: nn.Module) -> int:
 
 def _not_in_fp32(subject: Subject) -> str | None:
     precision = loaded(subject.model)
-    return None if precision == Settings.loaded else f"its weights are in {precision}"
+    return None if precision == TrainingSettings.loaded else f"its weights are in {precision}"
 
 
 def _unless(is_of_use: Callable[[Subject], bool], why_not: str) -> Callable[[Subject], str | None]:
@@ -134,7 +149,7 @@ def _refusal(changes: Mapping[str, Any]) -> Callable[[Subject], str | None]:
 
     def why_not(subject: Subject) -> str | None:
         with torch.inference_mode(False), fake_tensors() as mode:
-            copied, settings = fake_model(subject.model, mode, None), Settings(**changes)
+            copied, settings = fake_model(subject.model, mode, None), TrainingSettings(**changes)
             try:
                 prepare_model_(copied, settings)
                 make_optimizer(copied.parameters(), settings)
@@ -175,22 +190,22 @@ def _read_at_each_step(model: nn.Module, optimizer: torch.optim.Optimizer, value
     """A step reads the setting itself."""
 
 
-def _more_parts(settings: Settings, subject: Subject) -> dict[str, int] | None:
+def _more_micro_batches(settings: TrainingSettings, subject: Subject) -> dict[str, int] | None:
     try:
         rows = samples(subject.batch)
-        more = min(2 * settings.micro, max(rows // least_rows(subject.model), 1))
+        more = min(2 * settings.micro_batches, max(rows // least_rows(subject.model), 1))
         micro_batches(subject.batch, more)
     except ValueError:  # a batch that cannot be split
         return None
-    return {"micro": more} if more > settings.micro else None
+    return {"micro_batches": more} if more > settings.micro_batches else None
 
 
 # -- kinds of rows ----------------------------------------------------------------------------------------------------
-def _recipe(name: str, loss: float, *, compress: bool = False, asked: bool = False, **more: Any) -> Technique:
+def _recipe(name: str, loss: float, *, activation_codes: bool = False, asked: bool = False, **more: Any) -> Technique:
     recipe = name.partition("-compressed")[0]
     about = f"products of Linear layers by the recipe {recipe}, the rest in bf16"
-    about += ", and codes of activations for backward" if compress else ""
-    changes = {"mixed": "bf16", "recipe": recipe} | ({"compress": True} if compress else {})
+    about += ", and codes of activations for backward" if activation_codes else ""
+    changes = {"precision": "bf16", "recipe": recipe} | ({"activation_codes": True} if activation_codes else {})
     return Technique(name, changes, about, "own", loss, why_not=_refusal(changes), asked=asked, **more)
 
 
@@ -203,7 +218,7 @@ def _optimizer(bits: int, loss: float, least: float = 0.0, **more: Any) -> Techn
 
 
 #: Fallbacks are in this order; those of policies are between.
-_PARTS_FIRST, _POLICIES, _ACTIVATIONS, _STATES = 0, 1, 1000, 1001
+_MICRO_BATCHES_FIRST, _POLICIES, _ACTIVATIONS, _STATES = 0, 1, 1000, 1001
 
 #: The policy that is a rung of the ladder.
 _CLIMBED = "block"
@@ -228,7 +243,7 @@ def _policies() -> Iterator[Technique]:
 
 #: Dimensions that others ask for: how processes share the model; the parts of a batch; and one whose techniques after
 #: the first take so long that they are tried where nothing else fits.
-WAY, PARTS, LAST = "way", "parts", "weights"
+STRATEGY, MICRO_BATCHES, LAST = "strategy", "micro-batches", "weights"
 
 #: The plain precision of a model whose weights are not in fp32.
 AS_LOADED = "as loaded"
@@ -241,10 +256,10 @@ TECHNIQUES: dict[str, tuple[Technique, ...]] = {
     "precision": (
         Technique("fp32", {}, "weights, products and activations in fp32", why_not=_not_in_fp32, rung=0),
         Technique(AS_LOADED, {}, "weights stay in the precision that the model was loaded in"),
-        Technique("bf16", {"mixed": "bf16"}, "products and their weights in bf16, the rest in fp32", "own",
-                  why_not=_refusal({"mixed": "bf16"}), code='lb.train.mixed_(model, "bf16")', rung=2),
+        Technique("bf16", {"precision": "bf16"}, "products and their weights in bf16, the rest in fp32", "own",
+                  why_not=_refusal({"precision": "bf16"}), code='lb.train.mixed_(model, "bf16")', rung=2),
         _recipe("fp8", 0.12),
-        _recipe("fp8-compressed", 0.45, compress=True, rung=4,
+        _recipe("fp8-compressed", 0.45, activation_codes=True, rung=4,
                 code='lb.train.prepare_(model, "fp8"); lb.train.compress_activations_(model)'),
         _recipe("fp8-tensor", 0.0, asked=True),
         _recipe("fp8-block", 0.35, asked=True),
@@ -278,7 +293,7 @@ TECHNIQUES: dict[str, tuple[Technique, ...]] = {
         Technique("stochastic", {"master": "stochastic"}, "weights in bf16 are rounded by random bits alone", "own",
                   0.15, acts="optimizer", conflicts={
                       "stochastic fp32": lambda settings: not settings.working_copies,
-                      "stochastic fp16": lambda settings: settings.half and settings.loaded == "fp16",
+                      "stochastic fp16": lambda settings: settings.bf16_params and settings.loaded == "fp16",
                   }),
     ),
     "checkpoint": (
@@ -289,8 +304,8 @@ TECHNIQUES: dict[str, tuple[Technique, ...]] = {
     "states": (
         Technique("memory", {}, "states of the optimizer are beside the weights"),
         Technique("disk", {"offload_states": True}, "states of the optimizer are in files, on a GPU in host memory",
-                  conflicts={"offload shard": lambda settings: settings.gpus > 1 and WAYS[settings.way].states},
-                  fallback=_STATES, live=_place_states, acts="optimizer",
+                  conflicts={"offload shard": lambda settings: settings.gpus > 1 and
+                  STRATEGIES[settings.strategy].states}, fallback=_STATES, live=_place_states, acts="optimizer",
                   code="lb.optim.offload_(optimizer, directory)", rung=5),
     ),
     "activations": (
@@ -310,17 +325,19 @@ TECHNIQUES: dict[str, tuple[Technique, ...]] = {
                   conflicts={"stream processes": lambda settings: settings.gpus > 1}, acts="placement",
                   code="lb.memory.stream_blocks_(model, directory)", rung=7),
     ),
-    WAY: tuple(
-        Technique(way.name, {} if way.name == Settings.way else {"way": way.name}, way.about, "close", acts="placement",
-                  code=f'lb.distributed.shard_(model, optimizer, "{way.name}")' if way.states else "")
-        for way in WAYS.values() if way.name != "dp"
+    STRATEGY: tuple(
+        Technique(strategy.name, {} if strategy.name == TrainingSettings.strategy else {"strategy": strategy.name},
+                  strategy.about, "close", acts="placement",
+                  code=f'lb.distributed.shard_(model, optimizer, "{strategy.name}")' if strategy.states else "")
+        for strategy in STRATEGIES.values() if strategy.name != "dp"
     ),
-    PARTS: (
+    MICRO_BATCHES: (
         Technique("whole batch", {}, "the whole batch at once"),
         # As many as the budget asks for, and on the ladder four.
-        Technique("parts", {"micro": 4}, "gradients of the parts add up; BatchNorm, and losses among rows, see a part",
-                  "close", why_not=_unless(lambda subject: not _is_contrastive(subject), "its loss is among rows"),
-                  fallback=_PARTS_FIRST, more=_more_parts, live=_read_at_each_step, acts="batch",
+        Technique("micro-batches", {"micro_batches": 4},
+                  "gradients add up over micro-batches; BatchNorm, and losses among rows, see one micro-batch", "close",
+                  why_not=_unless(lambda subject: not _is_contrastive(subject), "its loss is among rows"),
+                  fallback=_MICRO_BATCHES_FIRST, more=_more_micro_batches, live=_read_at_each_step, acts="batch",
                   code="lb.memory.micro_batches(batch, 4)", rung=6),
     ),
 }  # fmt: skip
@@ -347,26 +364,26 @@ LIVE: dict[str, Live] = {name: one.live for one in techniques() if one.live is n
 def defaults(dimension: str) -> dict[str, Any]:
     """The fields of the settings that techniques of a dimension change, with the values of the plain one."""
     touched = {name for technique in TECHNIQUES[dimension] for name in technique.changes}
-    return {one.name: one.default for one in fields(Settings) if one.name in touched}
+    return {one.name: one.default for one in fields(TrainingSettings) if one.name in touched}
 
 
-def technique_of(dimension: str, settings: Settings) -> Technique:
+def technique_of(dimension: str, settings: TrainingSettings) -> Technique:
     """The technique of a dimension that the settings have."""
     row, plain = TECHNIQUES[dimension], defaults(dimension)
     mine = {name: getattr(settings, name) for name in plain}
-    if dimension == "precision" and settings.loaded != Settings.loaded and settings.mixed is None:
+    if dimension == "precision" and settings.loaded != TrainingSettings.loaded and settings.precision is None:
         return next(one for one in row if one.name == AS_LOADED)
     return next((one for one in row if {**plain, **one.changes} == mine), row[-1])
 
 
-def in_use(settings: Settings) -> dict[str, Technique]:
+def in_use(settings: TrainingSettings) -> dict[str, Technique]:
     """By dimension the techniques that the settings have beside plain training."""
     found = {dimension: technique_of(dimension, settings) for dimension in TECHNIQUES}
-    plain = {row[0] for dimension, row in TECHNIQUES.items() if dimension != WAY or settings.gpus == 1}
+    plain = {row[0] for dimension, row in TECHNIQUES.items() if dimension != STRATEGY or settings.gpus == 1}
     return {dimension: one for dimension, one in found.items() if one not in plain and one.name != AS_LOADED}
 
 
-def conflict(settings: Settings) -> str | None:
+def conflict(settings: TrainingSettings) -> str | None:
     """Why the techniques of the settings cannot be combined; None where they can."""
     for technique in _CONSTRAINED:
         if not technique.is_on(settings):

@@ -13,10 +13,10 @@ from lowbit.convert.engine import Task, convert, swap
 from lowbit.convert.maker import Maker, decibel, energies, measured, require_numbers
 from lowbit.convert.protect import protections
 from lowbit.convert.select import DEFAULT_SKIP, Skip, Verdict, plain_layers
-from lowbit.models.ties import place
+from lowbit.models.ties import storage_key
 from lowbit.nn.linear import QuantLinear
 from lowbit.qat.linear import FakeQuantLinear
-from lowbit.recipes import Plan, Recipe, plan, refuse_beyond
+from lowbit.recipes import LayerRecipes, Recipe, layer_recipes, refuse_beyond
 from lowbit.report import Report
 
 __all__ = ["convert_", "prepare_"]
@@ -27,7 +27,7 @@ _EVERY = Adapter(lambda layer, make: layer, lambda layer, made, plain: None, lam
 
 def prepare_(
     model: nn.Module,
-    recipe: str | Recipe | Plan | Mapping[Any, str | Recipe | None],
+    recipe: str | Recipe | LayerRecipes | Mapping[Any, str | Recipe | None],
     *,
     learn_scale: bool = False,
     skip: Skip = DEFAULT_SKIP,
@@ -45,7 +45,7 @@ def prepare_(
 
     Raises, with the model untouched: as ``quantize_``.
     """
-    chosen = plan(recipe)
+    chosen = layer_recipes(recipe)
     for one in chosen.recipes:
         refuse_beyond(one, "qat.prepare_", ("output.a",), scale=("static",), transform=("hadamard",))
         refuse_beyond(one, "qat.prepare_", ("output.b",), transform=("hadamard",))
@@ -79,11 +79,11 @@ class _FakeQuantMaker(Maker[FakeQuantLinear]):
     def __init__(self, model: nn.Module, learn_scale: bool, observe: int | None) -> None:
         super().__init__(model)
         self.learn_scale, self.observe = learn_scale, observe
-        self.parameters = {place(p): p for p in model.parameters()}
+        self.parameters = {storage_key(p): p for p in model.parameters()}
 
     def layer(self, name: str, matrix: Tensor, bias: Any, recipe: Recipe, trained: bool) -> FakeQuantLinear:
         require_numbers(matrix)
-        own = self.parameters.get(place(matrix))
+        own = self.parameters.get(storage_key(matrix))
         if own is None:
             own = nn.Parameter(matrix, trained)
         return FakeQuantLinear(own, bias, recipe, self.learn_scale, self.observe)

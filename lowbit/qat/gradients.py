@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lowbit.autograd import backend_now, bias_gradient, on_backend
-from lowbit.calls import call
 from lowbit.functional import quantize
+from lowbit.op_calls import call
 from lowbit.ops.conv import Window, spans_tensor
 from lowbit.qat.learned import Learned, gradient_scale
 from lowbit.scaling import Scheme

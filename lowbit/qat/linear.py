@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.autograd import in_backward
-from lowbit.calls import call
 from lowbit.datafree.scales import search
 from lowbit.functional import hadamard
 from lowbit.functional.arguments import refuse_tangents
 from lowbit.nn.base import Announced
 from lowbit.nn.linear import result_dtype, wrong_width
 from lowbit.observers import MOMENTUM, Ranges
+from lowbit.op_calls import call
 from lowbit.ops.conv import Window
 from lowbit.qat.gradients import Operand, fake_quant_conv, fake_quant_linear, multiply, quantized
 from lowbit.qat.learned import Learned

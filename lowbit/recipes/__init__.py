@@ -3,7 +3,7 @@
 No torch is needed here.
 """
 
-from lowbit.recipes.by_layer import Pattern, Plan, plan, require_pattern
+from lowbit.recipes.by_layer import LayerRecipes, Pattern, layer_recipes, require_pattern
 from lowbit.recipes.cast import Cast, Gemm
 from lowbit.recipes.definition import Recipe
 from lowbit.recipes.parse import OPTIONS, recipe
@@ -11,6 +11,17 @@ from lowbit.recipes.refusals import refuse_beyond
 from lowbit.recipes.table import ALIASES, RECIPES, register_recipe
 
 __all__ = [
-    "ALIASES", "OPTIONS", "RECIPES", "Cast", "Gemm", "Pattern", "Plan", "Recipe", "plan", "recipe", "refuse_beyond",
-    "register_recipe", "require_pattern",
+    "ALIASES",
+    "OPTIONS",
+    "RECIPES",
+    "Cast",
+    "Gemm",
+    "LayerRecipes",
+    "Pattern",
+    "Recipe",
+    "layer_recipes",
+    "recipe",
+    "refuse_beyond",
+    "register_recipe",
+    "require_pattern",
 ]  # fmt: skip

@@ -10,21 +10,21 @@ from typing import Any
 from lowbit.recipes.definition import Recipe
 from lowbit.recipes.parse import recipe
 
-__all__ = ["Pattern", "Plan", "plan", "require_pattern"]
+__all__ = ["LayerRecipes", "Pattern", "layer_recipes", "require_pattern"]
 
 #: Which modules are meant, in the language of ``lowbit.models.names``: a string, or a function of module and path.
 Pattern = str | Callable[[Any, str], bool]
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayerRecipes:
     """Which recipe each layer gets: patterns of names, of which the last that matches decides."""
 
     patterns: tuple[tuple[Pattern, Recipe | None], ...]
 
-    def map(self, change: Callable[[Recipe], Recipe]) -> Plan:
+    def map(self, change: Callable[[Recipe], Recipe]) -> LayerRecipes:
         """The plan with other recipes in the place of these."""
-        return Plan(tuple((pattern, chosen and change(chosen)) for pattern, chosen in self.patterns))
+        return LayerRecipes(tuple((pattern, chosen and change(chosen)) for pattern, chosen in self.patterns))
 
     @property
     def recipes(self) -> tuple[Recipe, ...]:
@@ -51,27 +51,27 @@ class Plan:
         return {"patterns": rows}
 
     @classmethod
-    def from_dict(cls, data: Any) -> Plan:
+    def from_dict(cls, data: Any) -> LayerRecipes:
         """The Plan that ``to_dict`` described. Raises ValueError for other data."""
         rows = data.get("patterns") if isinstance(data, dict) and len(data) == 1 else None
         if not isinstance(rows, list) or not all(
             isinstance(row, list) and len(row) == 2 and isinstance(row[0], str) for row in rows
         ):
             raise ValueError(f"Plan: expected {{'patterns': [[pattern, recipe], ...]}}, got {data!r}")
-        return plan({pattern: None if row is None else Recipe.from_dict(row) for pattern, row in rows})
+        return layer_recipes({pattern: None if row is None else Recipe.from_dict(row) for pattern, row in rows})
 
 
-def plan(recipes: str | Recipe | Plan | Mapping[Any, str | Recipe | None]) -> Plan:
+def layer_recipes(recipes: str | Recipe | LayerRecipes | Mapping[Any, str | Recipe | None]) -> LayerRecipes:
     """The Plan of a recipe for every layer, or of recipes by layer.
 
     ``{"*": "int4-weight-only", "down_proj": "int8", "lm_head": None}``: the last pattern that means a layer decides
     (``lowbit.models.names``); None, and no match, leave it as it is.
     Raises ValueError for an unknown recipe or no pattern; TypeError for what is no pattern or recipe.
     """
-    if isinstance(recipes, Plan):
+    if isinstance(recipes, LayerRecipes):
         return recipes
     if not isinstance(recipes, Mapping):
-        return Plan((("*", recipe(recipes)),))
+        return LayerRecipes((("*", recipe(recipes)),))
     if not recipes:
         raise ValueError("recipes by layer: no pattern is given; write for instance {'*': 'int8', 'lm_head': None}")
     for pattern, row in recipes.items():
@@ -81,7 +81,7 @@ def plan(recipes: str | Recipe | Plan | Mapping[Any, str | Recipe | None]) -> Pl
                 f"recipes by layer: expected a recipe for {pattern!r}, or None to leave such layers as they are; got "
                 f"{type(row).__name__}"
             )
-    return Plan(tuple((pattern, None if row is None else recipe(row)) for pattern, row in recipes.items()))
+    return LayerRecipes(tuple((pattern, None if row is None else recipe(row)) for pattern, row in recipes.items()))
 
 
 def require_pattern(pattern: Any, what: str) -> None:

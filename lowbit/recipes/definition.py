@@ -31,7 +31,7 @@ class Recipe:
     ``output`` is forward, its ``b`` the weight; it suffices for inference. ``grad_input`` and ``grad_weight`` are the
     backward products: both are given by a recipe that trains, and neither by one for inference. ``forward`` is what
     training multiplies in the place of ``output``, where that differs from inference; both operands may be float.
-    ``ends``: the share of a model's blocks that training leaves as they are (``train.prepare_``).
+    ``keep_blocks``: the share of a model's blocks that training leaves as they are (``train.prepare_``).
     ``name``: by default what ``output`` multiplies. ``about`` is prose, and no part of what makes recipes equal.
 
     Raises TypeError for what is no Gemm or string; ValueError where the products do not fit each other.
@@ -43,7 +43,7 @@ class Recipe:
     about: str = field(default="", compare=False)
     name: str = ""
     forward: Gemm | None = None
-    ends: float = 0.0
+    keep_blocks: float = 0.0
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Recipe:
         about: str = "",
         name: str = "",
         forward: Gemm | None = None,
-        ends: float = 0.0,
+        keep_blocks: float = 0.0,
     ) -> None:
         given = {"output": output, "grad_input": grad_input, "grad_weight": grad_weight, "forward": forward}
         for role, value in given.items():
@@ -65,7 +65,7 @@ class Recipe:
         for word, text in (("about", about), ("name", name)):
             if not isinstance(text, str):
                 raise TypeError(f"Recipe: {word} must be a string, got {type(text).__name__}")
-        set_fields(self, **given, about=about, name=name, ends=ends)
+        set_fields(self, **given, about=about, name=name, keep_blocks=keep_blocks)
         if not isinstance(output.b, Cast):
             raise ValueError(f"{self._what}: output.b is the weight, and needs a scheme, got {output.b!r}")
         if not name:
@@ -75,15 +75,19 @@ class Recipe:
         for role, one in (("output", output), ("forward", forward)):
             if one is not None and one.save != "codes":
                 raise ValueError(f"{self._what}: save belongs to backward products, and {role} has {one.save!r}")
-        if isinstance(ends, bool) or not isinstance(ends, int | float) or not 0 <= ends < 1:
-            raise ValueError(f"{self._what}: ends is a share of the blocks, from 0 to less than 1, got {ends!r}")
+        if isinstance(keep_blocks, bool) or not isinstance(keep_blocks, int | float) or not 0 <= keep_blocks < 1:
+            raise ValueError(
+                f"{self._what}: keep_blocks is a share of the blocks, from 0 to less than 1, got {keep_blocks!r}"
+            )
         if (grad_input is None) != (grad_weight is None):
             raise ValueError(
                 f"{self._what}: a recipe that trains has both grad_input and grad_weight; write "
                 f"Gemm(None, None, save='high') for a product that stays float"
             )
-        if grad_input is None and (forward is not None or ends):
-            raise ValueError(f"{self._what}: forward and ends are for training, and there are no backward products")
+        if grad_input is None and (forward is not None or keep_blocks):
+            raise ValueError(
+                f"{self._what}: forward and keep_blocks are for training, and there are no backward products"
+            )
         if grad_input is not None and grad_weight is not None:
             weight = self.trained.b
             if isinstance(weight, str):
@@ -224,13 +228,13 @@ class Recipe:
             raise ValueError(f"{self._what}: forward leaves an operand float, which has no scales to make by {rule!r}")
         return self._changed("rule", rule, forward=Gemm(replace(a, rule=rule), replace(b, rule=rule)))
 
-    def with_ends(self, share: float) -> Recipe:
-        """This recipe with another share of a model's blocks that stay as they are: ``recipe("nvfp4:ends=0")``.
+    def with_keep_blocks(self, share: float) -> Recipe:
+        """This recipe with another share of a model's blocks that stay as they are: ``recipe("nvfp4:keep_blocks=0")``.
 
         Raises ValueError for a recipe that does not train and for what is no share from 0 to less than 1.
         """
-        self._require_training("with_ends")
-        return self._changed("ends", f"{share:g}", ends=share)
+        self._require_training("with_keep_blocks")
+        return self._changed("keep_blocks", f"{share:g}", keep_blocks=share)
 
     def _float_forward(self) -> Recipe:
         """Forward in high precision; backward quantizes the operands whose codes it had from forward."""
@@ -262,12 +266,12 @@ class Recipe:
         """JSON data, without ``about``."""
         gemms = {role: getattr(self, role) for role in _PRODUCTS}
         made = {"name": self.name, **{role: gemm.to_dict() for role, gemm in gemms.items() if gemm is not None}}
-        return {**made, "ends": self.ends} if self.ends else made
+        return {**made, "keep_blocks": self.keep_blocks} if self.keep_blocks else made
 
     @classmethod
     def from_dict(cls, data: Any) -> Recipe:
         """The Recipe that ``to_dict`` described. Raises ValueError for other data."""
-        known = ("name", *_PRODUCTS, "ends")
+        known = ("name", *_PRODUCTS, "keep_blocks")
         values = checked("Recipe", data, known, ("output",))
         gemms = {role: Gemm.from_dict(values[role]) for role in _PRODUCTS if values.get(role) is not None}
         return from_data(cls, {**values, **gemms}, known, ("output",))

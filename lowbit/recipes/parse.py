@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lowbit import formats
-from lowbit.named import did_you_mean, spelled
+from lowbit.name_tables import did_you_mean, spelled
 from lowbit.recipes.cast import Cast, Gemm
 from lowbit.recipes.definition import HADAMARD, PRECISIONS, Recipe
 from lowbit.recipes.table import ALIASES, FOREIGN, RECIPES
@@ -28,11 +28,11 @@ def _gradients(base: Recipe, value: str) -> Recipe:
     return base.with_gradients(f"fp8_{value}" if f"fp8_{value}" in formats.FORMATS else value)
 
 
-def _ends(base: Recipe, value: str) -> Recipe:
+def _keep_blocks(base: Recipe, value: str) -> Recipe:
     try:
-        return base.with_ends(float(value))
+        return base.with_keep_blocks(float(value))
     except ValueError as error:
-        raise ValueError(f"recipe {base.name!r}: ends={value!r} is no share of the blocks; {error}") from None
+        raise ValueError(f"recipe {base.name!r}: keep_blocks={value!r} is no share of the blocks; {error}") from None
 
 
 class Option(NamedTuple):
@@ -62,7 +62,9 @@ OPTIONS: dict[str, Option] = {
         "amax | search | four-over-six", "how scales of forward's operands follow from a block's elements",
         lambda base, value: base.with_rule(value),
     ),
-    "ends": Option("a share such as 0.15", "which share of the blocks, first and last, stays as it is", _ends),
+    "keep_blocks": Option(
+        "a share such as 0.15", "which share of the blocks, first and last, stays as it is", _keep_blocks
+    ),
 }  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowbit.named import register
+from lowbit.name_tables import register
 from lowbit.recipes.cast import Cast, Gemm
 from lowbit.recipes.definition import Recipe
 
@@ -27,7 +27,7 @@ def _eden(scheme: str) -> Cast:
 
 
 #: The share of blocks that 4-bit training leaves: of 62 two at the beginning and eight at the end (arXiv 2509.25149).
-_ENDS = 0.16
+_KEEP_BLOCKS = 0.16
 
 #: A scale for a row, rounded up to a power of two.
 _POW2 = "fp8_e4m3:row:e8m0:ceil"
@@ -106,7 +106,7 @@ RECIPES: dict[str, Recipe] = {
             Gemm("mxfp4", "mxfp4"),
             Gemm(_drawn("mxfp4:ceil"), "reuse"),
             Gemm(_spread("mxfp4:ceil:T", "stochastic"), _spread("mxfp4:nearest:T"), save="operand"),
-            forward=Gemm("mxfp4:nearest", "fp4_e2m1:block32x32:e8m0:nearest"), ends=_ENDS,
+            forward=Gemm("mxfp4:nearest", "fp4_e2m1:block32x32:e8m0:nearest"), keep_blocks=_KEEP_BLOCKS,
             name="mxfp4", about="OCP MX, FP4 elements; trains",
         ),
         # arXiv 2509.25149: weights in two-dimensional blocks, so that forward and backward multiply the same ones.
@@ -114,7 +114,7 @@ RECIPES: dict[str, Recipe] = {
             Gemm("nvfp4:global_row", "nvfp4"),
             Gemm(_drawn("nvfp4:ceil"), "reuse"),
             Gemm(_spread("nvfp4:ceil:T", "stochastic"), _spread("nvfp4:T"), save="operand"),
-            forward=Gemm("nvfp4:global_row", "fp4_e2m1:block16x16:e4m3"), ends=_ENDS,
+            forward=Gemm("nvfp4:global_row", "fp4_e2m1:block16x16:e4m3"), keep_blocks=_KEEP_BLOCKS,
             name="nvfp4", about="NVFP4: FP4 elements, a scale for 16, one for a row of activations or a weight; trains",
         ),
         # Quartet II, arXiv 2601.22813, which keeps no block in high precision.

@@ -14,7 +14,7 @@ from lowbit.convert.prepack import prepack_
 from lowbit.convert.quantize import replacements
 from lowbit.files import read_json, shown
 from lowbit.models.check import uncompiled
-from lowbit.models.ties import place
+from lowbit.models.ties import storage_key
 from lowbit.nn.experts import stack_experts_
 from lowbit.nn.linear import QuantLinear
 from lowbit.recipes import RECIPES, Recipe
@@ -340,7 +340,7 @@ def _lost_buffers(
 
 def _falsely_tied(saved: Saved, expected: dict[str, Tensor], names: list[str]) -> list[str]:
     first: dict[Any, str] = {}
-    pairs = ((first.setdefault(place(expected[name]), name), name) for name in names)
+    pairs = ((first.setdefault(storage_key(expected[name]), name), name) for name in names)
     source = saved.tied
     return [f"{a} and {b}" for a, b in pairs if source.get(a, a) != source.get(b, b)]
 

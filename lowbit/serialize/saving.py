@@ -18,7 +18,7 @@ from lowbit.convert.engine import quantized_layers
 from lowbit.files import DirectoryLock, sync_directory, write_json
 from lowbit.models.check import uncompiled
 from lowbit.models.names import plain_name
-from lowbit.models.ties import place
+from lowbit.models.ties import storage_key
 from lowbit.nn.base import kind
 from lowbit.nn.linear import PARTS
 from lowbit.nn.packed import PackedLinear
@@ -166,7 +166,7 @@ def _state(model: nn.Module) -> dict[str, Any]:
     first: dict[Any, str] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
         if isinstance(layer, PackedLinear):
-            source = first.setdefault(place(layer.packed), name)
+            source = first.setdefault(storage_key(layer.packed), name)
             for part in PARTS:
                 if f"{name}.{part}" in state:
                     state[f"{name}.{part}"] = state[f"{source}.{part}"]
@@ -204,7 +204,7 @@ def distinct(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
                 f"save_model: {name!r} is {kind}, and files hold dense tensors; make it dense (to_dense(), "
                 "dequantize()), or register the buffer with persistent=False"
             )
-        first = seen.setdefault(place(value), name)
+        first = seen.setdefault(storage_key(value), name)
         if first == name:
             tensors[name] = value.detach()
         else:

@@ -27,14 +27,14 @@ class Bandwidth(NamedTuple):
     read: float
 
 
-def bandwidth(where: str | os.PathLike[str]) -> Bandwidth:
+def bandwidth(target: str | os.PathLike[str]) -> Bandwidth:
     """The bandwidth of ``"cpu"``, pinned memory from the current CUDA device, or of a directory.
 
     Writes to a directory count until they are on the disk, and reads come from it where the system can forget what it
     has read. Without a CUDA device ``"cpu"`` is a copy within memory. The first call for a place takes some copies of
     32 MiB. Raises OSError where the directory cannot be written to.
     """
-    return _of_host() if where == "cpu" else _of_directory(Path(where).resolve())
+    return _of_host() if target == "cpu" else _of_directory(Path(target).resolve())
 
 
 @functools.cache
@@ -52,8 +52,8 @@ def _of_host() -> Bandwidth:
 
 
 @functools.cache
-def _of_directory(where: Path) -> Bandwidth:
-    files = ScratchDirectory(where)
+def _of_directory(target: Path) -> Bandwidth:
+    files = ScratchDirectory(target)
     try:
         path = files.reserve(_BYTES)
         memory = directory.bytes_of(torch.randint(256, (_BYTES,), dtype=torch.uint8, generator=torch.Generator()))

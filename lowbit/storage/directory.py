@@ -51,16 +51,16 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 class ScratchDirectory:
-    """A directory ``lowbit-offload-PID-...`` in ``where`` for files of this process, of ``budget`` bytes together.
+    """A directory ``lowbit-offload-PID-...`` in ``target`` for files of this process, of ``budget`` bytes together.
 
-    It goes with the object, at exit, and, after a crash, when the next one is made in ``where``. A process that is
+    It goes with the object, at exit, and, after a crash, when the next one is made in ``target``. A process that is
     forked may not use it. Raises TypeError for what is no path, ValueError for an empty one and for the name of a
-    device, OSError where ``where`` cannot be made or written to.
+    device, OSError where ``target`` cannot be made or written to.
     """
 
-    def __init__(self, where: str | os.PathLike[str], budget: int | None = None) -> None:
+    def __init__(self, target: str | os.PathLike[str], budget: int | None = None) -> None:
         keep_interrupts()
-        parent = _parent(where)
+        parent = _parent(target)
         parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(parent)
         self.path, self._lock = _locked(parent)
@@ -162,14 +162,14 @@ def _allocate(file: int, size: int) -> None:
     os.ftruncate(file, size)
 
 
-def _parent(where: Any) -> Path:
-    if not isinstance(where, str | os.PathLike):
-        raise TypeError(f'offload: expected "cpu" or the path of a directory, got {type(where).__name__}')
-    text = os.fspath(where)
+def _parent(target: Any) -> Path:
+    if not isinstance(target, str | os.PathLike):
+        raise TypeError(f'offload: expected "cpu" or the path of a directory, got {type(target).__name__}')
+    text = os.fspath(target)
     if not text or _DEVICE.fullmatch(text):
         here = f"; for a directory of that name write ./{text}" if text else "; for the directory that is current, '.'"
         raise ValueError(f'offload: expected "cpu" or the path of a directory, got {text!r}{here}')
-    return Path(where)
+    return Path(target)
 
 
 # -- whose a directory is ----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lowbit import notice
+from lowbit import user_warnings
 from lowbit.tables import aligned
 
 __all__ = ["Traffic"]
@@ -88,7 +88,7 @@ class Traffic:
         """Warn once where waiting takes more than a tenth of the time."""
         if not self._warned and self.elapsed > _ENOUGH and self.waited > _TOO_MUCH * self.elapsed:
             self._warned = True
-            notice.warn(
+            user_warnings.warn(
                 f"offload to {self.place}: {self.waited / self.elapsed:.0%} of the time is spent waiting for copies, "
                 f"which the computation is too short to hide; offload less (a larger min_bytes=), take a faster "
                 f"place, or checkpoint instead"

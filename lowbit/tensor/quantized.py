@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lowbit.calls import call, fill
+from lowbit.op_calls import call, fill
 from lowbit.scaling import Scheme, as_matrix
 from lowbit.scaling import scheme as parse
 

@@ -25,11 +25,11 @@ from lowbit.nn.linear import result_dtype
 from lowbit.recipes import Recipe
 from lowbit.recipes import recipe as find_recipe
 from lowbit.report import Report, report_on
-from lowbit.train.ends import keep_ends
 from lowbit.train.gemms import Products, WeightOperands, low_precision_linear
+from lowbit.train.kept_blocks import keep_blocks
 from lowbit.train.reuse import Reuse
 from lowbit.train.states import State
-from lowbit.train.view import Place, View
+from lowbit.train.view import OperandSlot, View
 
 __all__ = ["TrainLinear", "convert_", "prepare_", "state"]
 
@@ -55,7 +55,7 @@ class TrainLinear(Announced, nn.Linear):
     products: Products
     state: State | None
     path: str
-    places: dict[str, Place]
+    slots: dict[str, OperandSlot]
     reuse: Reuse
     #: Within the steps that ``lowbit.train.watch`` looks at: makes the view of a call one that shows its casts.
     watcher: Callable[[View | None], View | None] | None = None
@@ -74,7 +74,7 @@ class TrainLinear(Announced, nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.recipe = find_recipe(recipe)
-        self.products, self.path, self.places, self.reuse = Products.of(self.recipe), "", {}, Reuse()
+        self.products, self.path, self.slots, self.reuse = Products.of(self.recipe), "", {}, Reuse()
         vars(self)["state"] = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class TrainLinear(Announced, nn.Linear):
                 f"recipe {self.recipe.name!r} rounds stochastically or remembers scales, and the layer has no training "
                 f"state; call lowbit.train.state(model) once"
             )
-        return self.state.view(self.places, device)
+        return self.state.view(self.slots, device)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is not watched."""
@@ -119,7 +119,7 @@ class TrainLinear(Announced, nn.Linear):
 
 def prepare_(
     model: nn.Module,
-    recipe: str | Recipe | recipes.Plan | Mapping[Any, str | Recipe | None] = "fp8",
+    recipe: str | Recipe | recipes.LayerRecipes | Mapping[Any, str | Recipe | None] = "fp8",
     *,
     skip: Skip = DEFAULT_SKIP,
     reuse_weights: bool = True,
@@ -129,8 +129,8 @@ def prepare_(
     ``recipe``: one that trains, or such recipes by layer, as for ``quantize_``. Parameters, names, hooks, checkpointing
     and optimizers that hold them stay as they are. Subclasses that compute what nn.Linear does are taken as well.
     ``skip`` and what is left as for ``quantize_``; an output layer keeps sharing its weight with an embedding. 4-bit
-    recipes also leave the first and the last blocks (``Recipe.ends``), unless the option ``ends=0`` or a recipe for a
-    layer's name says otherwise.
+    recipes also leave the first and the last blocks (``Recipe.keep_blocks``), unless the option ``keep_blocks=0`` or a
+    recipe for a layer's name says otherwise.
     ``reuse_weights``: where gradients accumulate, the codes of a weight serve all micro-batches of a step, which takes
     a byte a number or so until the optimizer steps. False makes them at each forward, as code needs that writes to
     ``weight.data`` between micro-batches on a GPU.
@@ -138,10 +138,10 @@ def prepare_(
     prepared or quantized already or whose weight has no shape yet, a pattern without a match. TypeError for a weight
     in another dtype than fp32, bf16 and fp16.
     """
-    chosen = recipes.plan(recipe)
+    chosen = recipes.layer_recipes(recipe)
     products = {one: Products.of(one) for one in chosen.recipes}
     names, protect = protections(model, skip, chosen, unties=False)
-    protect = keep_ends(model, chosen, protect)
+    protect = keep_blocks(model, chosen, protect)
 
     def make(layer: nn.Linear, adapter: Adapter, recipe: Recipe) -> tuple[nn.Linear, Recipe]:
         require_float(layer.weight)
@@ -198,7 +198,7 @@ def _share(state: State, model: nn.Module, layers: dict[str, TrainLinear]) -> No
         vars(layer)["state"] = state  # no child of this layer, whose state_dict would have it once more
         state.layers.join(layer)
         layer.path = path
-        layer.places = state.places(path, layer.products.casts(layer.recipe)) if layer.products.stateful else {}
+        layer.slots = state.slots(path, layer.products.casts(layer.recipe)) if layer.products.stateful else {}
     modules = list(model.modules())
     users = [one for one in modules if isinstance(one, TrainLinear) and one.state is state and one.products.stateful]
     hooked = any(_is_of(state, hook) for module in modules for hook in module._forward_pre_hooks.values())
@@ -249,7 +249,7 @@ def convert_(model: nn.Module) -> Report:
             f"would go on in low precision; remove that first, then call convert_ again"
         )
     for layer in prepared.values():
-        del layer.recipe, layer.products, layer.reuse, layer.state, layer.path, layer.places
+        del layer.recipe, layer.products, layer.reuse, layer.state, layer.path, layer.slots
         for name in ("watcher", "gathered"):
             vars(layer).pop(name, None)
         change_class(layer, vars(layer).pop("_lowbit_class", nn.Linear))

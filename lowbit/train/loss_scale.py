@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.combinations import refusal
-from lowbit.notice import warn
+from lowbit.dist_utils import processes
 from lowbit.optim.shards import local
-from lowbit.processes import processes
+from lowbit.user_warnings import warn
 
 __all__ = ["LossScaler"]
 

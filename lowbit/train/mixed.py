@@ -22,11 +22,11 @@ from lowbit.machine import float_precision, multiplies
 from lowbit.models.check import check_model
 from lowbit.models.ties import model_bytes, tensor_bytes
 from lowbit.models.wrap import Wrapper, unwrap, wrap, wrapper_of
-from lowbit.notice import warn
 from lowbit.optim import Optimizer, masters
 from lowbit.optim.shards import is_dtensor, local
 from lowbit.report import LayerReport, Report
 from lowbit.torch_private import ConvNd, is_fake
+from lowbit.user_warnings import warn
 
 __all__ = ["PARTS", "PRECISIONS", "Part", "mixed_", "unmixed_"]
 

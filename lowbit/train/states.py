@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lowbit.autograd import in_backward, transformed
-from lowbit.notice import warn
-from lowbit.processes import processes
+from lowbit.dist_utils import processes
 from lowbit.recipes import Cast
 from lowbit.torch_private import current_node, sequence_number
 from lowbit.train.moves import DATA, WEIGHT, advance_, derive_, next_micro_batch_
 from lowbit.train.steps import Layers, follow_steps
-from lowbit.train.view import Place, View
+from lowbit.train.view import OperandSlot, View
+from lowbit.user_warnings import warn
 
 __all__ = ["State"]
 
@@ -235,7 +235,7 @@ class State(nn.Module):
         return f"{len(self._steps)} histories"
 
     # -- layers ----------------------------------------------------------------------------------------------------
-    def places(self, path: str, casts: Mapping[str, Cast]) -> dict[str, Place]:
+    def slots(self, path: str, casts: Mapping[str, Cast]) -> dict[str, OperandSlot]:
         """Of a layer at ``path``, by role, what its operands have here; makes the histories that they need."""
         streams = {role: f"{path}/{role}" for role in casts}
         self._steps |= {streams[role]: cast.history for role, cast in casts.items() if cast.scale == "delayed"}
@@ -247,7 +247,7 @@ class State(nn.Module):
         self.register_buffer("streams", self._crcs().to(amax.device), persistent=bool(rows))
         self._pending += [amax.new_zeros(1) for _ in range(len(rows) - len(self._pending))]
         return {
-            role: Place(crc32(stream.encode()), WEIGHT if role in _WEIGHT_ROLES else DATA, rows.get(stream))
+            role: OperandSlot(crc32(stream.encode()), WEIGHT if role in _WEIGHT_ROLES else DATA, rows.get(stream))
             for role, stream in streams.items()
         }
 
@@ -257,7 +257,7 @@ class State(nn.Module):
         if torch.is_grad_enabled() and not _recomputes():
             self.next_micro_batch()
 
-    def view(self, places: Mapping[str, Place], device: torch.device) -> View:
+    def view(self, slots: Mapping[str, OperandSlot], device: torch.device) -> View:
         """What a call of a layer on ``device`` sees."""
         keys, amax = self.keys, self.amax
         if not torch.compiler.is_compiling() and self._draws and not self._begun and not self._warned:
@@ -268,7 +268,7 @@ class State(nn.Module):
         if keys.device != device:
             keys, amax = keys.to(device), amax.to(device)
         # A clone made in a transform of torch.func is wrapped, and of no use in an autograd.Function that holds it.
-        return View(keys if transformed() else keys.clone(), amax, self._pending, places, torch.is_grad_enabled())
+        return View(keys if transformed() else keys.clone(), amax, self._pending, slots, torch.is_grad_enabled())
 
     # -- as a module -----------------------------------------------------------------------------------------------
     def forward(self) -> None:

@@ -19,10 +19,10 @@ from lowbit.train.eden import corrected, random_signs
 from lowbit.train.moves import record_, record_eagerly
 from lowbit.train.rules import quantized
 
-__all__ = ["Place", "View"]
+__all__ = ["OperandSlot", "View"]
 
 
-class Place(NamedTuple):
+class OperandSlot(NamedTuple):
     """What an operand of a layer has in the State: the CRC-32 of its stream, its rows of ``keys`` and of ``amax``."""
 
     stream: int
@@ -40,21 +40,21 @@ class View:
     keys: Tensor
     amax: Tensor
     pending: list[Tensor]
-    places: Mapping[str, Place]
+    slots: Mapping[str, OperandSlot]
     records: bool
 
     def quantize(self, x: Tensor, cast: Cast, role: str, factors: Tensor | None = None) -> Quantized:
         """``x [rows, cols]``, or its product with ``factors``, as ``cast`` says; ``role``: which operand it is."""
-        place = self.places[role]
-        drawn = Rounding(self.keys[place.key], stream=place.stream)
+        slot = self.slots[role]
+        drawn = Rounding(self.keys[slot.key], stream=slot.stream)
         if cast.rounding == "eden":
             return corrected(x if factors is None else x * factors, cast.scheme, drawn)
         if cast.rule != "amax":
             return quantized(x, cast, factors)
         rounding = drawn if cast.rounding == "stochastic" else "nearest"
-        if place.row is not None and factors is not None:
+        if slot.row is not None and factors is not None:
             x, factors = x * factors, None  # whose amax is remembered
-        scale = None if place.row is None else self._delayed_scale(x, cast, place.row)
+        scale = None if slot.row is None else self._delayed_scale(x, cast, slot.row)
         return quantize(x, cast.scheme, scale, rounding=rounding, factors=factors)
 
     def both(
@@ -63,16 +63,16 @@ class View:
         """``x`` as both casts say, the second after a transform in blocks; all roles are of activations or of weights,
         whose random bits have one key.
         """
-        places = [self.places[role] for role in roles]
+        slots = [self.slots[role] for role in roles]
         first, second = (
-            place.stream if cast.rounding == "stochastic" else None for cast, place in zip(casts, places, strict=True)
+            slot.stream if cast.rounding == "stochastic" else None for cast, slot in zip(casts, slots, strict=True)
         )
-        return quantize_both(x, casts[0].scheme, casts[1].scheme, block, self.keys[places[0].key], (first, second))
+        return quantize_both(x, casts[0].scheme, casts[1].scheme, block, self.keys[slots[0].key], (first, second))
 
     def signs(self, role: str, device: torch.device) -> Tensor:
         """The random signs of both operands of a product; ``role``: its gradient's, whose next stream they have."""
-        place = self.places[role]
-        return random_signs(Rounding(self.keys[place.key], stream=place.stream + 1 & 0xFFFFFFFF), device)
+        slot = self.slots[role]
+        return random_signs(Rounding(self.keys[slot.key], stream=slot.stream + 1 & 0xFFFFFFFF), device)
 
     def _delayed_scale(self, x: Tensor, cast: Cast, row: int) -> Tensor:
         """fp32 ``[1, 1]`` of the history, or of ``x`` while there is none; NaN where ``x`` is not finite.

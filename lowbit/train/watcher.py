@@ -21,7 +21,6 @@ from lowbit.files import write_atomically, write_json
 from lowbit.formats import Format
 from lowbit.functional import decode, unpack
 from lowbit.functional.rotation import signed_hadamard
-from lowbit.notice import warn
 from lowbit.recipes import Cast
 from lowbit.tables import aligned
 from lowbit.tensor.quantized import Quantized
@@ -31,6 +30,7 @@ from lowbit.train.rules import quantized
 from lowbit.train.view import View
 from lowbit.train.watch_plot import drawn
 from lowbit.train.watch_rows import HEAD, NUMBERS, Row, written
+from lowbit.user_warnings import warn
 
 __all__ = ["Watch", "observed", "watch"]
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import lowbit as lb
 from lowbit.calibrate import METHODS
 from lowbit.calibrate.identity import digest
-from lowbit.datafree import RULES
+from lowbit.datafree import DATA_FREE
 
 ROOT = Path(lb.__file__).parents[1]
 FACTOR = 2.0
@@ -200,7 +200,7 @@ def test_another_loss_or_method_is_another_run(tmp_path):
         with pytest.raises(ValueError, match=r"of another run: its method is 'mine minmax [0-9a-f]+', here it is"):
             lb.calibrate(model, "int8", batches, "mine", directory=tmp_path / "named")
     finally:
-        METHODS.pop("mine", None), RULES.pop("mine", None)
+        METHODS.pop("mine", None), DATA_FREE.pop("mine", None)
 
 
 @pytest.mark.parametrize("batches", [None, [torch.ones(4, 32)]], ids=["without data", "with data"])

@@ -15,7 +15,7 @@ from lowbit.calibrate.importance import weigh
 from lowbit.calibrate.recording import observed, observed_layers
 from lowbit.calibrate.statistics import Statistics
 from lowbit.models.wrap import wrappers
-from lowbit.recipes import plan
+from lowbit.recipes import layer_recipes
 
 RECIPE = "int4-weight-only:group32"
 
@@ -98,7 +98,7 @@ def next_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
 def test_rows_count_by_the_squared_gradient_of_the_loss(loss, kind):
     torch.manual_seed(0)
     model = kind()
-    weigh_model = observed(model, plan(RECIPE), ())
+    weigh_model = observed(model, layer_recipes(RECIPE), ())
     layers = {layer.name: layer for layer in observed_layers(weigh_model)}
     weigh(weigh_model, list(layers.values()), batches(), loss)
     for name, rows in expected(model, loss or next_tokens).items():

@@ -17,7 +17,7 @@ from lowbit.calibrate.choice import choose
 from lowbit.calibrate.methods import Method, default_method, gptq
 from lowbit.calibrate.methods.gptq import damped
 from lowbit.calibrate.statistics import Statistics
-from lowbit.datafree import RULES, scales
+from lowbit.datafree import DATA_FREE, scales
 
 SCHEMES = (
     "int4:group32", "int4:row", "int8:row", "int4:tensor", "int4:block16x16", "uint4:group32:affine", "nf4", "mxfp4",
@@ -266,7 +266,7 @@ def test_a_method_of_a_third_party_is_known_by_name():
         with pytest.raises(TypeError, match="expected a Method, got str"):
             lb.register_method("gptq")
     finally:
-        del METHODS["mine-half"], METHODS["mine-data"], RULES["mine-half"]
+        del METHODS["mine-half"], METHODS["mine-data"], DATA_FREE["mine-half"]
 
 
 # -- statistics -------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from lowbit.calibrate.resume import Finished
 from lowbit.calibrate.statistics import Statistics
 from lowbit.models.blocks import Chain
 from lowbit.models.wrap import wrappers
-from lowbit.recipes import plan
+from lowbit.recipes import layer_recipes
 
 ROOT = os.path.dirname(os.path.dirname(lb.__file__))
 
@@ -127,10 +127,10 @@ def test_batches_are_passed_as_the_model_takes_them(form):
         ("int8", [torch.ones(2, 24)]),
         (lb.recipe("int8"), (torch.ones(2, 24),)),
         ({"0": "int8"}, [{"input": torch.ones(2, 24)}]),
-        (plan("int8"), [(torch.ones(2, 24),)]),
+        (layer_recipes("int8"), [(torch.ones(2, 24),)]),
         ("int8", None),
     ],
-    ids=["name", "recipe", "by layer", "plan", "no data"],
+    ids=["name", "recipe", "by layer", "layer_recipes", "no data"],
 )
 def test_the_recipe_comes_before_the_batches(recipe, given):
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ from lowbit.calibrate import MAPS, TRANSFORMS, Map
 from lowbit.calibrate.calibration import Edit
 from lowbit.calibrate.recording import Observed, Recorder, observed
 from lowbit.calibrate.transforms import transform_
-from lowbit.recipes import plan
+from lowbit.recipes import layer_recipes
 
 
 def tokens(number: int = 3) -> list[Tensor]:
@@ -42,7 +42,7 @@ def normed(monkeypatch):
 
 def transformed(model: nn.Module, x: Tensor, transform: str) -> tuple[nn.Module, list[Edit], list[Observed]]:
     """The copy of ``model`` that calibrate works on, after a transform and before any rounding."""
-    work = observed(model, plan("int8-weight-only"), ())
+    work = observed(model, layer_recipes("int8-weight-only"), ())
     layers = [layer for layer in work.modules() if isinstance(layer, Observed)]
     recorder = Recorder(layers, "gram", None)
     recorder.count(0, x, lambda: work(x))

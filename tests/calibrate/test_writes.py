@@ -273,7 +273,7 @@ def test_mixtures_of_transformers(kind, method):
 def test_padding_moves_no_importance():
     from lowbit.calibrate.importance import weigh
     from lowbit.calibrate.recording import observed, observed_layers
-    from lowbit.recipes import plan
+    from lowbit.recipes import layer_recipes
 
     class Encoder(nn.Module):
         def __init__(self) -> None:
@@ -289,7 +289,7 @@ def test_padding_moves_no_importance():
     mask = F.pad(torch.ones_like(ids), (0, 5))
     rows = []
     for batch in ({"input_ids": ids}, {"input_ids": padded, "attention_mask": mask}):
-        work = observed(Encoder(), plan(RECIPE), ())
+        work = observed(Encoder(), layer_recipes(RECIPE), ())
         weigh(work, observed_layers(work), [batch], None)
         importance = observed_layers(work)[0].importance[0][0]
         rows.append(importance[:, :9] / importance[:, :9].mean())

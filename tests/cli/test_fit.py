@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lowbit as lb
-from lowbit.plan import Plan
+from lowbit.plan import TrainingPlan
 from lowbit.plan.fitting.choices import words
 from lowbit.plan.ladder import RUNGS, ascent
 from lowbit.plan.ladder.cell import Result
@@ -55,7 +55,7 @@ def test_a_plan_in_words_a_table_and_python_that_applies_it(run, mine):
     told = run("fit", mine, *options)
     names = taken(told)
     plan = names["plan"]
-    assert plan.settings.mixed is None and plan.settings.offload_states is False and plan.settings.micro > 1
+    assert plan.settings.precision is None and plan.settings.offload_states is False and plan.settings.micro_batches > 1
     assert str(plan) in told and plan.table() in told and "(chosen)" in told
     assert names["run"].settings == plan.settings and 0 < names["loss"] < 10
     assert json.loads(run("fit", mine, *options, "--json")) == json.loads(json.dumps(plan.as_dict()))
@@ -83,7 +83,7 @@ def test_a_plan_of_several_processes_in_words(run, mine):
     told = run(
         "fit", mine, "--memory", "80%", "--gpus", "4", "--link", "1GB/s", "--require", "fp32", "--exclude", "disk"
     )
-    assert "on each of 4 processes" in told and all(way in told for way in ("ddp", "zero1", "zero2", "zero3"))
+    assert "on each of 4 processes" in told and all(strategy in told for strategy in ("ddp", "zero1", "zero2", "zero3"))
     assert "torchrun --nproc-per-node 4" in told
     assert "lb.fit(model, batch, '80%', require=('fp32',), exclude=('disk',), gpus=4, link='1GB/s')" in told
 
@@ -92,7 +92,7 @@ def test_out_has_the_plan_its_words_and_its_plot(run, mine, tmp_path):
     pytest.importorskip("matplotlib")
     told = run("fit", mine, "--memory", "60%", "--out", "saved")
     loaded = taken(told)["plan"]
-    assert loaded.as_dict() == Plan.load(tmp_path / "saved/plan.json").as_dict()
+    assert loaded.as_dict() == TrainingPlan.load(tmp_path / "saved/plan.json").as_dict()
     text = (tmp_path / "saved/plan.md").read_text()
     assert loaded.table() in text and "![peaks and times to choose from](plan.png)" in text
     assert (tmp_path / "saved/plan.png").read_bytes().startswith(b"\x89PNG")
@@ -198,8 +198,10 @@ def ruled(monkeypatch):
     """A process of a cell is replaced by a rule: each rung halves what is held."""
 
     def fake(cell):
-        changed = sum(bool(v) for v in (cell.settings.checkpoint, cell.settings.mixed, cell.settings.bits == 8))
-        peak = sum(textbook(cell.shape).values()) >> (changed + bool(cell.settings.recipe) + (cell.settings.micro > 1))
+        changed = sum(bool(v) for v in (cell.settings.checkpoint, cell.settings.precision, cell.settings.bits == 8))
+        peak = sum(textbook(cell.shape).values()) >> (
+            changed + bool(cell.settings.recipe) + (cell.settings.micro_batches > 1)
+        )
         if cell.budget is not None and peak > cell.budget:
             return Result(0, cell.budget, None, (), "backward")
         return Result(0, peak, 0.25, (6.0,) * cell.steps)

@@ -15,7 +15,7 @@ import torch
 
 import lowbit as lb
 from lowbit.demo import experiment, planned
-from lowbit.plan import Plan
+from lowbit.plan import TrainingPlan
 from lowbit.plan.fitting.choices import words
 from lowbit.sizes import amount
 
@@ -136,7 +136,7 @@ def test_runs_within_a_memory_say_what_was_chosen_and_what_it_held(tmp_path, run
     monkeypatch.setattr(planned, "_choices", lambda optimizer: names)
     few = ("--steps", "4", "--recipe", "int8", "--precision", "bf16", "--memory", "70%")
     told = run("train", "--out", str(tmp_path), *TINY[: TINY.index("--precision")], *few)
-    plan, report = Plan.load(tmp_path / "bf16" / "plan.json"), (tmp_path / "report.md").read_text()
+    plan, report = TrainingPlan.load(tmp_path / "bf16" / "plan.json"), (tmp_path / "report.md").read_text()
     data = json.loads((tmp_path / "report.json").read_text())
     measured = data["runs"]["bf16"]["peak_bytes"]
     assert 0 < measured <= plan.budget < plan.plain.peak_bytes and data["plans"]["bf16"] == plan.as_dict()
@@ -217,7 +217,7 @@ def test_the_precision_of_a_run_is_the_processors_unless_given(
     run, monkeypatch, tmp_path, default, given, precisions, outside
 ):
     """Stopped before the first step, which leaves the settings that the run would have had."""
-    from lowbit.demo.experiment import Settings
+    from lowbit.demo.experiment import RunSettings
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
@@ -226,7 +226,7 @@ def test_the_precision_of_a_run_is_the_processors_unless_given(
     monkeypatch.setattr(command, "float_precision", lambda: default)
     monkeypatch.setattr(command, "_train", stop)
     run("train", "--out", str(tmp_path), "--data", str(ENGLISH), "--vocab", "300", *given, code=130)
-    settings = Settings.load(tmp_path)
+    settings = RunSettings.load(tmp_path)
     assert settings.precisions == tuple(precisions.format(default=default).split())
     assert settings.train.outside == outside.format(default=default)
     assert {settings.of("fp8").outside, settings.of("fp8").precision} == {settings.train.outside, "fp8"}
@@ -304,7 +304,7 @@ def test_train_refuses_the_settings_of_something_else(run, tmp_path):
 def test_a_new_run_removes_the_states_of_the_last_one_alone(tmp_path):
     from lowbit.cli import train
 
-    settings = experiment.Settings(precisions=("bf16", "fp8"))
+    settings = experiment.RunSettings(precisions=("bf16", "fp8"))
     train._begin(settings, tmp_path, overwrite=False)
     for name in ("bf16", "fp8", "other"):
         (tmp_path / name).mkdir()
@@ -314,5 +314,5 @@ def test_a_new_run_removes_the_states_of_the_last_one_alone(tmp_path):
     (tmp_path / "report.md").write_text("of this run")
     with pytest.raises(ValueError, match="holds a finished run; add --overwrite to start over, or give another --out"):
         train._begin(settings, tmp_path, overwrite=False)
-    train._begin(experiment.Settings(precisions=("fp32",)), tmp_path, overwrite=True)
+    train._begin(experiment.RunSettings(precisions=("fp32",)), tmp_path, overwrite=True)
     assert [path.parent.name for path in tmp_path.glob("*/checkpoint.pt")] == ["other"]

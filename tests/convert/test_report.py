@@ -217,7 +217,9 @@ def in_place() -> dict[str, inspect.Signature]:
 
 def test_every_function_that_changes_a_model_returns_a_report():
     found = in_place()
-    assert {"quantize_", "join_", "unprepack_", "fold_", "train.convert_", "memory.checkpoint_"} <= set(found)
+    assert {"quantize_", "fuse_requantize_", "unprepack_", "fold_", "train.convert_", "memory.checkpoint_"} <= set(
+        found
+    )
     assert {name for name, signature in found.items() if signature.return_annotation != "Report"} == set()
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import lowbit as lb
-from lowbit.datafree import DEFAULT, RULES, default_rule
-from lowbit.models import stems
+from lowbit.datafree import DATA_FREE, DEFAULT, default_data_free
+from lowbit.models import find_input_layers
 from lowbit.nn.linear import QuantLinear
 
 transformers = pytest.importorskip("transformers")
@@ -32,7 +32,7 @@ def test_one_default_in_memory_calibrated_and_by_name(recipe):
     rule = EXPECTED[recipe]
     plain = nn.Sequential(nn.Linear(96, 32), nn.ReLU(), nn.Linear(32, 24))
     silent, named, calibrated = (copy.deepcopy(plain) for _ in range(3))
-    assert default_rule(lb.recipe(recipe).weight) is RULES[rule]
+    assert default_data_free(lb.recipe(recipe).weight) is DATA_FREE[rule]
     lb.quantize_(silent, recipe)
     lb.quantize_(named, recipe, method=rule)
     found = lb.calibrate(plain, recipe, None)
@@ -70,7 +70,7 @@ def test_the_defaults_lose_less_than_nearest():
 def test_magnitude_finds_the_least_weighted_error_of_its_candidates(scheme):
     """In float64, block by block: no scale that is tried, and no refit of the codes that it gives, loses less."""
     weight = torch.randn(6, 256) * torch.rand(6, 1)
-    found = RULES["magnitude"].solve(weight, lb.scheme(scheme))
+    found = DATA_FREE["magnitude"].solve(weight, lb.scheme(scheme))
     width = 256 if "row" in scheme else int(scheme.partition("group")[2])
     format, blocks = lb.scheme(scheme).format, weight.double().view(6, -1, width)
     extreme = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
@@ -156,7 +156,7 @@ def test_what_reads_raw_input(name):
     make, expected = MODELS[name]
     model = make()
     names = {id(module): name for name, module in model.named_modules()}
-    assert list(dict.fromkeys(names[id(layer)] for layer in stems(model))) == expected
+    assert list(dict.fromkeys(names[id(layer)] for layer in find_input_layers(model))) == expected
 
 
 @pytest.mark.parametrize("name", ["images", "patches", "whisper", "clip"])

@@ -11,7 +11,7 @@ from support.runs import made
 
 from lowbit.demo import experiment, tokenizer
 from lowbit.demo.data import Corpus
-from lowbit.demo.experiment import Settings
+from lowbit.demo.experiment import RunSettings
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.demo.loop import Trainer
 from lowbit.files import read_checked, write_atomically, write_checked
@@ -86,7 +86,7 @@ def test_a_plain_torch_file_is_no_checkpoint(corpus, tmp_path):
 
 @given(data=st.data())
 def test_settings_with_one_bit_flipped_are_refused_or_as_if_edited(tmp_path_factory, data):
-    directory, settings = tmp_path_factory.mktemp("settings"), Settings(recipes=("int8",))
+    directory, settings = tmp_path_factory.mktemp("settings"), RunSettings(recipes=("int8",))
     settings.save(directory)
     path = directory / "settings.json"
     text = bytearray(path.read_bytes())
@@ -94,7 +94,7 @@ def test_settings_with_one_bit_flipped_are_refused_or_as_if_edited(tmp_path_fact
     text[bit // 8] ^= 1 << bit % 8
     path.write_bytes(text)
     try:
-        loaded = Settings.load(directory)
+        loaded = RunSettings.load(directory)
     except ValueError as error:
         assert "settings.json is not what this lowbit train writes" in str(error)
     else:
@@ -118,14 +118,14 @@ def test_settings_with_one_bit_flipped_are_refused_or_as_if_edited(tmp_path_fact
     ],
 )
 def test_settings_may_be_edited_and_what_is_invalid_is_named(tmp_path, changes, told):
-    Settings(recipes=("int8",)).save(tmp_path)
+    RunSettings(recipes=("int8",)).save(tmp_path)
     path = tmp_path / "settings.json"
     saved = json.loads(path.read_text())
     path.write_text(json.dumps({**saved, "train": {**saved["train"], "steps": 7}}))
-    assert Settings.load(tmp_path).train.steps == 7
+    assert RunSettings.load(tmp_path).train.steps == 7
     path.write_text(json.dumps({**saved, **changes}))
     with pytest.raises(ValueError, match=rf"settings.json is not what this lowbit train writes \(.*{told}"):
-        Settings.load(tmp_path)
+        RunSettings.load(tmp_path)
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path):

@@ -15,13 +15,13 @@ from support.runs import ENGLISH, SHORT, TINY, made
 import lowbit as lb
 from lowbit.demo import planned
 from lowbit.demo.data import Corpus
-from lowbit.demo.experiment import Settings, model_of, trainers
+from lowbit.demo.experiment import RunSettings, model_of, trainers
 from lowbit.demo.loop import Interrupted, Trainer
 from lowbit.files import read_checked
-from lowbit.plan import TECHNIQUES, Plan
+from lowbit.plan import TECHNIQUES, TrainingPlan
 from lowbit.plan.fitting.identity import Identity
 from lowbit.plan.fitting.predict import Prediction
-from lowbit.plan.settings import Settings as PlanSettings
+from lowbit.plan.settings import TrainingSettings
 
 WHOLE = torch.zeros(4, 32, dtype=torch.long)
 
@@ -47,20 +47,20 @@ def follow(monkeypatch):
     """Let every plan be one of these settings, whatever fits."""
 
     def planned_so(**settings: object) -> None:
-        one = Prediction(PlanSettings(**settings), 1, 1.0)
+        one = Prediction(TrainingSettings(**settings), 1, 1.0)
         monkeypatch.setattr(
-            planned, "fit", lambda *_, **__: Plan(one, 1 << 30, one, [one], identity=Identity("GPT", {}, None))
+            planned, "fit", lambda *_, **__: TrainingPlan(one, 1 << 30, one, [one], identity=Identity("GPT", {}, None))
         )
 
     return planned_so
 
 
-def settings_of(memory: str | None, *precisions: str, **changes: object) -> Settings:
+def settings_of(memory: str | None, *precisions: str, **changes: object) -> RunSettings:
     train = replace(SHORT, batch=4, steps=6, **changes)
-    return Settings(model=TINY, train=train, precisions=precisions, recipes=("int8",), memory=memory)
+    return RunSettings(model=TINY, train=train, precisions=precisions, recipes=("int8",), memory=memory)
 
 
-def run_of(settings: Settings, corpus: Corpus, directory: Path, resume: bool = False) -> Trainer:
+def run_of(settings: RunSettings, corpus: Corpus, directory: Path, resume: bool = False) -> Trainer:
     """The only run, not started yet."""
     plans = None if settings.memory is None else planned.plans(settings, corpus, directory if resume else None)
     planned.save(plans or {}, directory)
@@ -103,7 +103,7 @@ def test_checkpoints_and_states_on_disk_change_no_bit_of_a_run(corpus, tmp_path,
 
 @pytest.mark.parametrize("parts", [2, 3])
 def test_parts_of_a_batch_have_the_mean_loss_and_the_step_of_the_whole(corpus, tmp_path, follow, parts):
-    follow(micro=parts)
+    follow(micro_batches=parts)
     plain = run_of(settings_of(None, "fp32"), corpus, tmp_path / "plain")
     within = run_of(settings_of("1GiB", "fp32"), corpus, tmp_path / "within")
     assert within.run().train == pytest.approx(plain.run().train, rel=1e-5)
@@ -111,9 +111,9 @@ def test_parts_of_a_batch_have_the_mean_loss_and_the_step_of_the_whole(corpus, t
     assert within.history.peak_bytes < 0.8 * lb.estimate(model_of(settings_of(None), corpus), WHOLE).peak_bytes
 
 
-@pytest.mark.parametrize("precision", ["bf16", "nvfp4:ends=0"])
+@pytest.mark.parametrize("precision", ["bf16", "nvfp4:keep_blocks=0"])
 def test_a_run_that_stops_goes_on_by_its_plan_in_every_bit(corpus, tmp_path, follow, precision, monkeypatch):
-    follow(checkpoint="block", bits=8, offload_states=True, micro=2)
+    follow(checkpoint="block", bits=8, offload_states=True, micro_batches=2)
     settings = settings_of("1GiB", precision, compress_activations=precision != "bf16")
     straight = run_of(settings, corpus, tmp_path / "straight")
     assert straight.config.optimizer == "adamw8bit"
@@ -139,8 +139,8 @@ def test_a_state_of_another_plan_is_refused_and_one_from_without_plans_is_read(c
     settings = settings_of("1GiB", "fp32")
     run_of(settings, corpus, tmp_path).run()
     planned.path_of(tmp_path, "fp32").unlink()
-    follow(micro=2)
-    with pytest.raises(ValueError, match=r"is of another run \(checkpoint block -> None, micro 1 -> 2\)"):
+    follow(micro_batches=2)
+    with pytest.raises(ValueError, match=r"is of another run \(checkpoint block -> None, micro_batches 1 -> 2\)"):
         run_of(settings, corpus, tmp_path, resume=True)
     plain = made(corpus, tmp_path / "plain", precision="fp32", steps=2)
     plain.run()
@@ -174,13 +174,13 @@ def test_a_plan_chooses_what_the_loop_does_and_the_plain_choice_elsewhere():
 )
 def test_what_no_plan_knows_of_is_refused_beside_one(changes, told):
     with pytest.raises(ValueError, match=told):
-        Settings(recipes=("int8",), memory="1GiB", **changes)
-    Settings(recipes=("int8",), **changes)
+        RunSettings(recipes=("int8",), memory="1GiB", **changes)
+    RunSettings(recipes=("int8",), **changes)
 
 
 def test_an_estimate_of_a_prepared_model_is_that_of_its_recipe(corpus):
     settings = settings_of(None, "fp8")
-    for recipe in ("fp8", "nvfp4:ends=0"):
+    for recipe in ("fp8", "nvfp4:keep_blocks=0"):
         prepared = model_of(settings, corpus)
         before = lb.estimate(model_of(settings, corpus), WHOLE, recipe=recipe)
         lb.train.prepare_(prepared, recipe)

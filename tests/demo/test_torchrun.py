@@ -23,11 +23,11 @@ from lowbit.cli import app
 from lowbit.cli import train as train_command
 from lowbit.demo import torchrun
 from lowbit.demo.data import Corpus
-from lowbit.demo.experiment import Settings
+from lowbit.demo.experiment import RunSettings
 from lowbit.demo.gpt import GPT
 from lowbit.demo.loop import History, Interrupted, TrainConfig, Trainer
 from lowbit.demo.step import arrange_, loss_of, optimizer_of, update
-from lowbit.demo.torchrun import WAYS
+from lowbit.demo.torchrun import STRATEGIES
 from lowbit.train import LossScaler
 
 CONFIG = replace(SHORT, precision="fp32", steps=6, batch=4, warmup=1, eval_every=6, eval_windows=48, save_every=2)
@@ -88,20 +88,20 @@ def train(rank: int, directory: str) -> None:
     corpus, root = Corpus.load(ENGLISH, TINY.vocab), Path(directory)
     dist.init_process_group("gloo", init_method=f"file://{root}/meet", rank=rank, world_size=2)
 
-    def made(name: str, way: str, config: TrainConfig) -> Trainer:
-        return Trainer(GPT(TINY, seed=0), corpus, config, root / name, way=way)
+    def made(name: str, strategy: str, config: TrainConfig) -> Trainer:
+        return Trainer(GPT(TINY, seed=0), corpus, config, root / name, strategy=strategy)
 
-    found = {way: made(way, way, CONFIG).run() for way in WAYS}
+    found = {strategy: made(strategy, strategy, CONFIG).run() for strategy in STRATEGIES}
     low = replace(CONFIG, precision="fp8-delayed", optimizer="adamw8bit", compress_activations=True)
     found["clipped"] = made("clipped", "ddp", CLIPPED).run()
     found["low"] = made("low", "zero1", low).run()
-    for name, way, config in (("clipped", "ddp", CLIPPED), ("low", "zero3", low)):
-        stopped = made(f"{name}-stopped", way, config)
+    for name, strategy, config in (("clipped", "ddp", CLIPPED), ("low", "zero3", low)):
+        stopped = made(f"{name}-stopped", strategy, config)
         with pytest.raises(Interrupted) as stop:
             stopped.run(lambda now: os.kill(os.getpid(), signal.SIGINT) if rank == 1 and now.step == 3 else None)
         assert stop.value.step == 3
         torch.rand(7)
-        again = made(f"{name}-stopped", way, config)
+        again = made(f"{name}-stopped", strategy, config)
         assert again.saved
         again.load()
         assert again.step == 3
@@ -121,7 +121,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, History]:
 
 def test_two_processes_have_the_losses_of_one_that_takes_the_batch_in_two_parts_in_every_bit(corpus, found):
     expected = in_two_parts(corpus, CONFIG)
-    assert {way: found[way].train for way in WAYS} == dict.fromkeys(WAYS, expected)
+    assert {strategy: found[strategy].train for strategy in STRATEGIES} == dict.fromkeys(STRATEGIES, expected)
     assert found["clipped"].train == in_two_parts(corpus, CLIPPED) != expected
 
 
@@ -198,25 +198,25 @@ def test_a_batch_that_does_not_divide_is_refused_with_those_that_do(monkeypatch)
 
 
 def test_what_is_of_one_process_is_refused_beside_a_way():
-    with pytest.raises(ValueError, match="way must be one of ddp, zero1, zero2, zero3"):
-        Settings(way="zero4")
+    with pytest.raises(ValueError, match="strategy must be one of ddp, zero1, zero2, zero3"):
+        RunSettings(strategy="zero4")
     with pytest.raises(ValueError, match=r"--watch.*it looks at the casts of one process"):
-        Settings(way="ddp", watch=5)
+        RunSettings(strategy="ddp", watch=5)
 
 
 def test_a_way_and_a_run_with_one_are_refused_without_torchrun_and_say_how_to_start_it(tmp_path, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     out = ["train", "--out", str(tmp_path / "run")]
-    refused = CliRunner().invoke(app, [*out, "--way", "zero1"])
+    refused = CliRunner().invoke(app, [*out, "--strategy", "zero1"])
     assert "torchrun --nproc-per-node 2 -m lowbit train" in str(refused.exception) and not (tmp_path / "run").exists()
     (tmp_path / "run").mkdir()
-    Settings(way="ddp").save(tmp_path / "run")
+    RunSettings(strategy="ddp").save(tmp_path / "run")
     refused = CliRunner().invoke(app, [*out, "--resume"])
-    assert "with --way ddp, is of several processes, and torchrun started none" in str(refused.exception)
+    assert "with --strategy ddp, is of several processes, and torchrun started none" in str(refused.exception)
 
 
 def test_a_run_of_one_process_is_not_gone_on_with_by_several(tmp_path, monkeypatch):
-    Settings().save(tmp_path)
+    RunSettings().save(tmp_path)
     monkeypatch.setattr(train_command, "_together", lambda timeout: nullcontext())
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

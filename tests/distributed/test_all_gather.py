@@ -48,15 +48,15 @@ def whole(model: nn.Module, gradients: bool = False) -> list[Tensor]:
 
 
 def sharded(
-    way: str, bits: str | None, change: Callable[[nn.Module], Any] = lambda model: None, make: Any = lb.optim.AdamW
+    strategy: str, bits: str | None, change: Callable[[nn.Module], Any] = lambda model: None, make: Any = lb.optim.AdamW
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = network()
     change(model)
     optimizer = make((p for p in model.parameters() if p.requires_grad), lr=1e-2)
     if bits is not None:
         lb.distributed.all_gather_(model, bits)
-    size = {"group_size": max(dist.get_world_size() // 2, 1)} if way == "hsdp" else {}
-    return lb.distributed.shard_(model, optimizer, way, **size)
+    size = {"group_size": max(dist.get_world_size() // 2, 1)} if strategy == "hsdp" else {}
+    return lb.distributed.shard_(model, optimizer, strategy, **size)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range = range(3), parts: int = 1) -> list[Tensor]:
@@ -82,13 +82,15 @@ def _recipes(rank: int, world: int, path: str) -> None:
         prepare(alone)
         optimizer = lb.optim.AdamW((p for p in alone.parameters() if p.requires_grad), lr=1e-2)
         expected = train(alone, optimizer)
-        for way in ("zero2", "zero3", "hsdp"):
-            model, optimizer = sharded(way, bits, prepare)
+        for strategy in ("zero2", "zero3", "hsdp"):
+            model, optimizer = sharded(strategy, bits, prepare)
             found = train(model, optimizer)
-            assert all(map(same_bits, found, expected)), f"{recipe}, {way}"
-            assert all(map(same_bits, whole(model), whole(alone))), f"{recipe}, {way}"
+            assert all(map(same_bits, found, expected)), f"{recipe}, {strategy}"
+            assert all(map(same_bits, whole(model), whole(alone))), f"{recipe}, {strategy}"
             with torch.no_grad():
-                assert same_bits(model(torch.ones(2, 24)), alone(torch.ones(2, 24))), f"{recipe}, {way}: evaluation"
+                assert same_bits(model(torch.ones(2, 24)), alone(torch.ones(2, 24))), (
+                    f"{recipe}, {strategy}: evaluation"
+                )
     dist.destroy_process_group()
 
 
@@ -100,8 +102,8 @@ def test_recipes_take_the_codes_and_keep_their_bits(world: int, tmp_path: Path):
 def _plain(rank: int, world: int, path: str) -> None:
     meet(rank, world, path)
     for bits, kind in SCHEMES.items():
-        for way in ("zero2", "zero3"):
-            model, optimizer = sharded(way, bits)
+        for strategy in ("zero2", "zero3"):
+            model, optimizer = sharded(strategy, bits)
             seen: dict[str, Tensor] = {}
             layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
             for name, layer in layers.items():
@@ -112,7 +114,7 @@ def _plain(rank: int, world: int, path: str) -> None:
                 weights = {name: layer.weight.full_tensor().detach().clone() for name, layer in layers.items()}
                 train(model, optimizer, range(step, step + 1))
                 for name, weight in weights.items():
-                    assert same_bits(seen[name], lb.fake_quantize(weight, kind)), f"{bits}, {way}, {name}, {step}"
+                    assert same_bits(seen[name], lb.fake_quantize(weight, kind)), f"{bits}, {strategy}, {name}, {step}"
     dist.destroy_process_group()
 
 
@@ -260,7 +262,7 @@ class Tied(nn.Module):
 def _others(rank: int, path: str) -> None:
     meet(rank, 2, path)
     found = []
-    for way, bits in ((None, None), ("zero3", "fp8")):
+    for strategy, bits in ((None, None), ("zero3", "fp8")):
         model = Tied()
         lb.train.prepare_(model, "fp8", skip="out")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -268,7 +270,7 @@ def _others(rank: int, path: str) -> None:
             report = lb.distributed.all_gather_(model, bits)
             assert report.converted == ("first", "second")
             assert report.left["out"] == "it shares its weight with table"
-            model, optimizer = lb.distributed.shard_(model, optimizer, way)
+            model, optimizer = lb.distributed.shard_(model, optimizer, strategy)
         for _ in range(3):
             model(torch.arange(9)).square().mean().backward()
             optimizer.step()
@@ -306,12 +308,13 @@ def _others(rank: int, path: str) -> None:
             optimizer.step()
     with pytest.raises(ValueError, match="call all_gather_ before shard_"):
         lb.distributed.all_gather_(model, "fp8")
-    for way, options, message in (("zero1", {}, "for ways that gather weights"), ("ddp", {}, "got way='ddp'"),
+    for strategy, options, message in (("zero1", {}, "for strategies that gather weights"),
+                                       ("ddp", {}, "got strategy='ddp'"),
                                   ("zero3", {"reshard_after_forward": 2}, "give True or False")):  # fmt: skip
         model = network()
         lb.distributed.all_gather_(model, "fp8")
         with pytest.raises(ValueError, match=message):
-            lb.distributed.shard_(model, torch.optim.SGD(model.parameters()), way, **options)
+            lb.distributed.shard_(model, torch.optim.SGD(model.parameters()), strategy, **options)
     model = network()
     lb.distributed.all_gather_(model, "fp8")
     lb.train.prepare_(model, "int8", skip=())
@@ -398,13 +401,13 @@ def _adapters(rank: int, path: str) -> None:
     found = []
     for recipe in ("nf4", "int8-weight-only"):
         found.clear()
-        for way in (None, "zero3"):
+        for strategy in (None, "zero3"):
             model = network()
             lb.quantize_(model, recipe, skip=())
             model = get_peft_model(model, peft.LoraConfig(r=4, target_modules=r"1\.\d\.0"))
             optimizer = lb.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
-            if way is not None:
-                model, optimizer = lb.distributed.shard_(model, optimizer, way)
+            if strategy is not None:
+                model, optimizer = lb.distributed.shard_(model, optimizer, strategy)
             gradients = train(model, optimizer)
             found.append([*gradients, *whole(model)])
         assert len(found[0]) == len(found[1]) and all(map(same_bits, *found)), recipe

@@ -175,20 +175,20 @@ def test_a_process_that_is_killed_while_it_saves_has_lost_nothing(tmp_path: Path
 # -- what follows an optimizer ----------------------------------------------------------------------------------------
 def _followed(rank: int, path: str) -> None:
     meet(rank, path)
-    for way in ("ddp", "zero1", "zero2", "zero3"):
+    for strategy in ("ddp", "zero1", "zero2", "zero3"):
         model = network()
         lb.train.prepare_(model, "int8-stochastic", skip=())
         state, called = lb.train.state(model), []
         optimizer = lb.optim.AdamW(model.parameters())
         optimizer.register_step_post_hook(lambda *_, called=called: called.append(1))
         steps(model, optimizer, 2)
-        model, optimizer = lb.distributed.shard_(model, optimizer, way)
-        save(f"{path}/{way}", model, optimizer)
-        assert (int(state.step), len(called)) == (2, 2), f"{way}: to have states is no step"
+        model, optimizer = lb.distributed.shard_(model, optimizer, strategy)
+        save(f"{path}/{strategy}", model, optimizer)
+        assert (int(state.step), len(called)) == (2, 2), f"{strategy}: to have states is no step"
         steps(model, optimizer, 1)
-        assert (int(state.step), len(called)) == (3, 3), way
+        assert (int(state.step), len(called)) == (3, 3), strategy
         saturation = lb.optim.watch.saturation(optimizer)
-        assert len(saturation) == 2, f"{way}: {saturation}"
+        assert len(saturation) == 2, f"{strategy}: {saturation}"
     network_of_its_own = network()
     offloaded = lb.optim.offload_(torch.optim.AdamW(network_of_its_own.parameters()), f"{path}/files")
     with pytest.raises(ValueError, match="unoffload_ first"):

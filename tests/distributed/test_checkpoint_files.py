@@ -261,9 +261,9 @@ def meet(rank: int, path: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{path}/meet{os.getppid()}", rank=rank, world_size=2)
 
 
-def _sharded(way: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _sharded(strategy: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = network()
-    return lb.distributed.shard_(model, lb.optim.AdamW(model.parameters(), lr=1e-2), way)
+    return lb.distributed.shard_(model, lb.optim.AdamW(model.parameters(), lr=1e-2), strategy)
 
 
 def _damaged(rank: int, path: str) -> None:
@@ -296,21 +296,21 @@ def test_all_processes_refuse_what_one_finds_damaged(tmp_path: Path):
 
 def _thawed(rank: int, path: str) -> None:
     meet(rank, path)
-    for way in ("zero1", "zero3"):
+    for strategy in ("zero1", "zero3"):
         plain = network()
         trained = lb.optim.AdamW(plain.parameters(), lr=1e-2)
         stepped(plain, trained, 2)
         expected = [state["exp_avg"].clone() for state in trained.state.values()]
         plain[0].requires_grad_(False)
-        model, optimizer = lb.distributed.shard_(plain, trained, way)
-        save(f"{path}/{way}", model, optimizer)
+        model, optimizer = lb.distributed.shard_(plain, trained, strategy)
+        save(f"{path}/{strategy}", model, optimizer)
         fresh_model = network(1)
         fresh_model[0].requires_grad_(False)
-        other = lb.distributed.shard_(fresh_model, lb.optim.AdamW(fresh_model.parameters(), lr=1e-2), way)
-        load(f"{path}/{way}", *other)
+        other = lb.distributed.shard_(fresh_model, lb.optim.AdamW(fresh_model.parameters(), lr=1e-2), strategy)
+        load(f"{path}/{strategy}", *other)
         for one in (optimizer, other[1]):
             found = [whole(state["exp_avg"]) for state in one.state.values()]
-            assert len(found) == 4 and all(map(torch.equal, found, expected)), way
+            assert len(found) == 4 and all(map(torch.equal, found, expected)), strategy
     dist.destroy_process_group()
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import lowbit as lb
 from lowbit.distributed import compress_gradients_, order_gradients_
 
-WAYS = ("ddp", "zero1", "zero2", "zero3")
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 PARTS = 4
 
 
@@ -55,15 +55,15 @@ def _ordered(rank: int, path: str) -> None:
         of_parts(alone, step)
         optimizer.step()
         optimizer.zero_grad()
-    for way in WAYS:
+    for strategy in STRATEGIES:
         model = network()
-        model, optimizer = lb.distributed.shard_(model, lb.optim.AdamW(model.parameters(), lr=1e-2), way)
+        model, optimizer = lb.distributed.shard_(model, lb.optim.AdamW(model.parameters(), lr=1e-2), strategy)
         order_gradients_(model)
         for step in range(3):
             model(inputs(step, rank)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert all(map(same_bits, whole(model), whole(alone))), way
+        assert all(map(same_bits, whole(model), whole(alone))), strategy
     dist.destroy_process_group()
 
 
@@ -121,19 +121,19 @@ def test_the_mean_is_that_of_what_is_sent(tmp_path: Path):
 def _bytes(rank: int, path: str) -> None:
     meet(rank, 2, path)
     sent = {}
-    for way in ("ddp", "zero3"):
+    for strategy in ("ddp", "zero3"):
         for bits in (None, "int8", "fp8"):
             model = network(256)
-            model, _ = lb.distributed.shard_(model, torch.optim.SGD(model.parameters()), way)
+            model, _ = lb.distributed.shard_(model, torch.optim.SGD(model.parameters()), strategy)
             if bits is not None:
                 compress_gradients_(model, bits)
             for _ in range(3):
                 with lb.distributed.traffic() as traffic:
                     model(inputs(0, rank, 256)).sum().backward()
-            sent[way, bits] = traffic.total - (traffic.bytes["all-gather"] if way == "zero3" else 0)
-    for (way, bits), size in sent.items():
+            sent[strategy, bits] = traffic.total - (traffic.bytes["all-gather"] if strategy == "zero3" else 0)
+    for (strategy, bits), size in sent.items():
         if bits is not None:
-            assert size == pytest.approx(sent[way, None] / 4 * (1 + 4 / 256), rel=0.01), (way, bits)
+            assert size == pytest.approx(sent[strategy, None] / 4 * (1 + 4 / 256), rel=0.01), (strategy, bits)
     dist.destroy_process_group()
 
 
@@ -143,11 +143,11 @@ def test_a_quarter_is_sent_and_scales(tmp_path: Path):
 
 def _feedback(rank: int, path: str) -> None:
     meet(rank, 2, path)
-    for way in ("ddp", "zero2"):
+    for strategy in ("ddp", "zero2"):
         sums = {}
         for feeds_back in (None, False, True):
             model = network()
-            model, _ = lb.distributed.shard_(model, torch.optim.SGD(model.parameters()), way)
+            model, _ = lb.distributed.shard_(model, torch.optim.SGD(model.parameters()), strategy)
             if feeds_back is not None:
                 compress_gradients_(model, "int4:group64", error_feedback=feeds_back)
             total = torch.zeros(())
@@ -158,7 +158,7 @@ def _feedback(rank: int, path: str) -> None:
                     p.grad = None
             sums[feeds_back] = total
         errors = {key: float((sums[key] - sums[None]).norm() / sums[None].norm()) for key in (False, True)}
-        assert errors[True] < 0.25 * errors[False], (way, errors)
+        assert errors[True] < 0.25 * errors[False], (strategy, errors)
     model = network()
     model, _ = lb.distributed.shard_(model, torch.optim.SGD(model.parameters()), "zero3")
     compress_gradients_(model, "int8", error_feedback=True)

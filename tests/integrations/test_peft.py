@@ -13,7 +13,7 @@ from torch import nn
 
 import lowbit as lb
 from lowbit.convert import prepack
-from lowbit.datafree import default_rule
+from lowbit.datafree import default_data_free
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -147,7 +147,7 @@ def test_merging_quantizes_the_sum_and_unmerging_gives_every_bit_back(recipe, do
     model.merge_adapter()
     merged = layer.base_layer.weight
     assert merged.scheme == lb.recipe(recipe).weight
-    expected = default_rule(merged.scheme).solve(eye.float(), merged.scheme)
+    expected = default_data_free(merged.scheme).solve(eye.float(), merged.scheme)
     wrong = (merged.codes != expected.codes).float().mean()
     assert wrong < 0.02, "but for numbers at the border of two codes, fp64 gives the codes that fp32 gave"
     assert close(merged.dequantize(), expected.dequantize().double(), 0.02)

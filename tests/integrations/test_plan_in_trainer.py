@@ -9,11 +9,11 @@ import torch
 from support.bits import same_bits
 
 import lowbit as lb
-from lowbit.plan import Plan
+from lowbit.plan import TrainingPlan
 from lowbit.plan.fitting import Run
 from lowbit.plan.fitting.identity import identity_of
 from lowbit.plan.fitting.predict import Prediction
-from lowbit.plan.settings import Settings, make_optimizer
+from lowbit.plan.settings import TrainingSettings, make_optimizer
 from lowbit.plan.subject import Subject
 
 transformers = pytest.importorskip("transformers")
@@ -25,11 +25,13 @@ DELAYED = lb.Cast("fp8_e4m3:tensor", scale="delayed", history=3)
 DRAWN = lb.Gemm(lb.Cast("fp8_e5m2:tensor", scale="delayed", rounding="stochastic", history=3), "reuse")
 STATEFUL = lb.Recipe(lb.Gemm(DELAYED, DELAYED), DRAWN, DRAWN, name="delayed and drawn")
 SETTINGS = {
-    "plain": Settings(),
-    "parts": Settings(checkpoint="block", micro=2),
-    "bf16, 8 bits, disk": Settings(mixed="bf16", bits=8, offload_states=True, micro=4),
-    "fp8 with a state": Settings(recipe=STATEFUL, checkpoint="sqrt", micro=2),
-    "fp8 in bf16": Settings(mixed="bf16", recipe="fp8", compress=True, bits=8, offload_activations=True),
+    "plain": TrainingSettings(),
+    "parts": TrainingSettings(checkpoint="block", micro_batches=2),
+    "bf16, 8 bits, disk": TrainingSettings(precision="bf16", bits=8, offload_states=True, micro_batches=4),
+    "fp8 with a state": TrainingSettings(recipe=STATEFUL, checkpoint="sqrt", micro_batches=2),
+    "fp8 in bf16": TrainingSettings(
+        precision="bf16", recipe="fp8", activation_codes=True, bits=8, offload_activations=True
+    ),
 }
 
 
@@ -48,8 +50,8 @@ def data():
 
 
 def plan_of(settings):
-    chosen, plain = Prediction(settings, 1, 1.0), Prediction(Settings(), 1, 1.0)
-    return Plan(chosen, 1, plain, [], identity=identity_of(Subject(model(), None)))
+    chosen, plain = Prediction(settings, 1, 1.0), Prediction(TrainingSettings(), 1, 1.0)
+    return TrainingPlan(chosen, 1, plain, [], identity=identity_of(Subject(model(), None)))
 
 
 def arguments(directory, **more):
@@ -91,10 +93,10 @@ def test_a_plan_in_trainer_is_its_own_run(name, tmp_path):
     made = trainer(plan_of(settings), args, tmp_path, data_collator=collator)
     made.train()
     losses = [row["loss"] for row in made.state.log_history if "loss" in row]
-    assert made.args.per_device_train_batch_size * settings.micro == 4 == args.per_device_train_batch_size
+    assert made.args.per_device_train_batch_size * settings.micro_batches == 4 == args.per_device_train_batch_size
 
     def loss(output, part):
-        return output.loss * settings.micro
+        return output.loss * settings.micro_batches
 
     run = Run(model(), settings, loss, tmp_path, {"lr": 1e-3})
     run.model.train()
@@ -106,7 +108,7 @@ def test_a_plan_in_trainer_is_its_own_run(name, tmp_path):
     parts = collator.made
     found = []
     for step in range(4):
-        taken = parts[step * settings.micro : (step + 1) * settings.micro]
+        taken = parts[step * settings.micro_batches : (step + 1) * settings.micro_batches]
         batch = {key: torch.cat([part[key] for part in taken]) for key in taken[0]}
         found.append(run.step({**batch, "num_items_in_batch": batch["labels"][:, 1:].ne(-100).sum()}))
     assert losses == pytest.approx(found, abs=1e-6)
@@ -133,7 +135,7 @@ def test_checkpointing_of_the_arguments_gives_way(tmp_path):
     calls = {}
     for own in (False, True):
         args = arguments(tmp_path, max_steps=1, gradient_checkpointing=own, save_strategy="no")
-        made = trainer(plan_of(Settings(checkpoint="block")), args, tmp_path)
+        made = trainer(plan_of(TrainingSettings(checkpoint="block")), args, tmp_path)
         count = calls[own] = []
         made.model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *_, count=count: count.append(1))
         made.train()
@@ -144,7 +146,7 @@ def test_checkpointing_of_the_arguments_gives_way(tmp_path):
 def test_parts_that_do_not_divide_the_batch_are_more(tmp_path):
     for rows, micro, parts in ((6, 4, 6), (6, 2, 2), (9, 2, 3), (5, 8, 5)):
         args = arguments(tmp_path, per_device_train_batch_size=rows, gradient_accumulation_steps=3)
-        changed = plan_arguments(plan_of(Settings(micro=micro)), args)["args"]
+        changed = plan_arguments(plan_of(TrainingSettings(micro_batches=micro)), args)["args"]
         assert (changed.per_device_train_batch_size, changed.gradient_accumulation_steps) == (rows // parts, 3 * parts)
         assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (rows, 3)
 
@@ -159,14 +161,14 @@ def test_parts_that_do_not_divide_the_batch_are_more(tmp_path):
 )
 def test_what_trainer_cannot_do_is_refused(more, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        plan_arguments(plan_of(Settings()), arguments(tmp_path, **more))
+        plan_arguments(plan_of(TrainingSettings()), arguments(tmp_path, **more))
     if "bf16" in more:
-        plan_arguments(plan_of(Settings(mixed="bf16")), arguments(tmp_path, **more))
+        plan_arguments(plan_of(TrainingSettings(precision="bf16")), arguments(tmp_path, **more))
 
 
 def test_what_the_plan_did_not_make_is_refused(tmp_path):
     args, net = arguments(tmp_path), model()
-    given = plan_arguments(plan_of(Settings(bits=8)), args)
+    given = plan_arguments(plan_of(TrainingSettings(bits=8)), args)
     optimizer = torch.optim.AdamW(net.parameters())
     with pytest.raises(ValueError, match=r"got optimizers=\(...\); leave it out"):
         only = {"args": given["args"], "callbacks": given["callbacks"]}
@@ -176,7 +178,7 @@ def test_what_the_plan_did_not_make_is_refused(tmp_path):
         made.train()
     with pytest.raises(ValueError, match=r"another Trainer's; call plan_arguments for each"):
         transformers.Trainer(model(), train_dataset=data(), **given)
-    made = trainer(plan_of(Settings()), copy.copy(args), tmp_path)
+    made = trainer(plan_of(TrainingSettings()), copy.copy(args), tmp_path)
     made.model = made.model_wrapped = model()
     with pytest.raises(ValueError, match=r"give Trainer a model, not model_init"):
         made.train()

@@ -81,15 +81,15 @@ def counted_as_gpus() -> Iterator[None]:
     assert state["distributed_type"] == DistributedType.FSDP, "what Accelerate makes of it, and goes on with"
 
 
-def trainer(path: str, model: nn.Module, way: str, steps: int = STEPS, **options: Any) -> Any:
+def trainer(path: str, model: nn.Module, strategy: str, steps: int = STEPS, **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    options = {"save_strategy": "no", "max_grad_norm": 0.0, **OPTIONS[way], **options}
+    options = {"save_strategy": "no", "max_grad_norm": 0.0, **OPTIONS[strategy], **options}
     arguments = TrainingArguments(
         path, per_device_train_batch_size=ROWS, max_steps=steps, logging_steps=1, report_to=[], use_cpu=True,
         lr_scheduler_type="constant", disable_tqdm=True, **options,
     )  # fmt: skip
-    if way == "ddp":
+    if strategy == "ddp":
         optimizer = ADAMW[0](trained(model), **ADAMW[1])
         return Trainer(model=model, args=arguments, train_dataset=Texts(), optimizers=(optimizer, None))
     with counted_as_gpus():
@@ -100,16 +100,16 @@ def losses_of(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def assert_wrapped(trainer: Any, way: str) -> None:
+def assert_wrapped(trainer: Any, strategy: str) -> None:
     stepped = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
     sharded = [isinstance(parameter, DTensor) for parameter in (*trainer.model.parameters(), *stepped)]
-    assert all(sharded) if way == "zero3" else not any(sharded)
-    assert isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel) == (way == "ddp")
-    assert trainer.accelerator.is_fsdp2 == (way == "zero3")
+    assert all(sharded) if strategy == "zero3" else not any(sharded)
+    assert isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel) == (strategy == "ddp")
+    assert trainer.accelerator.is_fsdp2 == (strategy == "zero3")
 
 
 def by_hand(
-    recipe: str, batches: list[list[Tensor]], way: str | None, groups: list[list[str]], clip: float
+    recipe: str, batches: list[list[Tensor]], strategy: str | None, groups: list[list[str]], clip: float
 ) -> tuple[list[float], list[Tensor]]:
     """Losses and weights of a loop over the batches of both processes: by a way of ``shard_``; or in one process, which
     takes them as two micro-batches. ``groups``: the names of parameters in each group of the optimizer.
@@ -117,10 +117,10 @@ def by_hand(
     model, losses = network(recipe), []
     named = dict(model.named_parameters())
     optimizer = ADAMW[0]([{"params": [named[name] for name in names]} for names in groups], **ADAMW[1])
-    if way is not None:
-        model, optimizer = lb.distributed.shard_(model, optimizer, way)
+    if strategy is not None:
+        model, optimizer = lb.distributed.shard_(model, optimizer, strategy)
     for parts in batches:
-        mine = parts if way is None else [parts[dist.get_rank()]]
+        mine = parts if strategy is None else [parts[dist.get_rank()]]
         total = torch.zeros(())
         for tokens in mine:
             loss = model(input_ids=tokens, labels=tokens).loss / len(mine)
@@ -130,7 +130,7 @@ def by_hand(
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
-        if way is not None:
+        if strategy is not None:
             dist.all_reduce(total)
             total /= 2
         losses.append(float(total))
@@ -165,20 +165,20 @@ def _in_group(rank: int, path: str, check: Callable[..., None], arguments: tuple
     dist.destroy_process_group()
 
 
-def _train(path: str, way: str, recipe: str) -> None:
+def _train(path: str, strategy: str, recipe: str) -> None:
     clip = 0.0 if recipe in ADAPTED else 1.0
     seen: list[Tensor] = []
     model = network(recipe)
     model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"].clone()), with_kwargs=True)
     before, names = whole(model), [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    made = trainer(f"{path}/{way}", model, way, max_grad_norm=clip)
-    if way == "zero3":  # Trainer makes groups of what decays, and of the rest
+    made = trainer(f"{path}/{strategy}", model, strategy, max_grad_norm=clip)
+    if strategy == "zero3":  # Trainer makes groups of what decays, and of the rest
         decay = set(made.get_decay_parameter_names(model))
         groups = [[name for name in names if (name in decay) == first] for first in (True, False)]
     else:
         groups = [names]
     made.train()
-    assert_wrapped(made, way)
+    assert_wrapped(made, strategy)
     losses, weights = losses_of(made), whole(made.model)
     moved = [not same_bits(*pair) for pair in zip(before, weights, strict=True)]
     assert sum(moved) == len(names) and len(losses) == STEPS, "all that trains, and nothing else"
@@ -189,33 +189,33 @@ def _train(path: str, way: str, recipe: str) -> None:
         dist.all_gather(parts, tokens)
         assert not torch.equal(*parts), "each process has its own rows"
         batches.append(parts)
-    loops = (way, None) if recipe in ADAPTED else (way,)  # recipes draw other bits in each process
+    loops = (strategy, None) if recipe in ADAPTED else (strategy,)  # recipes draw other bits in each process
     for loop in loops:
         found, expected = by_hand(recipe, batches, loop, groups, clip)
-        assert losses == found, (way, recipe, loop)
-        assert all(map(same_bits, weights, expected)), (way, recipe, loop)
+        assert losses == found, (strategy, recipe, loop)
+        assert all(map(same_bits, weights, expected)), (strategy, recipe, loop)
 
 
-@pytest.mark.parametrize("way", OPTIONS)
-def test_trainer_has_the_bits_of_a_loop_with_shard(tmp_path: Path, way: str):
-    run_processes(_in_group, (*with_port(tmp_path), _train, ((way, "fp8"),)))
+@pytest.mark.parametrize("strategy", OPTIONS)
+def test_trainer_has_the_bits_of_a_loop_with_shard(tmp_path: Path, strategy: str):
+    run_processes(_in_group, (*with_port(tmp_path), _train, ((strategy, "fp8"),)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", OPTIONS)
-def test_adapters_on_a_quantized_base_have_the_bits_of_one_process(tmp_path: Path, way: str):
+@pytest.mark.parametrize("strategy", OPTIONS)
+def test_adapters_on_a_quantized_base_have_the_bits_of_one_process(tmp_path: Path, strategy: str):
     pytest.importorskip("peft")
-    run_processes(_in_group, (*with_port(tmp_path), _train, tuple((way, recipe) for recipe in ADAPTED)))
+    run_processes(_in_group, (*with_port(tmp_path), _train, tuple((strategy, recipe) for recipe in ADAPTED)))
 
 
-def _accumulate(path: str, way: str, recipe: str) -> None:
+def _accumulate(path: str, strategy: str, recipe: str) -> None:
     """Two micro-batches a step under autocast to bf16, beside one process that takes all four of both processes."""
     seen: list[Tensor] = []
     model = network(recipe)
     model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"].clone()), with_kwargs=True)
-    made = trainer(f"{path}/{way}", model, way, gradient_accumulation_steps=2, bf16=True)
+    made = trainer(f"{path}/{strategy}", model, strategy, gradient_accumulation_steps=2, bf16=True)
     made.train()
-    assert_wrapped(made, way)
+    assert_wrapped(made, strategy)
     assert len(seen) == 2 * STEPS, "each micro-batch is taken once"
 
     model, expected = network(recipe), []
@@ -233,39 +233,41 @@ def _accumulate(path: str, way: str, recipe: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         expected.append(float(total))
-    within = {"ddp": 1e-6, "zero3": 2**-8}[way]  # under FSDP2 the model answers in bf16
-    assert losses_of(made) == pytest.approx(expected, rel=within), (way, recipe)
+    within = {"ddp": 1e-6, "zero3": 2**-8}[strategy]  # under FSDP2 the model answers in bf16
+    assert losses_of(made) == pytest.approx(expected, rel=within), (strategy, recipe)
     three = zip(*(trained(one) for one in (network(recipe), made.model, model)), strict=True)
     for start, mine, theirs in (map(full, parameters) for parameters in three):
         moved = (theirs - start).norm()
-        near = {"ddp": 1e-3, "zero3": 0.5}[way]  # Adam takes steps of the same size by gradients that bf16 has rounded
-        assert (mine - theirs).norm() <= near * moved, (way, recipe)
+        near = {"ddp": 1e-3, "zero3": 0.5}[
+            strategy
+        ]  # Adam takes steps of the same size by gradients that bf16 has rounded
+        assert (mine - theirs).norm() <= near * moved, (strategy, recipe)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", OPTIONS)
-def test_accumulation_in_bf16_adds_up_to_the_whole_batch(tmp_path: Path, way: str):
+@pytest.mark.parametrize("strategy", OPTIONS)
+def test_accumulation_in_bf16_adds_up_to_the_whole_batch(tmp_path: Path, strategy: str):
     pytest.importorskip("peft")
-    run_processes(_in_group, (*with_port(tmp_path), _accumulate, ((way, "fp8"), (way, "nf4"))))
+    run_processes(_in_group, (*with_port(tmp_path), _accumulate, ((strategy, "fp8"), (strategy, "nf4"))))
 
 
-def _resume(path: str, way: str, recipe: str) -> None:
+def _resume(path: str, strategy: str, recipe: str) -> None:
     """Four steps with a checkpoint after two, from which another Trainer takes the last two again."""
     directory = f"{path}/{recipe}"
-    straight = trainer(directory, network(recipe), way, save_strategy="steps", save_steps=2)
+    straight = trainer(directory, network(recipe), strategy, save_strategy="steps", save_steps=2)
     straight.train()
-    again = trainer(directory, network(recipe), way)
+    again = trainer(directory, network(recipe), strategy)
     again.train(resume_from_checkpoint=f"{directory}/checkpoint-2")
-    assert_wrapped(again, way)
-    assert losses_of(again) == losses_of(straight), (way, recipe)
-    assert all(map(same_bits, whole(straight.model), whole(again.model))), (way, recipe)
+    assert_wrapped(again, strategy)
+    assert losses_of(again) == losses_of(straight), (strategy, recipe)
+    assert all(map(same_bits, whole(straight.model), whole(again.model))), (strategy, recipe)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", OPTIONS)
-def test_a_checkpoint_of_two_processes_resumes_in_every_bit(tmp_path: Path, way: str):
+@pytest.mark.parametrize("strategy", OPTIONS)
+def test_a_checkpoint_of_two_processes_resumes_in_every_bit(tmp_path: Path, strategy: str):
     pytest.importorskip("peft")
-    run_processes(_in_group, (*with_port(tmp_path), _resume, ((way, "fp8"), (way, "nf4"))))
+    run_processes(_in_group, (*with_port(tmp_path), _resume, ((strategy, "fp8"), (strategy, "nf4"))))
 
 
 def _refused(path: str) -> None:

@@ -444,7 +444,10 @@ def test_configs_are_checked_when_they_are_made(plain):
     with pytest.raises(ValueError, match="did you mean W4A16"):
         LowbitConfig("W4A17")
     config = LowbitConfig({"*": "nf4", "lm_head": None}, skip=("q_proj",))
-    assert json.loads(config.to_json_string())["recipe"] == lb.recipes.plan({"*": "nf4", "lm_head": None}).to_dict()
+    assert (
+        json.loads(config.to_json_string())["recipe"]
+        == lb.recipes.layer_recipes({"*": "nf4", "lm_head": None}).to_dict()
+    )
     names = ["q_proj", "lm_head"]
     with pytest.raises(ValueError, match=r"LowbitConfig: the function .* cannot be written to a file"):
         LowbitConfig("int8", lambda module, path: True).to_dict()

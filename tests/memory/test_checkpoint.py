@@ -214,7 +214,7 @@ def test_kept_inputs_are_moved_to_a_directory(tmp_path, policy, inputs):
     plain, x = chain(9), torch.randn(2048, 16)
     want = outcome(plain, lambda m: m(x * 1).square().sum())
     model = copy.deepcopy(plain)
-    checkpoint_(model, policy, offload=tmp_path)
+    checkpoint_(model, policy, to=tmp_path)
     held = lambda: sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
     for one in (model, copy.deepcopy(model)):
         loss = one(x * 1).square().sum()

@@ -96,7 +96,7 @@ def test_optimizers_step_over_lists_where_the_device_has_kernels_for_them(optimi
         stepper.zero_grad()
 
     found = profile(model, batch, step)
-    assert told.moment.phase == found.moment.phase == "step"
+    assert told.peak_event.phase == found.peak_event.phase == "step"
     assert told.peak_bytes == pytest.approx(found.peak_bytes - found.by_kind.get("other", 0), rel=0.002)
     assert told.by_kind["temporaries"] >= 0.9 * told.by_kind["parameters"]
 
@@ -135,7 +135,7 @@ def test_the_layer_that_holds_most_comes_first():
     told = estimate(model, torch.empty(256, 8), optimizer=None)
     assert list(told.by_layer)[:3] == ["2", "1.0", "1.1"]
     assert told.by_layer["1.1"]["activations"] == told.by_layer["1.0"]["activations"] == 256 * 4096 * 4
-    assert told.moment.phase == "backward" and told.moment.layer == "2"
+    assert told.peak_event.phase == "backward" and told.peak_event.layer == "2"
 
 
 def test_what_reads_values_says_so():

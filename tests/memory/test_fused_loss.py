@@ -12,7 +12,7 @@ from torch import nn
 
 import lowbit as lb
 from lowbit.models.wrap import wrappers
-from lowbit.plan.settings import Settings, prepare_model_
+from lowbit.plan.settings import TrainingSettings, prepare_model_
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -259,7 +259,7 @@ def test_losses_that_another_library_fuses_are_not_fused_again(library, around):
             lb.memory.fuse_loss_(inside)
     assert model.forward == forward
     with pytest.warns(UserWarning, match="computes the loss of this model without logits"):
-        prepare_model_(model, Settings(fused_loss=True))
+        prepare_model_(model, TrainingSettings(fused_loss=True))
     assert model.forward == forward
 
 

@@ -86,7 +86,7 @@ def test_the_peak_is_the_allocators(case):
     assert sum(found.by_kind.values()) == found.peak_bytes == sum(sum(k.values()) for k in found.by_layer.values())
     assert found.by_kind["parameters"] == storages(*model.parameters())
     assert found.by_kind["optimizer state"] == storages(*states)
-    assert max(found.by_phase.values()) == found.moment.bytes == max(m.bytes for m in found.timeline)
+    assert max(found.by_phase.values()) == found.peak_event.bytes == max(m.bytes for m in found.timeline)
 
 
 def test_kinds_and_layers_of_a_chain():
@@ -101,7 +101,7 @@ def test_kinds_and_layers_of_a_chain():
     assert p.by_layer["1"]["activations"] == 100 * 256 * 4 and "activations" not in p.by_layer["0"]
     assert taken.allocated >= 100 * 256 * 4 and p.snapshots[0].peak >= taken.allocated
     assert {"gradients", "parameters", "inputs"} <= set(p.by_kind)
-    assert p.moment.phase == "backward"
+    assert p.peak_event.phase == "backward"
     text = str(p)
     assert "after forward" in text and "activations" in text
 

@@ -100,7 +100,7 @@ def scaled(model):
 def calibrated(model):
     model.eval()
     report = lb.calibrate(model, "int8-static", [X], method="minmax")
-    lb.join_(model)
+    lb.fuse_requantize_(model)
     model(X)
     return report
 
@@ -139,9 +139,9 @@ def adapted(model):
     return wrapped, step(wrapped)
 
 
-def sharded(way):
+def sharded(strategy):
     def use(model):
-        made, optimizer = lb.distributed.shard_(model, torch.optim.AdamW(model.parameters()), way)
+        made, optimizer = lb.distributed.shard_(model, torch.optim.AdamW(model.parameters()), strategy)
         return made, step(made, optimizer)
 
     return use
@@ -153,7 +153,7 @@ NETWORKS = {
     "quantize_ and back": runs(lambda m: (lb.quantize_(m, "nf4"), lb.dequantize_(m))),
     "prepack_": runs(lambda m: (lb.quantize_(m, "int4-weight-only"), lb.prepack_(m))),
     "prepack_ and back": runs(lambda m: (lb.quantize_(m, "int8"), lb.prepack_(m), lb.unprepack_(m))),
-    "calibrate and join_": calibrated,
+    "calibrate and fuse_requantize_": calibrated,
     "mixed_": trains(lambda m: lb.train.mixed_(m, "bf16")),
     "mixed_ and back": trains(lambda m: (lb.train.mixed_(m, "bf16"), lb.train.unmixed_(m))),
     "working copies": lambda m: (
@@ -230,12 +230,12 @@ def test_a_folded_network_is_freed_at_once():
     check(stem, runs(lb.fold_, torch.randn(2, 3, 1, 1)))
 
 
-@pytest.mark.parametrize("way", ["ddp", "zero1"])  # torch's fully_shard itself makes cycles
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])  # torch's fully_shard itself makes cycles
 @pytest.mark.filterwarnings("ignore")
-def test_a_sharded_network_is_freed_at_once(way, tmp_path):
+def test_a_sharded_network_is_freed_at_once(strategy, tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
-        check(network, sharded(way))
+        check(network, sharded(strategy))
     finally:
         torch.distributed.destroy_process_group()
 

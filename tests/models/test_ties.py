@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lowbit.models.ties import holders, model_bytes, paths, place, storage, tensor_bytes
+from lowbit.models.ties import holders, model_bytes, paths, storage, storage_key, tensor_bytes
 
 
 def tied() -> nn.Sequential:
@@ -36,8 +36,8 @@ def test_views_share_a_storage_and_have_places_of_their_own():
         t = torch.empty(4, 6, device=device)
         views = [t, t.t(), t[:2], t[2:], t.view(torch.int32)]
         assert len({storage(view) for view in views}) == 1
-        assert len({place(view) for view in views}) == len(views)
-        assert place(nn.Parameter(t)) == place(t.detach()) == place(t)
+        assert len({storage_key(view) for view in views}) == len(views)
+        assert storage_key(nn.Parameter(t)) == storage_key(t.detach()) == storage_key(t)
         assert storage(t) != storage(torch.empty(4, 6, device=device))
 
 

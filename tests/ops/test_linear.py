@@ -13,8 +13,8 @@ from support.variants import ALL, NATIVE, Kernel, Variant, kernels, params, roun
 from torch import Tensor
 
 import lowbit as lb
-from lowbit.calls import call as run_op
 from lowbit.functional import linear
+from lowbit.op_calls import call as run_op
 from lowbit.ops import OPS
 from lowbit.ops.linear import Linear, quantized
 from lowbit.ops.matmul import ScaledMM

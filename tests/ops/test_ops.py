@@ -20,7 +20,7 @@ from torch._dynamo.testing import CompileCounter
 import lowbit as lb
 from lowbit import backends
 from lowbit.backends import registry
-from lowbit.calls import OVERLOADS
+from lowbit.op_calls import OVERLOADS
 from lowbit.ops import OPS
 from lowbit.testing.inputs import random_matrix
 

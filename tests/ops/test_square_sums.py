@@ -13,7 +13,7 @@ import torch
 from support.variants import ALL
 
 import lowbit as lb
-from lowbit.calls import call
+from lowbit.op_calls import call
 from lowbit.testing.inputs import random_matrix, specials
 
 everywhere = pytest.mark.parametrize("variant", [p for p in ALL if not p.values[0].interpreted])

@@ -17,7 +17,7 @@ import lowbit as lb
 from lowbit.cli import app
 from lowbit.combinations import COMBINATIONS, refusal
 from lowbit.demo.config import TrainConfig
-from lowbit.demo.experiment import Settings
+from lowbit.demo.experiment import RunSettings
 
 
 def network():
@@ -104,7 +104,7 @@ def estimate_streamed(tmp_path):
 
 
 def stream_in_an_estimate(tmp_path):
-    stream = partial(lb.memory.stream_blocks_, where=tmp_path)
+    stream = partial(lb.memory.stream_blocks_, to=tmp_path)
     lb.estimate(network(), torch.ones(2, 64), prepare=stream)
 
 
@@ -160,11 +160,11 @@ FUNC = (
 )  # fmt: skip
 
 
-def tied(tie, way="zero3", **options):
+def tied(tie, strategy="zero3", **options):
     def run(tmp_path, group):
         model = network()
         tie(model)
-        lb.distributed.shard_(model, lb.optim.AdamW(model.parameters()), way, **options)
+        lb.distributed.shard_(model, lb.optim.AdamW(model.parameters()), strategy, **options)
 
     return run
 
@@ -190,7 +190,7 @@ TIED = (
 def settings(**changes):
     def run(tmp_path):
         of_train = {name: changes[name] for name in ("tail", "checkpointing") if name in changes}
-        Settings(train=TrainConfig(**of_train), **{k: v for k, v in changes.items() if k not in of_train})
+        RunSettings(train=TrainConfig(**of_train), **{k: v for k, v in changes.items() if k not in of_train})
 
     return run
 
@@ -203,10 +203,10 @@ def explain(tmp_path):
 RUNS = {
     "checkpoint func": tuple(map(func, FUNC)),
     "tied blocks": TIED,
-    "memory way": (settings(memory="60%", way="ddp"),),
-    "tail way": (settings(tail=0.5, way="zero1"),),
-    "watch way": (settings(watch=1, way="ddp"),),
-    "profile way": (settings(profile_memory=True, way="zero3"),),
+    "memory strategy": (settings(memory="60%", strategy="ddp"),),
+    "tail strategy": (settings(tail=0.5, strategy="zero1"),),
+    "watch strategy": (settings(watch=1, strategy="ddp"),),
+    "profile strategy": (settings(profile_memory=True, strategy="zero3"),),
     "checkpointing memory": (settings(checkpointing=True, memory="60%"),),
     "tail memory": (settings(tail=0.5, memory="60%"),),
     "watch memory": (settings(watch=1, memory="60%"),),

@@ -49,7 +49,7 @@ def give_gradients(params: list[nn.Parameter], step: int, without: tuple[int, ..
 
 def one_by_one(optimizer: lb.optim.Optimizer, monkeypatch: pytest.MonkeyPatch) -> lb.optim.Optimizer:
     """The optimizer with a step of ``optimizer_step`` for each parameter."""
-    monkeypatch.setattr(optimizer, "_is_listed", lambda plan, param: False)
+    monkeypatch.setattr(optimizer, "_is_listed", lambda layout, param: False)
     monkeypatch.setattr(optimizer, "_is_small", lambda work: False)
     return optimizer
 

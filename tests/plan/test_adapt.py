@@ -21,11 +21,11 @@ from torch import nn
 import lowbit as lb
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.memory import profile
-from lowbit.plan import TECHNIQUES, Plan
+from lowbit.plan import TECHNIQUES, TrainingPlan
 from lowbit.plan.fitting import Run
 from lowbit.plan.fitting.adapt import permits
 from lowbit.plan.fitting.predict import Prediction
-from lowbit.plan.settings import Settings
+from lowbit.plan.settings import TrainingSettings
 from lowbit.plan.techniques import FALLBACKS, LIVE
 
 CONFIG = GPTConfig(vocab=64, layers=3, heads=2, dim=32, hidden=64)
@@ -59,18 +59,19 @@ def squares(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
 
 INPUTS = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 #: By name: the model, its batch and loss, the settings, and the part of the model whose calls fail.
-CASES: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, object, Settings, str]] = {
-    "plain": (lambda: GPT(CONFIG), ROWS, None, Settings(), "blocks.1"),
-    "draws": (Drawing, INPUTS, squares, Settings(), "blocks.1"),
-    "batch norm": (normed, INPUTS, squares, Settings(), "1"),
-    "fp8 with a state": (lambda: GPT(CONFIG), ROWS, None, Settings(recipe=STATEFUL), "blocks.1"),
+CASES: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, object, TrainingSettings, str]] = {
+    "plain": (lambda: GPT(CONFIG), ROWS, None, TrainingSettings(), "blocks.1"),
+    "draws": (Drawing, INPUTS, squares, TrainingSettings(), "blocks.1"),
+    "batch norm": (normed, INPUTS, squares, TrainingSettings(), "1"),
+    "fp8 with a state": (lambda: GPT(CONFIG), ROWS, None, TrainingSettings(recipe=STATEFUL), "blocks.1"),
     "fp8 in bf16": (
-        lambda: GPT(CONFIG), ROWS, None, Settings(mixed="bf16", recipe="fp8", compress=True, bits=8), "blocks.1"
+        lambda: GPT(CONFIG), ROWS, None,
+        TrainingSettings(precision="bf16", recipe="fp8", activation_codes=True, bits=8), "blocks.1",
     ),
 }  # fmt: skip
 
 
-def made(case: str, settings: Settings, directory: object = None) -> Run:
+def made(case: str, settings: TrainingSettings, directory: object = None) -> Run:
     make, _, loss, _, _ = CASES[case]
     seeded(0)
     return Run(make(), settings, loss, directory, {"lr": 1e-3})
@@ -116,7 +117,7 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_that_ran_out_is_the_step_of_two_parts(case, where):
     _, batch, _, settings, failing = CASES[case]
-    planned = made(case, replace(settings, micro=2))
+    planned = made(case, replace(settings, micro_batches=2))
     seeded(9)
     losses, expected = [planned.step(batch) for _ in range(3)], remembered(planned)
 
@@ -125,7 +126,7 @@ def test_a_step_that_ran_out_is_the_step_of_two_parts(case, where):
     hook = NoMemory(1)
     handle = module.register_forward_hook(hook) if where == "forward" else module.register_full_backward_hook(hook)
     seeded(9)
-    with pytest.warns(UserWarning, match=f"in the {where} of part 1 of 1 .*with micro=2 instead of 1"):
+    with pytest.warns(UserWarning, match=f"in the {where} of part 1 of 1 .*with micro_batches=2 instead of 1"):
         found = [run.step(batch)]
     handle.remove()
     found += [run.step(batch) for _ in range(2)]
@@ -136,21 +137,21 @@ def test_a_step_that_ran_out_is_the_step_of_two_parts(case, where):
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 B")])
 def test_each_error_of_no_memory(error):
-    run, hook = made("plain", Settings()), NoMemory(1)
+    run, hook = made("plain", TrainingSettings()), NoMemory(1)
     hook.error = error
     run.model.blocks[1].register_forward_hook(hook)
-    with pytest.warns(UserWarning, match=f"{str(error)[:20] or 'MemoryError'}.*with micro=2 instead of 1"):
+    with pytest.warns(UserWarning, match=f"{str(error)[:20] or 'MemoryError'}.*with micro_batches=2 instead of 1"):
         run.step(ROWS)
 
 
 def test_a_later_part_runs_out_in_a_later_step():
     """The parts before it have left gradients, statistics and random numbers behind."""
-    run = made("draws", Settings(micro=2))
+    run = made("draws", TrainingSettings(micro_batches=2))
     seeded(9)
     run.step(INPUTS)
     other, state = copy.deepcopy(run), (torch.get_rng_state(), random.getstate(), numpy.random.get_state())
     other.model.generator.set_state(run.model.generator.get_state())
-    other.settings = replace(run.settings, micro=4)
+    other.settings = replace(run.settings, micro_batches=4)
     loss, expected = other.step(INPUTS), remembered(other)
     torch.set_rng_state(state[0])
     random.setstate(state[1])
@@ -185,7 +186,7 @@ def test_every_row_of_the_table_in_its_order(case, tmp_path):
 
 
 def test_where_nothing_is_left_all_is_as_before(tmp_path):
-    run = made("draws", Settings(), tmp_path)
+    run = made("draws", TrainingSettings(), tmp_path)
     seeded(9)
     run.step(INPUTS)
     before, settings = remembered(run), run.settings
@@ -197,59 +198,60 @@ def test_where_nothing_is_left_all_is_as_before(tmp_path):
     assert "nothing that takes less is left after checkpoint='block' instead of None, offload_" in str(error.value)
     assert run.settings == settings and all(param.grad is None for param in run.model.parameters())
     assert_same(remembered(run), before)
-    loss, other = run.step(INPUTS), made("draws", Settings())
+    loss, other = run.step(INPUTS), made("draws", TrainingSettings())
     seeded(9)
     assert loss == [other.step(INPUTS) for _ in range(2)][1]
 
 
 def test_what_a_plan_must_not_have_is_not_taken():
     """Its predictions tell: of these none recomputes all of a block, and none has anything elsewhere."""
-    run = made("plain", Settings())
+    run = made("plain", TrainingSettings())
     run._predictions = [
-        Prediction(one, 1, 1.0) for one in (Settings(), Settings(checkpoint="attention"), Settings(micro=2))
+        Prediction(one, 1, 1.0)
+        for one in (TrainingSettings(), TrainingSettings(checkpoint="attention"), TrainingSettings(micro_batches=2))
     ]
     handle = run.model.blocks[1].register_forward_pre_hook(NoMemory(*range(1, 99)))
     with pytest.warns(UserWarning), pytest.raises(RuntimeError) as error:
         run.step(ROWS[:2])
     handle.remove()
-    assert "left after checkpoint='attention' instead of None, micro=2 instead of 1. Model" in str(error.value)
+    assert "left after checkpoint='attention' instead of None, micro_batches=2 instead of 1. Model" in str(error.value)
     run.optimizer.register_step_pre_hook(NoMemory(1))
     with pytest.raises(RuntimeError, match="its states may not lie elsewhere"):
         run.step(ROWS[:2])
 
 
 def test_gradients_from_before_and_errors_of_another_kind():
-    run = made("batch norm", Settings())
+    run = made("batch norm", TrainingSettings())
     for param in run.model.parameters():
         param.grad = torch.full_like(param, 0.5)
     before = remembered(run)
     hook = NoMemory(1)
     run.model[0].register_forward_hook(hook)
     run.model[1].register_full_backward_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match="micro=2"):
+    with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match="micro_batches=2"):
         run.step(INPUTS)
-    assert hook.count > 1 and run.settings == Settings()
+    assert hook.count > 1 and run.settings == TrainingSettings()
     assert_same(remembered(run), before)
     assert all((param.grad == 0.5).all() for param in run.model.parameters())
 
 
 # -- memory runs out in the optimizer's step --------------------------------------------------------------------------
 def test_states_that_were_half_made_go_elsewhere(tmp_path, monkeypatch):
-    plain = made("plain", Settings())
+    plain = made("plain", TrainingSettings())
     losses, expected = [plain.step(ROWS) for _ in range(3)], remembered(plain)
 
-    run, hook, zeros = made("plain", Settings(), tmp_path), NoMemory(6), torch.zeros_like
+    run, hook, zeros = made("plain", TrainingSettings(), tmp_path), NoMemory(6), torch.zeros_like
     monkeypatch.setattr(torch, "zeros_like", lambda *args, **more: (hook(), zeros(*args, **more))[1])
     with pytest.warns(UserWarning, match="before anything moved; its states lie in"):
         found = [run.step(ROWS) for _ in range(3)]
-    assert hook.count > 6 and run.settings == Settings(offload_states=True) and found == losses
+    assert hook.count > 6 and run.settings == TrainingSettings(offload_states=True) and found == losses
     assert_same(remembered(run), expected)
 
 
 @pytest.mark.parametrize("away", [False, True])
 def test_a_later_step_of_the_optimizer(away, tmp_path):
-    run = made("fp8 with a state", Settings(recipe=STATEFUL, bits=8, offload_states=away), tmp_path)
-    plain = made("fp8 with a state", Settings(recipe=STATEFUL, bits=8))
+    run = made("fp8 with a state", TrainingSettings(recipe=STATEFUL, bits=8, offload_states=away), tmp_path)
+    plain = made("fp8 with a state", TrainingSettings(recipe=STATEFUL, bits=8))
     losses = [plain.step(ROWS) for _ in range(3)]
     found, hook = [run.step(ROWS)], NoMemory(1)
     run.optimizer.register_step_pre_hook(hook)
@@ -268,7 +270,7 @@ def test_a_later_step_of_the_optimizer(away, tmp_path):
 
 @pytest.mark.parametrize("bits", [32, 8])
 def test_a_step_that_moved_something_says_so(bits):
-    run = made("plain", Settings(bits=bits))
+    run = made("plain", TrainingSettings(bits=bits))
     run.step(ROWS)
     run.optimizer.register_step_post_hook(NoMemory(1))
     with pytest.raises(RuntimeError, match=r"after \d+ parameters and states had moved.*load the last checkpoint"):
@@ -284,7 +286,7 @@ from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.memory.shortage import ran_out, reclaim
 from lowbit.plan.fitting import Run
 from lowbit.plan.ladder.limits import LIMITS
-from lowbit.plan.settings import Settings
+from lowbit.plan.settings import TrainingSettings
 
 config = GPTConfig(vocab=512, layers=3, heads=4, dim=128, hidden=512)
 rows = torch.randint(512, (8, 128), generator=torch.Generator().manual_seed(0))
@@ -293,9 +295,9 @@ def made(settings):
     torch.manual_seed(0)
     return Run(GPT(config), settings, None, sys.argv[1], {"lr": 1e-3})
 
-made(Settings()).step(rows[:1])
+made(TrainingSettings()).step(rows[:1])
 reclaim()
-plain = made(Settings())
+plain = made(TrainingSettings())
 with LIMITS["cpu"].within(24 << 20):
     try:
         plain._attempt(rows)
@@ -304,15 +306,15 @@ with LIMITS["cpu"].within(24 << 20):
         print("ran out" if ran_out(error) else error)
     del plain
     reclaim()
-    run = made(Settings())
+    run = made(TrainingSettings())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         taken = [(run.step(rows), run.settings) for _ in range(3)]
 del run
-planned = made(Settings())
+planned = made(TrainingSettings())
 for loss, settings in taken:
     planned._change(settings)
-    print(settings.micro > 1, planned.step(rows) == loss, settings)
+    print(settings.micro_batches > 1, planned.step(rows) == loss, settings)
 """
 
 
@@ -328,12 +330,12 @@ def test_a_process_that_has_too_little_memory(tmp_path):
 
 
 # -- another budget ---------------------------------------------------------------------------------------------------
-def predicted(settings: Settings) -> list[Prediction]:
+def predicted(settings: TrainingSettings) -> list[Prediction]:
     """What takes less memory takes more time."""
     found = []
     for index, (policy, away) in enumerate(product((None, "save_matmuls", "block"), (False, True))):
         for micro in (1, 2, 4, 8):
-            one = replace(settings, checkpoint=policy, offload_states=away, micro=micro)
+            one = replace(settings, checkpoint=policy, offload_states=away, micro_batches=micro)
             found.append(Prediction(one, 1000 * (1000 - 100 * index - 10 * micro), 1.0 + index + micro / 10))
     return [*found, Prediction(replace(settings, bits=8 if settings.bits == 32 else 32), 1, 0.1)]
 
@@ -343,11 +345,11 @@ def test_ten_budgets_lose_no_step_and_no_bit(case, tmp_path):
     """Of what changes no bit: checkpoints and the place of states. The prediction of other bits is left alone."""
     _, batch, _, settings, _ = CASES[case]
     plain, run = made(case, settings), made(case, settings, tmp_path)
-    run._predictions = [one for one in predicted(settings) if one.settings.micro == 1]
+    run._predictions = [one for one in predicted(settings) if one.settings.micro_batches == 1]
     run._whole = lambda batch: lambda one: one  # what is predicted is made up
     if case in ("draws", "batch norm"):  # which have no products to save
         run._predictions = [one for one in run._predictions if one.settings.checkpoint != "save_matmuls"]
-    taken = set[Settings]()
+    taken = set[TrainingSettings]()
     seeded(9)
     losses, after = [plain.step(batch) for _ in range(10)], remembered(plain)
     seeded(9)
@@ -362,19 +364,19 @@ def test_ten_budgets_lose_no_step_and_no_bit(case, tmp_path):
 
 
 def test_other_parts_leave_losses_close(tmp_path):
-    plain, run = made("plain", Settings()), made("plain", Settings(), tmp_path)
-    run._predictions, run._plain = predicted(Settings()), 990_000
+    plain, run = made("plain", TrainingSettings()), made("plain", TrainingSettings(), tmp_path)
+    run._predictions, run._plain = predicted(TrainingSettings()), 990_000
     run._whole = lambda batch: lambda one: one  # what is predicted is made up
     for budget, micro in (("100%", 1), ("99%", 2), (965_000, 4), (925_000, 8), ("100%", 1)):
         run.refit(budget)
-        assert run.settings.micro == micro and run.step(ROWS) == pytest.approx(plain.step(ROWS), rel=1e-5)
+        assert run.settings.micro_batches == micro and run.step(ROWS) == pytest.approx(plain.step(ROWS), rel=1e-5)
 
 
 def test_what_would_fit_and_a_plan_from_a_file(tmp_path):
     plan = lb.fit(GPT(CONFIG), ROWS[:2], "100%", require=("fp32", "adamw", "everything kept"))
     torch.manual_seed(0)
     model = GPT(CONFIG)
-    run = Plan.load(plan.save(tmp_path / "plan.json")).apply_(copy.deepcopy(model), lr=1e-3, directory=tmp_path)
+    run = TrainingPlan.load(plan.save(tmp_path / "plan.json")).apply_(copy.deepcopy(model), lr=1e-3, directory=tmp_path)
     plain = plan.apply_(model, lr=1e-3)
     losses = [run.step(ROWS[:2])]
     same = [one for one in plan._others.values() if one.settings.bits == plan.settings.bits]
@@ -406,7 +408,7 @@ def test_another_budget_is_kept_where_the_sums_of_the_plan_say_too_little(keep, 
 
 
 def test_a_run_without_a_plan_has_nothing_to_choose_from():
-    run = made("plain", Settings())
+    run = made("plain", TrainingSettings())
     with pytest.raises(ValueError, match="whose predictions say what fits, got one without"):
         run.refit("1GiB")
     with pytest.raises(ValueError, match="a share of plain training needs a run of a plan"):
@@ -415,18 +417,18 @@ def test_a_run_without_a_plan_has_nothing_to_choose_from():
 
 def test_a_change_that_fails_leaves_the_run_as_it_was(tmp_path, monkeypatch):
     assert {field for _, technique in FALLBACKS for field in technique.changes} == set(LIVE)
-    run = made("plain", Settings(), tmp_path)
+    run = made("plain", TrainingSettings(), tmp_path)
     run.step(ROWS)
     monkeypatch.setitem(LIVE, "offload_states", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run._change(replace(run.settings, checkpoint="block", offload_states=True))
-    assert run.settings == Settings() and "Checkpointed" not in type(run.model.blocks[0]).__name__
+    assert run.settings == TrainingSettings() and "Checkpointed" not in type(run.model.blocks[0]).__name__
     with pytest.raises(ValueError, match="same arithmetic, got bits=8 instead of 32"):
         run._change(replace(run.settings, bits=8))
 
 
 def test_states_on_disk_do_not_permit_activations_there():
-    predictions = [Prediction(Settings(offload_states=away), 1, 1.0) for away in (False, True)]
+    predictions = [Prediction(TrainingSettings(offload_states=away), 1, 1.0) for away in (False, True)]
     states, activations = TECHNIQUES["states"][1], TECHNIQUES["activations"][1]
     assert permits(predictions, states) and not permits(predictions, activations)
     assert permits([], activations)

@@ -12,9 +12,9 @@ from torch import nn
 import lowbit as lb
 from lowbit.memory.fake import fake_tensors
 from lowbit.models.wrap import wrappers
-from lowbit.plan import Plan
+from lowbit.plan import TrainingPlan
 from lowbit.plan.fitting.comparison import compare, is_mean_of_cross_entropies
-from lowbit.plan.settings import Settings
+from lowbit.plan.settings import TrainingSettings
 from lowbit.plan.subject import Subject
 from lowbit.sizes import share_changed
 
@@ -116,7 +116,7 @@ class Head(nn.Module):
 
 
 def planned(loss, model=None, batch=TOKENS, **options):
-    options = {"require": ("bf16", "adamw"), "exclude": ("disk", "parts"), "progress": False} | options
+    options = {"require": ("bf16", "adamw"), "exclude": ("disk", "micro-batches"), "progress": False} | options
     return lb.fit(model or Head(), batch, "400%", loss, **options)
 
 
@@ -133,7 +133,7 @@ def test_a_plan_says_what_the_precision_makes_of_a_preference_loss(tmp_path):
     assert (plan.compared.reference, plan.compared.lower) == (reference, lower) and reference != lower
     said = f"gives {reference:.4g} in fp32 and {lower:.4g} in bf16, {share_changed((lower - reference) / reference, 2)}"
     assert said in str(plan) and f"{share_changed(plan.compared.change / 100, 2)} (one forward)" in str(plan)
-    loaded = Plan.load(plan.save(tmp_path / "plan.json"))
+    loaded = TrainingPlan.load(plan.save(tmp_path / "plan.json"))
     assert loaded.compared == plan.compared and str(loaded) == str(plan)
 
 
@@ -147,11 +147,14 @@ def test_nothing_is_compared_where_records_or_a_caller_say_it():
 def test_a_precision_that_is_not_chosen_is_compared_too():
     plan = planned(of_answers(preference), require=("adamw",), quality=0)
     assert plan.compared.precision == "bf16"
-    assert ("bf16, which is not chosen" in str(plan)) == (plan.settings.mixed is None)
+    assert ("bf16, which is not chosen" in str(plan)) == (plan.settings.precision is None)
 
 
 def test_recipes_are_compared_with_fp32():
-    model, settings = Head(), {"bf16": Settings(mixed="bf16"), "nvfp4": Settings(mixed="bf16", recipe="nvfp4")}
+    model, settings = (
+        Head(),
+        {"bf16": TrainingSettings(precision="bf16"), "nvfp4": TrainingSettings(precision="bf16", recipe="nvfp4")},
+    )
     bf16, nvfp4 = (
         compare(Subject(model, TOKENS, of_answers(preference)), one, name, 0) for name, one in settings.items()
     )
@@ -164,7 +167,9 @@ def test_comparing_leaves_no_trace():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     states = torch.get_rng_state(), random.getstate()
     ids, training = TOKENS.clone(), [module.training for module in model.modules()]
-    found = compare(Subject(model, ids, of_answers(preference)), Settings(mixed="bf16", recipe="fp8"), "fp8", 1 << 40)
+    found = compare(
+        Subject(model, ids, of_answers(preference)), TrainingSettings(precision="bf16", recipe="fp8"), "fp8", 1 << 40
+    )
     assert not found.why and found.reference != found.lower
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
@@ -181,23 +186,25 @@ def test_a_loss_of_training_alone_is_compared_in_training():
             logits = super().forward(ids)
             return {"loss": preference(logits[:, :-1].float(), ids[:, 1:])} if self.training else {}
 
-    found = compare(Subject(Detector(), TOKENS, loss), Settings(mixed="bf16"), "bf16", 1 << 40)
+    found = compare(Subject(Detector(), TOKENS, loss), TrainingSettings(precision="bf16"), "bf16", 1 << 40)
     assert found.reference is not None and found.lower is not None and found.reference != found.lower
 
 
 def test_what_cannot_be_compared_says_why():
     squares = of_answers(OTHERS["squares"])
-    on_meta = compare(Subject(Head().to("meta"), TOKENS, squares), Settings(mixed="bf16"), "bf16", 1 << 40)
+    on_meta = compare(Subject(Head().to("meta"), TOKENS, squares), TrainingSettings(precision="bf16"), "bf16", 1 << 40)
     assert "on meta, without numbers" in on_meta.words(True)
-    large = compare(Subject(Head().bfloat16(), TOKENS, squares), Settings(half=True, loaded="bf16"), "as loaded", 1000)
+    large = compare(
+        Subject(Head().bfloat16(), TOKENS, squares), TrainingSettings(bf16_params=True, loaded="bf16"), "as loaded", 1000
+    )
     assert "hold more than a step" in large.words(True)
 
     def fails(output, batch):
         raise RuntimeError("only on Mondays\nand so on")
 
-    assert "RuntimeError: only on Mondays)" in compare(Subject(Head(), TOKENS, fails), Settings(), "bf16", 0).words(
-        True
-    )
+    assert "RuntimeError: only on Mondays)" in compare(
+        Subject(Head(), TOKENS, fails), TrainingSettings(), "bf16", 0
+    ).words(True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -220,7 +227,7 @@ def test_models_in_fp16_and_fp64_train_as_loaded(dtype, name):
         return (output.float() - batch.float()).square().mean()
 
     batch = torch.randn(8, 16, dtype=dtype)
-    plan = lb.fit(model(), batch, "400%", squares, exclude=("disk", "parts"), progress=False, quality="any")
+    plan = lb.fit(model(), batch, "400%", squares, exclude=("disk", "micro-batches"), progress=False, quality="any")
     assert plan.settings.loaded == name and f"weights in {name}, as the model comes" in str(plan)
     with pytest.raises(ValueError, match=f"'fp32' is of a model in fp32.*has weights in {name}"):
         lb.fit(model(), batch, "400%", squares, require=("fp32",))
@@ -230,12 +237,12 @@ def test_models_in_fp16_and_fp64_train_as_loaded(dtype, name):
     assert losses[-1] < 0.9 * losses[0] and trained[0].weight.dtype == dtype
     if name == "fp16":
         assert run.optimizer.state[trained[0].weight]["master"].dtype == torch.float32
-        assert plan.settings.master == Settings.master and "keeps them in fp32" in str(plan)
+        assert plan.settings.master == TrainingSettings.master and "keeps them in fp32" in str(plan)
 
 
 def test_adapters_beside_a_frozen_model_in_bf16_train_as_loaded():
     model = nn.Sequential(nn.Linear(16, 64).bfloat16().requires_grad_(False), nn.Linear(64, 16).bfloat16())
-    assert planned(OTHERS["squares"], model, torch.randn(8, 16).bfloat16(), require=("as loaded",)).settings.half
+    assert planned(OTHERS["squares"], model, torch.randn(8, 16).bfloat16(), require=("as loaded",)).settings.bf16_params
     model[1].requires_grad_(False)
     model.append(nn.Linear(16, 16).bfloat16())
     model[2].weight.data = model[2].weight.data.bfloat16()

@@ -11,28 +11,34 @@ from torch import Tensor
 
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.plan.fitting.run import Run
-from lowbit.plan.settings import Settings
+from lowbit.plan.settings import TrainingSettings
 
 ROWS = torch.randint(64, (4, 32), generator=torch.Generator().manual_seed(0))
 
 TECHNIQUES = {
-    "plain": Settings(),
-    "block": Settings(checkpoint="block", micro=2),
-    "mlp": Settings(checkpoint="mlp"),
-    "save_matmuls": Settings(checkpoint="save_matmuls"),
-    "sqrt": Settings(checkpoint="sqrt"),
-    "options of blocks": Settings(checkpoint=("block", "mlp")),
-    "fp8": Settings(recipe="fp8", mixed="bf16", bits=8),
-    "mxfp8 in blocks": Settings(recipe="mxfp8", checkpoint="block"),
-    "codes of activations": Settings(compress=True, micro=2),
-    "codes in blocks": Settings(compress=True, checkpoint="block", recipe="fp8", mixed="bf16", bits=4),
-    "codes in feed-forward layers": Settings(compress=True, checkpoint="mlp"),
-    "activations on disk": Settings(offload_activations=True),
-    "activations of blocks on disk": Settings(offload_activations=True, checkpoint="block", compress=True),
-    "states on disk": Settings(offload_states=True, bits=8),
-    "weights on disk": Settings(offload_weights=True, offload_states=True, bits=8, mixed="bf16"),
-    "weights of checkpoints on disk": Settings(offload_weights=True, offload_states=True, bits=8, checkpoint="block"),
-    "stochastic rounding": Settings(mixed="bf16", bits=8, master="stochastic"),
+    "plain": TrainingSettings(),
+    "block": TrainingSettings(checkpoint="block", micro_batches=2),
+    "mlp": TrainingSettings(checkpoint="mlp"),
+    "save_matmuls": TrainingSettings(checkpoint="save_matmuls"),
+    "sqrt": TrainingSettings(checkpoint="sqrt"),
+    "options of blocks": TrainingSettings(checkpoint=("block", "mlp")),
+    "fp8": TrainingSettings(recipe="fp8", precision="bf16", bits=8),
+    "mxfp8 in blocks": TrainingSettings(recipe="mxfp8", checkpoint="block"),
+    "codes of activations": TrainingSettings(activation_codes=True, micro_batches=2),
+    "codes in blocks": TrainingSettings(
+        activation_codes=True, checkpoint="block", recipe="fp8", precision="bf16", bits=4
+    ),
+    "codes in feed-forward layers": TrainingSettings(activation_codes=True, checkpoint="mlp"),
+    "activations on disk": TrainingSettings(offload_activations=True),
+    "activations of blocks on disk": TrainingSettings(
+        offload_activations=True, checkpoint="block", activation_codes=True
+    ),
+    "states on disk": TrainingSettings(offload_states=True, bits=8),
+    "weights on disk": TrainingSettings(offload_weights=True, offload_states=True, bits=8, precision="bf16"),
+    "weights of checkpoints on disk": TrainingSettings(
+        offload_weights=True, offload_states=True, bits=8, checkpoint="block"
+    ),
+    "stochastic rounding": TrainingSettings(precision="bf16", bits=8, master="stochastic"),
 }
 
 
@@ -65,19 +71,21 @@ def test_a_step_of_a_model_of_transformers_leaves_none(name, tmp_path):
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
     )
-    settings = replace(Settings(checkpoint="block", compress=True), **{name: True})
+    settings = replace(TrainingSettings(checkpoint="block", activation_codes=True), **{name: True})
     run = Run(transformers.LlamaForCausalLM(config), settings, None, tmp_path, {})
     assert left(lambda: run.step({"input_ids": ROWS, "labels": ROWS})) == []
 
 
 def test_every_technique_is_here():
-    """Those of one process; ``half`` and ``loaded`` are properties of the model, and parts are in several rows."""
+    """Those of one process; ``bf16_params`` and ``loaded`` are properties of the model, and micro-batches are
+    in several rows.
+    """
     changed = {
-        field.name for field in fields(Settings) for one in TECHNIQUES.values()
-        if getattr(one, field.name) != getattr(Settings(), field.name)
+        field.name for field in fields(TrainingSettings) for one in TECHNIQUES.values()
+        if getattr(one, field.name) != getattr(TrainingSettings(), field.name)
     }  # fmt: skip
-    assert changed | {"attention", "fused_loss", "gpus", "way", "group_size", "half", "loaded"} == {
-        field.name for field in fields(Settings)
+    assert changed | {"attention", "fused_loss", "gpus", "strategy", "group_size", "bf16_params", "loaded"} == {
+        field.name for field in fields(TrainingSettings)
     }
 
 

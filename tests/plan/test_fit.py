@@ -19,14 +19,14 @@ from lowbit.checkpointing.block_table import BlockTable
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.memory import profile
 from lowbit.models.wrap import wrappers
-from lowbit.plan import TECHNIQUES, Plan
+from lowbit.plan import TECHNIQUES, TrainingPlan
 from lowbit.plan.fitting import Run
 from lowbit.plan.fitting.choices import NOISE
 from lowbit.plan.fitting.predict import Predictor, _Line
 from lowbit.plan.fitting.search import fits
-from lowbit.plan.settings import Settings
+from lowbit.plan.settings import TrainingSettings
 from lowbit.plan.subject import Subject
-from lowbit.plan.techniques import WAY, techniques
+from lowbit.plan.techniques import STRATEGY, techniques
 
 CONFIG = GPTConfig(vocab=1024, layers=3, heads=2, dim=96, hidden=256)
 BATCH = torch.randint(1024, (8, 128), generator=torch.Generator().manual_seed(0))
@@ -63,7 +63,7 @@ def test_small_states_are_held_although_states_are_offloaded(tmp_path):
     layers = [layer for _ in range(24) for layer in (nn.Linear(64, 64), nn.ReLU())]
     model = nn.Sequential(*layers, nn.Linear(64, 1024))
     batch, loss = torch.randn(32, 64), lambda output, batch: output.square().mean()
-    settings = Settings(bits=4, offload_states=True)
+    settings = TrainingSettings(bits=4, offload_states=True)
     predicted = Predictor(Subject(model, batch, loss)).whole(settings)
     run = Run(model, settings, loss, tmp_path, {})
     for _ in range(2):
@@ -92,7 +92,7 @@ def test_nothing_on_the_frontier_is_smaller_and_faster_than_another(plans):
 def test_what_cannot_fit_says_the_least_that_would():
     with pytest.raises(ValueError, match="no choice fits") as error:
         lb.fit(GPT(CONFIG), BATCH, 100_000, require=("fp32", "adamw", "block", "memory", "activations in memory"))
-    assert "with block, 8 parts. Ask" in str(error.value)
+    assert "with block, 8 micro-batches. Ask" in str(error.value)
     assert "gpus" not in str(error.value) and "processes" not in str(error.value), "nobody asked for several"
 
 
@@ -116,13 +116,17 @@ def test_a_row_of_a_smaller_part_takes_no_less_time():
 def test_parts_of_few_rows_are_not_taken_for_as_fast_as_large_ones():
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     predictor = Predictor(Subject(model, torch.randn(1024, 64), lambda output, batch: output.square().mean()))
-    few, many = (predictor.predicted(Settings(micro=count)) for count in (4, 1024))
+    few, many = (predictor.predicted(TrainingSettings(micro_batches=count)) for count in (4, 1024))
     assert many.seconds > 3 * few.seconds and many.peak_bytes < few.peak_bytes
     assert many.seconds == pytest.approx(predictor.whole(many.settings).seconds, rel=0.2)
 
 
 @pytest.mark.parametrize(
-    "settings", [Settings(micro=8), Settings(micro=4, checkpoint="block", offload_activations=True)]
+    "settings",
+    [
+        TrainingSettings(micro_batches=8),
+        TrainingSettings(micro_batches=4, checkpoint="block", offload_activations=True),
+    ],
 )
 def test_sums_of_tables_are_near_the_whole_step(settings):
     predictor = Predictor(Subject(GPT(CONFIG), BATCH))
@@ -150,7 +154,7 @@ def test_logits_and_scores_go_where_the_budget_asks_for_it(llama, tmp_path):
     plain = copy.deepcopy(model)(**batch).loss.item()
     names = ("fp32", "everything kept", "memory", "activations in memory", "adamw")
     plan = lb.fit(model, batch, "45%", require=names)
-    assert plan.settings == Settings(fused_loss=True, attention=True)
+    assert plan.settings == TrainingSettings(fused_loss=True, attention=True)
     assert model.config._attn_implementation == "eager" and not wrappers(model)
     shown = str(plan)
     assert "fused loss" in shown and "attention without scores" in shown
@@ -160,7 +164,11 @@ def test_logits_and_scores_go_where_the_budget_asks_for_it(llama, tmp_path):
     assert plan.peak_bytes * 0.97 <= held <= plan.peak_bytes * 1.01 and held <= plan.budget
 
 
-@pytest.mark.parametrize("settings", [Settings(micro=2), Settings(micro=2, fused_loss=True)], ids=["own", "fused"])
+@pytest.mark.parametrize(
+    "settings",
+    [TrainingSettings(micro_batches=2), TrainingSettings(micro_batches=2, fused_loss=True)],
+    ids=["own", "fused"],
+)
 def test_parts_are_weighed_by_their_labels(llama, tmp_path, settings):
     model, batch = llama
     labels = batch["input_ids"].reshape(4, -1).clone()
@@ -217,14 +225,19 @@ def test_weights_go_to_disk_where_nothing_else_fits(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="no choice fits"):
         lb.fit(model, batch, budget, require=names, exclude=("weights on disk",))
     plan = lb.fit(model, batch, budget, require=names)
-    assert plan.settings == Settings(offload_states=True, offload_weights=True, micro=plan.settings.micro)
-    assert "weights on disk" in str(plan) and Plan.load(plan.save(tmp_path / "plan.json")).settings == plan.settings
+    assert plan.settings == TrainingSettings(
+        offload_states=True, offload_weights=True, micro_batches=plan.settings.micro_batches
+    )
+    assert (
+        "weights on disk" in str(plan)
+        and TrainingPlan.load(plan.save(tmp_path / "plan.json")).settings == plan.settings
+    )
 
     plain = lb.fit(
         model, batch, "100%", require=("fp32", "adamw", "everything kept", "memory", "activations in memory")
     )
     runs = [one.apply_(copy.deepcopy(model), directory=tmp_path, lr=1e-3) for one in (plain, plan)]
-    runs[0].settings = dataclasses.replace(runs[0].settings, micro=plan.settings.micro)
+    runs[0].settings = dataclasses.replace(runs[0].settings, micro_batches=plan.settings.micro_batches)
     losses = [[run.step(batch) for _ in range(3)] for run in runs]
     assert losses[0] == losses[1], "no bit changes"
     assert all(map(torch.equal, *(run.model.state_dict().values() for run in runs)))
@@ -268,7 +281,7 @@ def test_parts_and_checkpoints_leave_the_losses_what_they_are(tmp_path):
     for share, keep in ((100, ("everything kept",)), (25, ("block", "disk"))):
         plan = lb.fit(model, BATCH, f"{share}%", require=(*settings, *keep))
         run = plan.apply_(copy.deepcopy(model), directory=tmp_path, lr=1e-3)
-        assert (run.settings.micro > 1) == (share < 100)
+        assert (run.settings.micro_batches > 1) == (share < 100)
         losses.append([run.step(BATCH) for _ in range(3)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
@@ -317,18 +330,18 @@ def test_what_is_kept_and_left_out():
 
 def test_a_plan_that_was_saved_is_the_same_plan(plans, tmp_path):
     for plan in plans.values():
-        again = Plan.load(plan.save(tmp_path / "plan.json"))
+        again = TrainingPlan.load(plan.save(tmp_path / "plan.json"))
         assert again == plan and again != plans[45 if plan is plans[20] else 20]
         assert again.as_dict() == plan.as_dict() and again.table() == plan.table()
         assert again.settings == plan.settings
     (tmp_path / "plan.json").write_text('{"budget": 1}')
     with pytest.raises(ValueError, match="holds no plan"):
-        Plan.load(tmp_path / "plan.json")
+        TrainingPlan.load(tmp_path / "plan.json")
 
 
 def test_a_plan_in_words_names_each_choice(plans):
     text = str(plans[20])
-    assert all(dimension in text for dimension in TECHNIQUES if dimension != WAY)
+    assert all(dimension in text for dimension in TECHNIQUES if dimension != STRATEGY)
     assert sum(name in text for name in NAMES) >= len(TECHNIQUES) - 1
     assert "(chosen)" in plans[20].table()
 
@@ -383,5 +396,5 @@ def test_choices_that_find_nothing_to_change_are_not_tried():
     """A model in bf16 has no matrix in fp32, whose working copy bf16 would be."""
     model, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).bfloat16(), torch.randn(8, 16).bfloat16()
     plan = lb.fit(model, x, "200%", lambda output, batch: output.square().mean(), exclude=("disk",))
-    assert plan.settings.mixed is None
+    assert plan.settings.precision is None
     assert plan.apply_(model).step(x) > 0

@@ -16,15 +16,15 @@ from torch import nn
 
 import lowbit as lb
 from lowbit.demo.gpt import GPT, GPTConfig
-from lowbit.distributed import WAYS
+from lowbit.distributed import STRATEGIES
 from lowbit.memory.rss import peak_bytes, reset_peak, resident_bytes
 from lowbit.memory.timing import Timings
-from lowbit.plan import Plan
+from lowbit.plan import TrainingPlan
 from lowbit.plan.fitting.choices import words
 from lowbit.plan.fitting.link import EXCHANGES, bandwidth_of, exchange_seconds
 from lowbit.plan.fitting.predict import Predictor
 from lowbit.plan.fitting.run import Run
-from lowbit.plan.settings import Settings
+from lowbit.plan.settings import TrainingSettings
 from lowbit.plan.subject import Subject
 
 CONFIG = GPTConfig(vocab=2048, layers=4, heads=4, dim=256, hidden=704)
@@ -35,11 +35,11 @@ PLAIN = ("fp32", "adamw", "everything kept", "memory", "activations in memory")
 
 #: What is measured.
 MEASURED = (
-    *(Settings(gpus=2, way=way) for way in SHARDING),
-    Settings(gpus=2, way="ddp", mixed="bf16"),
-    Settings(gpus=2, way="zero1", mixed="bf16"),
-    Settings(gpus=2, way="zero2", checkpoint="block"),
-    Settings(gpus=2, way="zero3", checkpoint="block", micro=2),
+    *(TrainingSettings(gpus=2, strategy=strategy) for strategy in SHARDING),
+    TrainingSettings(gpus=2, strategy="ddp", precision="bf16"),
+    TrainingSettings(gpus=2, strategy="zero1", precision="bf16"),
+    TrainingSettings(gpus=2, strategy="zero2", checkpoint="block"),
+    TrainingSettings(gpus=2, strategy="zero3", checkpoint="block", micro_batches=2),
 )
 
 
@@ -49,7 +49,7 @@ def meet(rank: int, path: str) -> None:
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
-def _held(settings: Settings, config: GPTConfig) -> int:
+def _held(settings: TrainingSettings, config: GPTConfig) -> int:
     """The most that the process holds in the third step: in the second, buckets are made anew, and not yet written."""
     run = Run(GPT(config), settings, None, None, {"lr": 1e-3})
     for _ in range(3):
@@ -89,35 +89,35 @@ def test_a_process_holds_what_is_predicted(tmp_path: Path):
 
 def test_more_processes_hold_less_each_and_a_way_that_shares_more_too():
     predictor = Predictor(Subject(GPT(TINY), BATCH % 64))
-    for way in SHARDING:
-        peaks = [predictor.whole(Settings(gpus=gpus, way=way)).peak_bytes for gpus in (2, 8, 64)]
-        assert peaks == sorted(peaks, reverse=True) and (way == "ddp") == (peaks[0] == peaks[-1])
-    groups = [Settings(gpus=8, way="hsdp", group_size=size) for size in (8, 2)]
+    for strategy in SHARDING:
+        peaks = [predictor.whole(TrainingSettings(gpus=gpus, strategy=strategy)).peak_bytes for gpus in (2, 8, 64)]
+        assert peaks == sorted(peaks, reverse=True) and (strategy == "ddp") == (peaks[0] == peaks[-1])
+    groups = [TrainingSettings(gpus=8, strategy="hsdp", group_size=size) for size in (8, 2)]
     whole, pairs = (predictor.whole(one).peak_bytes for one in groups)
-    assert whole == predictor.whole(Settings(gpus=8, way="zero3")).peak_bytes < pairs
-    assert pairs == predictor.whole(Settings(gpus=2, way="zero3")).peak_bytes
+    assert whole == predictor.whole(TrainingSettings(gpus=8, strategy="zero3")).peak_bytes < pairs
+    assert pairs == predictor.whole(TrainingSettings(gpus=2, strategy="zero3")).peak_bytes
 
 
 # -- time -------------------------------------------------------------------------------------------------------------
 def test_what_is_sent_is_what_the_table_of_ways_says():
     assert {name: row.sent for name, row in EXCHANGES.items()} == {
-        name: way.sent for name, way in WAYS.items() if name != "dp"
+        name: strategy.sent for name, strategy in STRATEGIES.items() if name != "dp"
     }
 
 
 def test_exchanges_take_their_bytes_and_overlap_with_backward():
-    for way, seconds, after in (("ddp", 1.0, 0), ("zero1", 1.0, 0.5), ("zero2", 1.0, 0), ("zero3", 1.5, 0)):
-        settings = Settings(gpus=2, way=way)
+    for strategy, seconds, after in (("ddp", 1.0, 0), ("zero1", 1.0, 0.5), ("zero2", 1.0, 0), ("zero3", 1.5, 0)):
+        settings = TrainingSettings(gpus=2, strategy=strategy)
         assert exchange_seconds(settings, 10**9, 0.0, 1e9, overlaps=False) == pytest.approx(seconds + after)
-        parts = Settings(gpus=2, way=way, micro=2)
+        parts = TrainingSettings(gpus=2, strategy=strategy, micro_batches=2)
         assert exchange_seconds(parts, 10**9, 0.0, 1e9, overlaps=False) == pytest.approx(2 * seconds + after)
-    ddp = Settings(gpus=2)
+    ddp = TrainingSettings(gpus=2)
     assert exchange_seconds(ddp, 10**9, 0.3, 1e9, overlaps=False) == pytest.approx(0.8), "backward is two thirds"
     assert exchange_seconds(ddp, 10**9, 3.0, 1e9, overlaps=False) == 0
-    assert exchange_seconds(Settings(), 10**9, 0.0, 1e9, overlaps=False) == 0
-    zero3 = Settings(gpus=2, way="zero3")
+    assert exchange_seconds(TrainingSettings(), 10**9, 0.0, 1e9, overlaps=False) == 0
+    zero3 = TrainingSettings(gpus=2, strategy="zero3")
     assert exchange_seconds(zero3, 10**9, 0.3, 1e9, overlaps=True) == pytest.approx(1.2)
-    groups = Settings(gpus=4, way="hsdp", group_size=2)
+    groups = TrainingSettings(gpus=4, strategy="hsdp", group_size=2)
     assert exchange_seconds(groups, 10**9, 0.0, 1e9, overlaps=False) == pytest.approx(1.5 + 0.5)
 
 
@@ -132,14 +132,18 @@ def test_a_link_is_what_is_said():
 # -- plans ------------------------------------------------------------------------------------------------------------
 def test_a_plan_says_what_each_way_takes_and_is_kept(tmp_path: Path):
     model, batch = GPT(TINY), BATCH % 64
-    ddp = Predictor(Subject(model, batch)).whole(Settings(gpus=8)).peak_bytes
+    ddp = Predictor(Subject(model, batch)).whole(TrainingSettings(gpus=8)).peak_bytes
     plan = lb.fit(model, batch, ddp - 1, gpus=8, require=PLAIN, link="1GB/s")
-    way = plan.settings.way
-    assert plan.settings.gpus == 8 and way != "ddp" and plan.peak_bytes < ddp and plan.chosen in plan.ways
-    assert [one.settings.way for one in plan.ways] == list(SHARDING)
+    strategy = plan.settings.strategy
+    assert plan.settings.gpus == 8 and strategy != "ddp" and plan.peak_bytes < ddp and plan.chosen in plan.strategies
+    assert [one.settings.strategy for one in plan.strategies] == list(SHARDING)
     text = str(plan)
-    assert "on each of 8 processes" in text and all(way in text for way in SHARDING) and f"{way} (chosen)" in text
-    again = Plan.load(plan.save(tmp_path / "plan.json"))
+    assert (
+        "on each of 8 processes" in text
+        and all(strategy in text for strategy in SHARDING)
+        and f"{strategy} (chosen)" in text
+    )
+    again = TrainingPlan.load(plan.save(tmp_path / "plan.json"))
     assert again.as_dict() == plan.as_dict() and str(again) == str(plan) and again.settings == plan.settings
     with pytest.raises(ValueError, match=r"torchrun --nproc-per-node 8.*gpus=1"):
         again.apply_(model)
@@ -147,7 +151,11 @@ def test_a_plan_says_what_each_way_takes_and_is_kept(tmp_path: Path):
 
 def test_where_nothing_fits_a_plan_says_how_many_processes_would_do():
     model, batch = GPT(CONFIG), BATCH
-    least = Predictor(Subject(model, batch)).predicted(Settings(gpus=8, way="zero3", checkpoint="block")).peak_bytes
+    least = (
+        Predictor(Subject(model, batch))
+        .predicted(TrainingSettings(gpus=8, strategy="zero3", checkpoint="block"))
+        .peak_bytes
+    )
     with pytest.raises(ValueError, match="train on 8 processes: gpus=8, which fits with block, zero3"):
         lb.fit(model, batch, least, gpus=2, require=("fp32", "adamw", "block"))
 
@@ -170,7 +178,7 @@ def test_arguments_that_do_not_go_together(options: dict[str, Any], message: str
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
-def _losses(keep: tuple[str, ...], gpus: int, batch: torch.Tensor) -> tuple[Plan, list[float]]:
+def _losses(keep: tuple[str, ...], gpus: int, batch: torch.Tensor) -> tuple[TrainingPlan, list[float]]:
     torch.manual_seed(0)
     model = GPT(TINY)
     plan = lb.fit(model, batch, "1GiB", gpus=gpus, require=keep, exclude=("fp8",))
@@ -184,12 +192,12 @@ def _train(rank: int, path: str) -> None:
     Timings.seconds = lambda self, call: None  # type: ignore[method-assign]  # no op is run to be timed
     batch = BATCH % 64
     found = {}
-    for way, precision in (*((way, "fp32") for way in SHARDING), ("ddp", "bf16"), ("zero3", "bf16")):
-        plan, found[way, precision] = _losses((precision, *PLAIN[1:], way), 2, batch)
-        assert plan.settings.way == way
-    for (way, precision), losses in found.items():
+    for strategy, precision in (*((strategy, "fp32") for strategy in SHARDING), ("ddp", "bf16"), ("zero3", "bf16")):
+        plan, found[strategy, precision] = _losses((precision, *PLAIN[1:], strategy), 2, batch)
+        assert plan.settings.strategy == strategy
+    for (strategy, precision), losses in found.items():
         near = 1e-5 if precision == "fp32" else 1e-3
-        assert losses == pytest.approx(found["ddp", precision], rel=near), f"{way} {precision}"
+        assert losses == pytest.approx(found["ddp", precision], rel=near), f"{strategy} {precision}"
     plan.save(f"{path}/{rank}.json")
     assert bandwidth_of(None, torch.device("cpu")) != 1.25e9, "it is measured"
     with pytest.raises(ValueError, match="no choice fits"):  # in both, where one alone plans

@@ -13,7 +13,7 @@ from torch.nn import functional
 import lowbit as lb
 from lowbit.memory.rss import peak_bytes, reset_peak
 from lowbit.memory.shortage import ran_out
-from lowbit.plan.ladder import RUNGS, Climb, Rung, Settings, Shape, ascent, climb, report, rungs_of
+from lowbit.plan.ladder import RUNGS, Climb, Rung, Shape, TrainingSettings, ascent, climb, report, rungs_of
 from lowbit.plan.ladder.ascent import largest
 from lowbit.plan.ladder.cell import Cell, Result, _Place, _train, measure, run
 from lowbit.plan.ladder.limits import LIMITS
@@ -114,7 +114,7 @@ def test_what_is_held_grows_by_what_is_written():
 @linux
 def test_the_peak_of_a_process_is_that_of_torchs_allocator_and_a_limit_below_it_ends_the_run():
     """Two counts that share no code: resident pages of a process, and the profiler's events."""
-    cell = Cell(replace(SMALL, size=4, batch=8, context=64), Settings(), None, steps=2)
+    cell = Cell(replace(SMALL, size=4, batch=8, context=64), TrainingSettings(), None, steps=2)
 
     def two_steps():
         for _ in _train(cell, _Place(), ""):
@@ -130,19 +130,19 @@ def test_the_peak_of_a_process_is_that_of_torchs_allocator_and_a_limit_below_it_
 @pytest.mark.slow
 @linux
 def test_two_processes_train_what_does_not_fit_one():
-    cell = Cell(Shape(6, batch=4, context=64, vocab=256), Settings(checkpoint="block"), 80 * MIB, steps=2)
+    cell = Cell(Shape(6, batch=4, context=64, vocab=256), TrainingSettings(checkpoint="block"), 80 * MIB, steps=2)
     alone = measure(cell)
     assert not alone.fits and alone.ran_out == "step"
-    both = measure(replace(cell, settings=replace(cell.settings, gpus=2, way="zero3")))
+    both = measure(replace(cell, settings=replace(cell.settings, gpus=2, strategy="zero3")))
     assert both.fits and both.losses[1] < both.losses[0]
-    neither = measure(replace(cell, settings=replace(cell.settings, gpus=2, way="zero3"), budget=30 * MIB))
+    neither = measure(replace(cell, settings=replace(cell.settings, gpus=2, strategy="zero3"), budget=30 * MIB))
     assert not neither.fits, "a process that runs out ends the others"
 
 
 def test_rungs_of_several_processes_double_their_number():
     assert rungs_of(1) is RUNGS
-    ways = [(rung.changes.get("gpus"), rung.changes.get("way")) for rung in rungs_of(4)]
-    assert ways == [(None, None), (None, None), (2, "zero1"), (2, "zero2"), (2, "zero3"), (4, "zero3")]
+    strategies = [(rung.changes.get("gpus"), rung.changes.get("strategy")) for rung in rungs_of(4)]
+    assert strategies == [(None, None), (None, None), (2, "zero1"), (2, "zero2"), (2, "zero3"), (4, "zero3")]
     with pytest.raises(ValueError, match="whose means are exact, got 3"):
         rungs_of(3)
 
@@ -161,12 +161,12 @@ def test_a_process_that_fails_otherwise_is_an_error_with_its_own_words(tmp_path,
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     with pytest.raises(RuntimeError, match=re.escape(message)):
-        measure(Cell(SMALL, Settings(), None))
+        measure(Cell(SMALL, TrainingSettings(), None))
 
 
 def test_a_mistake_within_a_limit_is_no_event(tmp_path):
     with pytest.raises(ValueError, match="'fp7'"):
-        run(Cell(SMALL, Settings(recipe="fp7"), None, steps=2), str(tmp_path))
+        run(Cell(SMALL, TrainingSettings(recipe="fp7"), None, steps=2), str(tmp_path))
 
 
 def losses(settings, steps=3):
@@ -184,24 +184,26 @@ def test_plain_steps_are_those_of_a_loop_of_torch():
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())
-    assert losses(Settings()) == tuple(expected)
+    assert losses(TrainingSettings()) == tuple(expected)
 
 
 @pytest.mark.parametrize("rung", [rung for rung in RUNGS if rung.losses == "equal"], ids=lambda r: r.name)
-@pytest.mark.parametrize("below", [Settings(), Settings(mixed="bf16", bits=8)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "below", [TrainingSettings(), TrainingSettings(precision="bf16", bits=8)], ids=["fp32", "bf16"]
+)
 def test_rungs_of_one_arithmetic_have_equal_losses(rung, below):
     assert losses(rung.on(below)) == losses(below)
 
 
 def test_micro_batches_sum_to_the_batch():
     """In another order of sums, of 128 terms in fp32: the losses differ by less than 128 half units of fp32."""
-    whole, parts = losses(Settings()), losses(Settings(micro=4))
+    whole, parts = losses(TrainingSettings()), losses(TrainingSettings(micro_batches=4))
     assert parts[0] == pytest.approx(whole[0], rel=128 * 2.0**-24)
     assert parts == pytest.approx(whole, rel=ascent._CLOSE)
 
 
 def test_every_rung_trains():
-    settings = Settings()
+    settings = TrainingSettings()
     for rung in RUNGS:
         settings = rung.on(settings)
         found = losses(settings, 5)
@@ -236,7 +238,7 @@ def counted(monkeypatch):
 
     def fake(cell):
         calls.append(cell)
-        part = (0.4 if cell.settings.checkpoint else 1) * (0.995 if cell.settings.compress else 1)
+        part = (0.4 if cell.settings.checkpoint else 1) * (0.995 if cell.settings.activation_codes else 1)
         part *= 0.5 if cell.settings.bits == 8 else 1
         peak = int(part * sum(textbook(cell.shape).values()))
         if cell.budget is not None and peak > cell.budget:
@@ -251,7 +253,7 @@ def counted(monkeypatch):
 RULED = (
     Rung("plain", {}, ""),
     Rung("checkpointing", {"checkpoint": "block"}, "", "equal"),
-    Rung("codes", {"compress": True}, "", "equal"),
+    Rung("codes", {"activation_codes": True}, "", "equal"),
     Rung("8 bits", {"bits": 8}, "", "equal"),
 )
 
@@ -262,7 +264,7 @@ def test_rungs_add_up_and_one_without_gain_is_left_out(counted):
     assert [row.limited.fits for row in climbed.rows] == [False, True, True, True]
     assert plain.whole.fits and plain.whole.peak > 100 * MIB
     assert [row.kept for row in climbed.rows] == [True, True, False, True]
-    assert short.settings == Settings(checkpoint="block", bits=8)
+    assert short.settings == TrainingSettings(checkpoint="block", bits=8)
     assert [row.alike for row in climbed.rows] == [None, True, True, False], "a loss that moved is seen"
     for row, part in ((plain, 1), (checkpointing, 0.4), (short, 0.2)):
         held = [part * sum(textbook(replace(row.largest, size=row.largest.size + more)).values()) for more in (0, 1)]
@@ -290,7 +292,7 @@ def test_the_report_has_a_row_a_rung_and_says_what_went_wrong(counted, tmp_path)
     assert "NOT EQUAL" in rows[3] and "| equal |" in rows[1]
     assert "plain:  Under the limit it runs out in forward, blocks.1." in text
     data = json.loads((tmp_path / "ladder.json").read_text())
-    assert data["rungs"][3]["settings"] == asdict(Settings(checkpoint="block", bits=8))
+    assert data["rungs"][3]["settings"] == asdict(TrainingSettings(checkpoint="block", bits=8))
     assert data["rungs"][1]["largest"]["parameters"] == climbed.rows[1].largest.parameters
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import lowbit as lb
-from lowbit.plan import TECHNIQUES, Plan
+from lowbit.plan import TECHNIQUES, TrainingPlan
 from lowbit.plan.fitting.choices import NOISE, described, most_of, quality_of
-from lowbit.plan.settings import Settings
+from lowbit.plan.settings import TrainingSettings
 from lowbit.plan.techniques import techniques
 
 ROWS = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
@@ -24,15 +24,15 @@ def squares(output, batch):
 
 
 def planned(budget, **options):
-    return lb.fit(model(), ROWS, budget, squares, exclude=("disk", "parts"), progress=False, **options)
+    return lb.fit(model(), ROWS, budget, squares, exclude=("disk", "micro-batches"), progress=False, **options)
 
 
 def test_a_gain_counts_as_zero_and_fewer_bits_as_no_less_than_more():
     for technique in techniques():
         assert technique.counted >= max(technique.loss, 0)
-    by_bits = [described(Settings(bits=bits))["optimizer"].counted for bits in (32, 8, 4)]
+    by_bits = [described(TrainingSettings(bits=bits))["optimizer"].counted for bits in (32, 8, 4)]
     assert by_bits == sorted(by_bits)
-    assert quality_of(Settings(bits=4, mixed="bf16")) == pytest.approx(by_bits[2]) and by_bits[2] > 0
+    assert quality_of(TrainingSettings(bits=4, precision="bf16")) == pytest.approx(by_bits[2]) and by_bits[2] > 0
 
 
 def test_4_bits_are_taken_only_if_8_do_not_fit():
@@ -44,14 +44,14 @@ def test_4_bits_are_taken_only_if_8_do_not_fit():
 
 
 def test_losses_of_a_caller_replace_the_records(tmp_path):
-    assert most_of((), 0.3, {"bf16": 0.02}).lost(Settings(mixed="bf16")) == 2.0
+    assert most_of((), 0.3, {"bf16": 0.02}).lost(TrainingSettings(precision="bf16")) == 2.0
     plan = planned("100%", losses={"bf16": 0.02})
-    assert plan.settings.mixed is None  # nor fp8, whose other ops are in bf16
+    assert plan.settings.precision is None  # nor fp8, whose other ops are in bf16
     given = {one.name: one.by({"bf16": 0.02, "fp8": 0.03}).counted for one in TECHNIQUES["precision"]}
     assert given["fp32"] == 0 and given["bf16"] == given["mxfp8"] == 2 and given["fp8"] == given["fp8-compressed"] == 3
     asked = planned("100%", require=("bf16",), losses={"bf16": 0.02, "adamw8bit": -0.5})
-    assert asked.settings.mixed == "bf16" and "2.00% more (given)" in str(asked) and "given: bf16" in str(asked)
-    loaded = Plan.load(asked.save(tmp_path / "plan.json"))
+    assert asked.settings.precision == "bf16" and "2.00% more (given)" in str(asked) and "given: bf16" in str(asked)
+    loaded = TrainingPlan.load(asked.save(tmp_path / "plan.json"))
     assert loaded.losses == asked.losses == {"bf16": 0.02, "adamw8bit": -0.5} and str(loaded) == str(asked)
 
 
@@ -77,10 +77,12 @@ def test_losses_that_say_nothing_are_refused(losses, message):
 def test_a_model_in_bf16_trains_as_loaded():
     half, rows = model().bfloat16(), ROWS.bfloat16()
     plan = lb.fit(
-        half, rows, "300%", squares, require=("as loaded", "adamw"), exclude=("disk", "parts"), progress=False
+        half, rows, "300%", squares, require=("as loaded", "adamw"), exclude=("disk", "micro-batches"), progress=False
     )
     assert (
-        plan.settings.half and "as loaded" in str(plan) and "fp32" not in str(plan).split("which means")[1].split()[1]
+        plan.settings.bf16_params
+        and "as loaded" in str(plan)
+        and "fp32" not in str(plan).split("which means")[1].split()[1]
     )
     with pytest.raises(ValueError, match=r"'fp32' is of a model in fp32.*require 'as loaded', or call model.float\(\)"):
         lb.fit(half, rows, "300%", squares, require=("fp32",))

@@ -14,10 +14,10 @@ from torch import nn
 
 import lowbit as lb
 from lowbit.demo.gpt import GPT, GPTConfig
-from lowbit.plan import Plan
+from lowbit.plan import TrainingPlan
 from lowbit.plan.fitting import Run
 from lowbit.plan.fitting.rows import Rows
-from lowbit.plan.settings import Settings
+from lowbit.plan.settings import TrainingSettings
 
 CONFIG = GPTConfig(vocab=64, layers=2, heads=2, dim=32, hidden=64)
 ROWS = torch.randn(22, 8, generator=torch.Generator().manual_seed(0))
@@ -72,8 +72,10 @@ def losses_by_parts(run, batch, of):
 @pytest.mark.parametrize(
     "settings",
     [
-        Settings(micro=3), Settings(micro=4, checkpoint="block"), Settings(micro=2, mixed="bf16", bits=8),
-        Settings(micro=3, offload_activations=True), Settings(micro=2, offload_states=True),
+        TrainingSettings(micro_batches=3), TrainingSettings(micro_batches=4, checkpoint="block"),
+        TrainingSettings(micro_batches=2, precision="bf16", bits=8),
+        TrainingSettings(micro_batches=3, offload_activations=True),
+        TrainingSettings(micro_batches=2, offload_states=True),
     ],
     ids=["parts", "checkpoints", "bf16", "activations on disk", "states on disk"],
 )  # fmt: skip
@@ -92,7 +94,7 @@ def test_a_loop_over_parts_is_a_step_in_every_bit(settings, kind, tmp_path):
 
 def test_parts_without_labels_are_left_out_and_others_weigh_by_theirs(tmp_path):
     model, batch = llama(), labeled()
-    run = Run(model, Settings(micro=7), None, tmp_path, {})
+    run = Run(model, TrainingSettings(micro_batches=7), None, tmp_path, {})
     counted = (batch["labels"][:, 1:] != -100).sum(1).tolist()
     weights = [weight for _, weight in run.parts(batch)]
     assert weights == [count / sum(counted) for count in counted[1:]]
@@ -101,7 +103,7 @@ def test_parts_without_labels_are_left_out_and_others_weigh_by_theirs(tmp_path):
 # -- the warning ------------------------------------------------------------------------------------------------------
 def planned(model, batch, loss, **options):
     plan = lb.fit(
-        model, batch, "100%", loss, require=("fp32", "adamw", "parts", "everything kept"), exclude=("disk",),
+        model, batch, "100%", loss, require=("fp32", "adamw", "micro-batches", "everything kept"), exclude=("disk",),
         progress=False, **options,
     )  # fmt: skip
     return plan, plan.apply_(model, lr=1e-3)
@@ -116,7 +118,7 @@ def told(call):
 
 def test_a_loop_that_takes_the_whole_batch_is_warned_of_once(tmp_path):
     plan, run = planned(classifier(), (ROWS, CLASSES), of_classes)
-    assert plan.settings.micro == 2 and plan.identity.rows == Rows(22)
+    assert plan.settings.micro_batches == 2 and plan.identity.rows == Rows(22)
 
     def own():
         of_classes(run.model(ROWS), (ROWS, CLASSES)).backward()
@@ -128,7 +130,7 @@ def test_a_loop_that_takes_the_whole_batch_is_warned_of_once(tmp_path):
     assert "for part, weight in run.parts(batch)" in said
     assert told(own) == [], "once"
 
-    loaded = Plan.load(plan.save(tmp_path / "plan.json"))
+    loaded = TrainingPlan.load(plan.save(tmp_path / "plan.json"))
     assert loaded.identity == plan.identity
     model = classifier()
     again = loaded.apply_(model, of_classes)
@@ -203,7 +205,9 @@ def test_the_watch_of_rows_keeps_no_model_and_no_run():
 
 
 # -- the answer of the model ------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("settings", [Settings(), Settings(micro=2, checkpoint="block")], ids=["whole", "parts"])
+@pytest.mark.parametrize(
+    "settings", [TrainingSettings(), TrainingSettings(micro_batches=2, checkpoint="block")], ids=["whole", "parts"]
+)
 @pytest.mark.parametrize("kind", ["own loss", "a loss that is given"])
 def test_the_answer_is_gone_before_backward(settings, kind, tmp_path):
     loss = None if kind == "own loss" else lambda output, batch: output.loss
@@ -216,4 +220,4 @@ def test_the_answer_is_gone_before_backward(settings, kind, tmp_path):
         run.step(labeled())
     finally:
         gc.enable()
-    assert len(held) == settings.micro and not any(held)
+    assert len(held) == settings.micro_batches and not any(held)

@@ -20,10 +20,10 @@ from lowbit.convert import prepack
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.demo.gpt import generate as generate_by_gpt
 from lowbit.nn.packed import PackedLinear
-from lowbit.plan import GenerationPlan, Plan
+from lowbit.plan import GenerationPlan, TrainingPlan
 from lowbit.plan.fitting.identity import Identity
 from lowbit.plan.fitting.predict import Prediction as TrainingPrediction
-from lowbit.plan.settings import Settings as TrainingSettings
+from lowbit.plan.settings import TrainingSettings
 
 CONTEXT, VOCAB = 200, 512
 TOKENS = torch.randint(VOCAB, (2, 64), generator=torch.Generator().manual_seed(0))
@@ -265,12 +265,16 @@ def test_a_saved_plan_is_the_same(plans, kind, tmp_path):
 
 def test_a_file_of_the_other_task_says_which_class_reads_it(plans, tmp_path):
     chosen = TrainingPrediction(TrainingSettings(), 1000, 1.0)
-    training = Plan(chosen, 2000, chosen, [], identity=Identity("Linear", {}, None)).save(tmp_path / "training.json")
-    with pytest.raises(ValueError, match=r"training.json holds no plan for generation.*load it by lb.plan.Plan.load"):
+    training = TrainingPlan(chosen, 2000, chosen, [], identity=Identity("Linear", {}, None)).save(
+        tmp_path / "training.json"
+    )
+    with pytest.raises(
+        ValueError, match=r"training.json holds no plan for generation.*load it by lb.plan.TrainingPlan.load"
+    ):
         GenerationPlan.load(training)
     generation = plans("gpt")[80].save(tmp_path / "generation.json")
     with pytest.raises(ValueError, match=r"generation.json holds no plan for training.*lb.plan.GenerationPlan.load"):
-        Plan.load(generation)
+        TrainingPlan.load(generation)
 
 
 def test_what_a_plan_says(plans):

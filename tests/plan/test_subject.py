@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowbit as lb
-from lowbit.plan import TECHNIQUES, Plan
+from lowbit.plan import TECHNIQUES, TrainingPlan
 from lowbit.plan.fitting import Run
 from lowbit.plan.fitting.adapt import fallback, permits
-from lowbit.plan.settings import Settings
+from lowbit.plan.settings import TrainingSettings
 from lowbit.plan.subject import Subject
-from lowbit.plan.techniques import PARTS
+from lowbit.plan.techniques import MICRO_BATCHES
 
 INPUTS, CLASSES = torch.randn(64, 32), torch.randint(10, (64,))
 
@@ -73,7 +73,7 @@ def test_a_plan_is_of_one_model_and_one_loss(tmp_path):
 
     batch = INPUTS, CLASSES
     plan = lb.fit(classifier(), batch, "100%", loss, require="fp32")
-    again = Plan.load(plan.save(tmp_path / "plan.json"))
+    again = TrainingPlan.load(plan.save(tmp_path / "plan.json"))
     with pytest.raises(ValueError, match=r"is of a loss that was given, .*loss, which no file holds; .*loss=\.\.\."):
         again.apply_(classifier())
     assert again.apply_(classifier(), loss).step(batch) == pytest.approx(next(by_hand(1)))
@@ -144,7 +144,7 @@ def test_a_batch_of_wrong_shapes_raises_without_a_log(caplog):
 
 def test_optimizers_and_recipes_that_take_no_fp64_are_left_out():
     plan = lb.fit(classifier().double(), INPUTS.double(), "100%")
-    assert plan.settings.bits == 32 and plan.settings.mixed is None
+    assert plan.settings.bits == 32 and plan.settings.precision is None
     assert lb.fit(classifier(), INPUTS, "100%", require="adamw8bit").settings.bits == 8, "one name is a name"
 
 
@@ -159,37 +159,41 @@ def masked(output, batch):
 
 def test_a_summed_loss_is_not_taken_in_parts(tmp_path):
     batch = INPUTS, CLASSES
-    run = Run(classifier(), Settings(micro=4), summed, tmp_path, {})
+    run = Run(classifier(), TrainingSettings(micro_batches=4), summed, tmp_path, {})
     before = copy.deepcopy(run.model.state_dict())
     with pytest.raises(
-        ValueError, match=r"the loss of some rows is .*, the sum of .*; divide the loss .*exclude=\('parts',\)"
+        ValueError, match=r"the loss of some rows is .*, the sum of .*; divide the loss .*exclude=\('micro-batches',\)"
     ):
         run.step(batch)
     assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
     assert all(parameter.grad is None for parameter in run.model.parameters())
-    assert Run(classifier(), Settings(), summed, tmp_path, {}).step(batch) == pytest.approx(64 * next(by_hand(1)))
+    assert Run(classifier(), TrainingSettings(), summed, tmp_path, {}).step(batch) == pytest.approx(
+        64 * next(by_hand(1))
+    )
     for loss in (masked, lambda output, batch: output.square().mean(), lambda output, batch: output.var(0).sum()):
-        Run(classifier(), Settings(micro=4), loss, tmp_path, {}).step(batch)
+        Run(classifier(), TrainingSettings(micro_batches=4), loss, tmp_path, {}).step(batch)
 
 
 def test_plans_without_parts_are_in_one_and_stay_so():
     loss = lambda output, batch: F.cross_entropy(output, batch[1])
-    plan = lb.fit(classifier(), (INPUTS, CLASSES), "100%", loss, exclude=("parts",), require=("fp32",))
+    plan = lb.fit(classifier(), (INPUTS, CLASSES), "100%", loss, exclude=("micro-batches",), require=("fp32",))
     predictions = list(plan._others.values())
-    assert {one.settings.micro for one in predictions} == {1} and not permits(predictions, TECHNIQUES[PARTS][1])
-    kept = lb.fit(classifier(), (INPUTS, CLASSES), "100%", loss, require=("fp32", "parts"))
-    assert kept.settings.micro == 2 and "2 parts" in kept.table()
-    with pytest.raises(ValueError, match="the batch has no 'parts': it has one row"):
-        lb.fit(classifier(), (INPUTS[:1], CLASSES[:1]), "100%", loss, require=("parts",))
+    assert {one.settings.micro_batches for one in predictions} == {1} and not permits(
+        predictions, TECHNIQUES[MICRO_BATCHES][1]
+    )
+    kept = lb.fit(classifier(), (INPUTS, CLASSES), "100%", loss, require=("fp32", "micro-batches"))
+    assert kept.settings.micro_batches == 2 and "2 micro-batches" in kept.table()
+    with pytest.raises(ValueError, match="the batch has no 'micro-batches': it has one row"):
+        lb.fit(classifier(), (INPUTS[:1], CLASSES[:1]), "100%", loss, require=("micro-batches",))
 
 
 def test_parts_of_a_batch_norm_have_two_rows_at_least():
     model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10))
     plan = lb.fit(model, (INPUTS[:63], CLASSES[:63]), "60%", lambda output, batch: F.cross_entropy(output, batch[1]))
-    assert max(one.settings.micro for one in plan._others.values()) == 24
+    assert max(one.settings.micro_batches for one in plan._others.values()) == 24
     assert plan.apply_(model).step((INPUTS[:63], CLASSES[:63])) > 0
-    few = fallback(Settings(micro=31), Subject(model.train(), INPUTS[:63]))
-    assert few is not None and few.micro == 31
+    few = fallback(TrainingSettings(micro_batches=31), Subject(model.train(), INPUTS[:63]))
+    assert few is not None and few.micro_batches == 31
 
 
 def test_a_loss_that_is_no_mean_over_rows_is_told_of_in_parts(tmp_path):
@@ -200,8 +204,9 @@ def test_a_loss_that_is_no_mean_over_rows_is_told_of_in_parts(tmp_path):
         return F.cross_entropy(output.flatten(0, 1), batch[1].flatten())
 
     model = nn.Sequential(nn.Embedding(10, 16), nn.Linear(16, 10))
-    run = Run(model, Settings(micro=2), of_labels, tmp_path, {})
-    with pytest.warns(UserWarning, match=r"the loss of some rows is .*, and not the mean of .*exclude=\('parts',\)"):
+    run = Run(model, TrainingSettings(micro_batches=2), of_labels, tmp_path, {})
+    message = r"the loss of some rows is .*, and not the mean of .*exclude=\('micro-batches',\)"
+    with pytest.warns(UserWarning, match=message):
         run.step((labels.clamp_min(0), labels))
 
 
@@ -216,7 +221,7 @@ def test_padding_that_parts_have_different_shares_of_is_told_of(tmp_path, recwar
 
     mask = torch.ones(8, 12, dtype=torch.long)
     batch = {"input_ids": torch.randint(10, (8, 12)), "attention_mask": mask}
-    run = Run(Model(), Settings(micro=2), None, tmp_path, {})
+    run = Run(Model(), TrainingSettings(micro_batches=2), None, tmp_path, {})
     run.step(batch)
     assert not [str(one.message) for one in recwarn if "not the mean" in str(one.message)]
     mask[1:, 3:] = 0
@@ -225,7 +230,7 @@ def test_padding_that_parts_have_different_shares_of_is_told_of(tmp_path, recwar
 
 
 def test_a_loss_among_rows_that_transformers_names_is_not_taken_in_parts():
-    parts = next(technique for technique in TECHNIQUES[PARTS] if technique.name == "parts")
+    parts = next(technique for technique in TECHNIQUES[MICRO_BATCHES] if technique.name == "micro-batches")
     assert parts.why_not(Subject(nn.Linear(1, 1), {"return_loss": True})) == "its loss is among rows"
     for batch in ({"return_loss": False}, INPUTS):
         assert parts.why_not(Subject(nn.Linear(1, 1), batch)) is None
@@ -247,7 +252,7 @@ def test_a_criterion_of_torch_is_told_how_it_becomes_a_loss():
 def test_a_model_in_bf16_has_the_masters_that_its_plan_says():
     made = [classifier().bfloat16() for _ in range(2)]
     plan = lb.fit(made[0], INPUTS.bfloat16(), "300%", require=("adamw", "residual", "whole batch"))
-    assert plan.settings.half and "weights in bf16, as the model comes" in str(plan)
+    assert plan.settings.bf16_params and "weights in bf16, as the model comes" in str(plan)
     run, rows = plan.apply_(made[0], lr=1e-5), INPUTS.bfloat16()
     optimizer = lb.optim.AdamW(made[1].parameters(), lr=1e-5, master="residual")
     for _ in range(20):
@@ -270,7 +275,9 @@ def test_labels_of_encoders_with_decoders_are_not_shifted():
     labels[1:, 3:] = -100
     batch = {"input_ids": torch.randint(64, (8, 10)), "labels": labels}
     expected = model(**batch).loss.item()
-    assert Run(model, Settings(micro=4), None, None, {}).step(batch) == pytest.approx(expected, rel=1e-6)
+    assert Run(model, TrainingSettings(micro_batches=4), None, None, {}).step(batch) == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 # -- models and losses that are more than a model and its rows -------------------------------------------------------
@@ -325,12 +332,14 @@ def test_parameters_that_the_loss_depends_on_keep_their_gradients():
 )
 def test_a_batch_that_cannot_be_cut_is_kept_whole(make, batch):
     torch.manual_seed(0)
-    for no in ((), ("parts",)):
+    for no in ((), ("micro-batches",)):
         plan = lb.fit(make(), batch, "100%", squares, require=("fp32", "adamw"), exclude=no)
-        assert plan.settings.micro == 1 and all(one.settings.micro == 1 for one in plan.frontier)
+        assert plan.settings.micro_batches == 1 and all(one.settings.micro_batches == 1 for one in plan.frontier)
         assert plan.apply_(make()).step(batch) > 0
-    with pytest.raises(ValueError, match="the batch has no 'parts': it has one row, or the model or the loss fails"):
-        lb.fit(make(), batch, "100%", squares, require=("parts",))
+    with pytest.raises(
+        ValueError, match="the batch has no 'micro-batches': it has one row, or the model or the loss fails"
+    ):
+        lb.fit(make(), batch, "100%", squares, require=("micro-batches",))
 
 
 @pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel])
@@ -346,8 +355,9 @@ def test_a_model_without_blocks_fits_with_activations_elsewhere(tmp_path):
     sizes = (32, 512, 384, 640, 10)
     layers = [m for one, other in itertools.pairwise(sizes) for m in (nn.Linear(one, other), nn.GELU())]
     model, batch = nn.Sequential(nn.Sequential(*layers[:3]), *layers[3:]), torch.randn(4096, 32)
-    whole = lb.fit(model, batch, "100%", squares, require=("fp32", "adamw", "activations on disk"), exclude=("parts",))
+    limits = {"exclude": ("micro-batches",)}
+    whole = lb.fit(model, batch, "100%", squares, require=("fp32", "adamw", "activations on disk"), **limits)
     share = whole.peak_bytes / whole.plain.peak_bytes
     assert share < 0.8
-    fitting = lb.fit(model, batch, f"{100 * share + 2:.0f}%", squares, require=("fp32", "adamw"), exclude=("parts",))
+    fitting = lb.fit(model, batch, f"{100 * share + 2:.0f}%", squares, require=("fp32", "adamw"), **limits)
     assert fitting.settings.offload_activations and fitting.peak_bytes <= fitting.budget

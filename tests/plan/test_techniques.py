@@ -18,9 +18,9 @@ from lowbit.plan import TECHNIQUES
 from lowbit.plan.checklist import ADVISED
 from lowbit.plan.fitting.adapt import fallback
 from lowbit.plan.fitting.choices import described, words
-from lowbit.plan.settings import Settings
+from lowbit.plan.settings import TrainingSettings
 from lowbit.plan.subject import Subject
-from lowbit.plan.techniques import AS_LOADED, FALLBACKS, PARTS, PLANNED, conflict, technique_of, techniques
+from lowbit.plan.techniques import AS_LOADED, FALLBACKS, MICRO_BATCHES, PLANNED, conflict, technique_of, techniques
 
 TOKENS = torch.randint(512, (8, 64), generator=torch.Generator().manual_seed(0))
 ROWS = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
@@ -48,10 +48,10 @@ def entropy(output, batch):
 
 
 def test_names_and_fields_are_clear():
-    names, settings = [one.name for one in techniques()], {one.name for one in fields(Settings)}
+    names, settings = [one.name for one in techniques()], {one.name for one in fields(TrainingSettings)}
     assert len(names) == len(set(names)) and all(one.about for one in techniques())
     for dimension, row in TECHNIQUES.items():
-        assert not row[0].changes and technique_of(dimension, Settings()) is row[0]
+        assert not row[0].changes and technique_of(dimension, TrainingSettings()) is row[0]
         for technique in row:
             assert settings >= {*technique.changes, *technique.needs} and COMBINATIONS.keys() >= set(
                 technique.conflicts
@@ -61,11 +61,13 @@ def test_names_and_fields_are_clear():
 def test_settings_are_described_by_the_technique_that_they_have():
     for dimension, row in TECHNIQUES.items():
         for technique in row:
-            has = replace(Settings(gpus=2 if dimension == "way" else 1), **technique.needs, **technique.changes)
+            has = replace(
+                TrainingSettings(gpus=2 if dimension == "strategy" else 1), **technique.needs, **technique.changes
+            )
             assert technique.is_on(has)
             if technique.name not in (AS_LOADED, PLANNED):
                 assert described(has)[dimension].name == technique.name
-            if technique.changes and dimension != PARTS:
+            if technique.changes and dimension != MICRO_BATCHES:
                 assert technique.name in words(has).split(", ")
             assert conflict(has) is None or technique.name == "stochastic"
 
@@ -82,27 +84,28 @@ def test_a_policy_of_one_block_is_a_technique_and_an_option_of_plans():
 
 
 def test_fallbacks_take_less_each_time():
-    subject, settings, taken = Subject(gpt(), TOKENS[:1]), Settings(), []
+    subject, settings, taken = Subject(gpt(), TOKENS[:1]), TrainingSettings(), []
     while (after := fallback(settings, subject)) is not None:
         taken.append(
             next(one.name for one in techniques() if one.changes and one.is_on(after) and not one.is_on(settings))
         )
         settings = after
     assert taken == ["attention", "save_matmuls", "sqrt", "block", "activations on disk", "disk"]
-    assert fallback(Settings(checkpoint="mlp"), subject) == Settings(checkpoint="block")
+    assert fallback(TrainingSettings(checkpoint="mlp"), subject) == TrainingSettings(checkpoint="block")
 
 
 @pytest.mark.parametrize(
     ("make", "batch", "loss", "share", "expected", "peak"),
     [
-        (gpt, TOKENS, None, 60, {"mixed": "bf16", "bits": 8, "micro": 2}, 9100924),
-        (gpt, TOKENS, None, 20, {"mixed": "bf16", "bits": 8, "micro": 8, "checkpoint": ("mlp", KEEP, KEEP)}, 4556700),
-        (classifier, (ROWS, CLASSES), entropy, 60, {"mixed": "bf16", "bits": 8}, 211536),
+        (gpt, TOKENS, None, 60, {"precision": "bf16", "bits": 8, "micro_batches": 2}, 9100924),
+        (gpt, TOKENS, None, 20,
+         {"precision": "bf16", "bits": 8, "micro_batches": 8, "checkpoint": ("mlp", KEEP, KEEP)}, 4556700),
+        (classifier, (ROWS, CLASSES), entropy, 60, {"precision": "bf16", "bits": 8}, 211536),
         (normed, (ROWS, CLASSES), entropy, 80,
-         {"mixed": "bf16", "master": "stochastic", "checkpoint": ("save_matmuls", KEEP, KEEP)}, 98256),
+         {"precision": "bf16", "master": "stochastic", "checkpoint": ("save_matmuls", KEEP, KEEP)}, 98256),
     ],
 )  # fmt: skip
 def test_plans_are_those_that_were_recorded(make, batch, loss, share, expected, peak):
     """Of constant times, so that a change of the table shows that changes a plan."""
     plan = lb.fit(make(), batch, f"{share}%", loss, exclude=("disk",), progress=False)
-    assert plan.settings == Settings(**expected) and plan.peak_bytes == pytest.approx(peak, rel=0.01)
+    assert plan.settings == TrainingSettings(**expected) and plan.peak_bytes == pytest.approx(peak, rel=0.01)

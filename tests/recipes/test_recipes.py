@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.convert.select import recipe_for
-from lowbit.recipes import ALIASES, RECIPES, Plan, plan, refuse_beyond
+from lowbit.recipes import ALIASES, RECIPES, LayerRecipes, layer_recipes, refuse_beyond
 
 SCHEMES = ["int8:row", "fp8_e4m3:tensor", "mxfp4", "nvfp4", "uint4:group32:affine", "fp8_e5m2:col", "nf4"]
 
@@ -312,13 +312,13 @@ BY_LAYER = {"*": "int4-weight-only", "*.down_proj": "int8", "lm_head": None}
 
 
 def test_the_last_pattern_that_matches_decides():
-    made, layer = plan(BY_LAYER), nn.Linear(1, 1)
+    made, layer = layer_recipes(BY_LAYER), nn.Linear(1, 1)
     asked = ("blocks.0.up", "blocks.0.down_proj", "lm_head", "model.lm_head", "model._orig_mod.lm_head")
     found = [recipe_for(made, name, layer) for name in asked]
     assert [row and row.name for row in found] == ["int4-weight-only", "int8", None, None, None]
-    assert recipe_for(plan({"a.*": "int8"}), "b", layer) is None
-    assert str(made) == "*: int4-weight-only, *.down_proj: int8, lm_head: float" and str(plan("nf4")) == "nf4"
-    assert made.recipes == (lb.recipe("int4-weight-only"), lb.recipe("int8")) and plan(made) is made
+    assert recipe_for(layer_recipes({"a.*": "int8"}), "b", layer) is None
+    assert str(made) == "*: int4-weight-only, *.down_proj: int8, lm_head: float" and str(layer_recipes("nf4")) == "nf4"
+    assert made.recipes == (lb.recipe("int4-weight-only"), lb.recipe("int8")) and layer_recipes(made) is made
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_the_last_pattern_that_matches_decides():
 )
 def test_plans_are_checked(given, error, message):
     with pytest.raises(error, match=message):
-        plan(given)
+        layer_recipes(given)
 
 
 @given(
@@ -345,7 +345,7 @@ def test_a_plan_is_its_last_match(patterns, name):
     names = list(RECIPES)
     mapping = {pattern: names[i] for i, pattern in enumerate(patterns)}
     wanted = [mapping[p] for p in patterns if fnmatchcase(name, p)]
-    found = recipe_for(plan(mapping), name, nn.Linear(1, 1))
+    found = recipe_for(layer_recipes(mapping), name, nn.Linear(1, 1))
     assert (found.name if found else None) == (wanted[-1] if wanted else None)
 
 
@@ -353,7 +353,7 @@ def test_a_plan_with_functions_is_written_to_no_file():
     def asked(module, path):
         return True
 
-    made = plan({"*": "int8", asked: None})
+    made = layer_recipes({"*": "int8", asked: None})
     assert str(made) == "*: int8, asked: float"
     with pytest.raises(ValueError, match="recipes by layer: the function asked cannot be written to a file"):
         made.to_dict()
@@ -386,7 +386,7 @@ backward = st.one_of(
 )
 trained = {
     "forward": st.none() | st.builds(alike, casts, casts),
-    "ends": st.sampled_from([0.0, 0.25]),
+    "keep_blocks": st.sampled_from([0.0, 0.25]),
     "name": st.text(),
 }
 
@@ -399,8 +399,8 @@ made_recipes = st.one_of(
 
 @given(st.dictionaries(st.text(), st.none() | made_recipes, min_size=1, max_size=3))
 def test_recipes_and_plans_survive_json(by_layer):
-    made = plan(by_layer)
-    assert Plan.from_dict(json.loads(json.dumps(made.to_dict(), sort_keys=True))) == made
+    made = layer_recipes(by_layer)
+    assert LayerRecipes.from_dict(json.loads(json.dumps(made.to_dict(), sort_keys=True))) == made
 
 
 @pytest.mark.parametrize(
@@ -417,6 +417,6 @@ def test_damaged_data_raises_value_error(data):
     with pytest.raises(ValueError):
         lb.Recipe.from_dict(data)
     with pytest.raises(ValueError):
-        Plan.from_dict({"patterns": [["*", data]]})
+        LayerRecipes.from_dict({"patterns": [["*", data]]})
     with pytest.raises(ValueError, match=r"expected \{'patterns'"):
-        Plan.from_dict(data)
+        LayerRecipes.from_dict(data)

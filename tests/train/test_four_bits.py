@@ -15,7 +15,7 @@ import lowbit as lb
 from lowbit.functional.rotation import signed_hadamard
 from lowbit.train import State
 from lowbit.train.eden import random_hadamard
-from lowbit.train.ends import ends
+from lowbit.train.kept_blocks import kept_blocks
 
 RECIPES = ["nvfp4", "mxfp4"]
 BLOCK = {"nvfp4": 16, "mxfp4": 32}
@@ -91,7 +91,7 @@ def test_eden_has_no_bias_and_half_the_error():
     x, copies, steps = torch.randn(4, 200), 20, 150
     state, many, draws, wrong = State(), x.repeat(copies, 1), [], [0.0, 0.0]
     cast = lb.Cast("nvfp4", "eden", "random-hadamard")
-    places = state.places("", {"grad_input.a": cast})
+    places = state.slots("", {"grad_input.a": cast})
     for _ in range(steps):
         view = state.view(places, x.device)
         signs = view.signs("grad_input.a", x.device)
@@ -136,21 +136,23 @@ class Stack(nn.Module):
     ],
 )  # fmt: skip
 def test_which_blocks_are_kept(blocks, share, kept):
-    assert ends(blocks, share) == kept
+    assert kept_blocks(blocks, share) == kept
 
 
 def test_first_and_last_blocks_stay_unless_the_caller_says_otherwise():
     report = lb.train.prepare_(Stack(6), "nvfp4", skip=())
     assert list(report.left) == ["blocks.0.0", "blocks.5.0"] and "out" in report.converted
-    reason = r"block 6 of 6: the first and last blocks stay .* ends=0 of nvfp4, or a recipe for its name, converts it"
+    reason = (
+        r"block 6 of 6: the first and last blocks stay .* keep_blocks=0 of nvfp4, or a recipe for its name, converts it"
+    )
     assert re.search(reason, report.left["blocks.5.0"])
-    assert not lb.train.prepare_(Stack(6), "nvfp4:ends=0", skip=()).left
+    assert not lb.train.prepare_(Stack(6), "nvfp4:keep_blocks=0", skip=()).left
     assert not lb.train.prepare_(Stack(6), "fp8", skip=()).left
     named = lb.train.prepare_(Stack(6), {"*": "nvfp4", "blocks.0.0": "fp8", "blocks.5.0": "nvfp4"}, skip=())
     assert not named.left
-    mixed = lb.train.prepare_(Stack(6), {"*": "fp8", "blocks.*": "mxfp4:ends=0.5"}, skip=())
+    mixed = lb.train.prepare_(Stack(6), {"*": "fp8", "blocks.*": "mxfp4:keep_blocks=0.5"}, skip=())
     assert list(mixed.left) == ["blocks.0.0", "blocks.4.0", "blocks.5.0"]
-    with pytest.raises(ValueError, match=r"(?s)nothing to convert.*block 2 of 2.*ends=0"):
+    with pytest.raises(ValueError, match=r"(?s)nothing to convert.*block 2 of 2.*keep_blocks=0"):
         lb.train.prepare_(Stack(2), {"blocks.*": "nvfp4"})
 
 
@@ -179,12 +181,18 @@ def test_forward_in_high_precision(recipe):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: lb.recipe("nvfp4:ends=1"), r"ends='1' is no share of the blocks; .*from 0 to less than 1, got 1\.0"),
-        (lambda: lb.recipe("nvfp4:ends=few"), "ends='few' is no share of the blocks"),
+        (
+            lambda: lb.recipe("nvfp4:keep_blocks=1"),
+            r"keep_blocks='1' is no share of the blocks; .*from 0 to less than 1, got 1\.0",
+        ),
+        (lambda: lb.recipe("nvfp4:keep_blocks=few"), "keep_blocks='few' is no share of the blocks"),
         (lambda: lb.recipe("nvfp4:output=dequantized"), "output must be one of 'low', 'high', got 'dequantized'"),
-        (lambda: lb.Recipe(lb.Gemm(None, "nvfp4"), ends=0.5), "forward and ends are for training"),
-        (lambda: lb.Recipe(lb.Gemm(None, "nvfp4"), forward=lb.Gemm(None, None)), "forward and ends are for training"),
-        (lambda: lb.recipe("int4-weight-only:ends=0"), "is for inference only, and with_ends"),
+        (lambda: lb.Recipe(lb.Gemm(None, "nvfp4"), keep_blocks=0.5), "forward and keep_blocks are for training"),
+        (
+            lambda: lb.Recipe(lb.Gemm(None, "nvfp4"), forward=lb.Gemm(None, None)),
+            "forward and keep_blocks are for training",
+        ),
+        (lambda: lb.recipe("int4-weight-only:keep_blocks=0"), "is for inference only, and with_keep_blocks"),
     ],
 )
 def test_refusals(make, message):

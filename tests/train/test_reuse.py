@@ -16,7 +16,7 @@ from lowbit.memory import checkpoint_
 from lowbit.train import gemms
 
 MICRO_BATCHES = 3
-RECIPES = ["fp8", "fp8-delayed", "mxfp8", "nvfp4:ends=0", "fp8:output=high", "nvfp4-eden:ends=0"]
+RECIPES = ["fp8", "fp8-delayed", "mxfp8", "nvfp4:keep_blocks=0", "fp8:output=high", "nvfp4-eden:keep_blocks=0"]
 
 
 class Block(nn.Module):

@@ -52,7 +52,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.blocks, self.head, self.way = nn.ModuleList([Block(), Block()]), nn.Linear(32, 16), way
-        lb.train.prepare_(self, f"{recipe}:ends=0" if str(recipe).startswith("nvfp4") else recipe, skip=())
+        lb.train.prepare_(self, f"{recipe}:keep_blocks=0" if str(recipe).startswith("nvfp4") else recipe, skip=())
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

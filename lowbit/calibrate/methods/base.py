@@ -10,7 +10,7 @@ from torch import Tensor
 from lowbit.calibrate.methods import gptq, signround
 from lowbit.calibrate.recording import Observed
 from lowbit.calibrate.statistics import Statistics
-from lowbit.datafree import RULES, Rule, default_rule, scales
+from lowbit.datafree import DATA_FREE, DataFreeMethod, default_data_free, scales
 from lowbit.functional import quantize
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Quantized
@@ -38,11 +38,13 @@ class Method(NamedTuple):
     guided: bool = False
     tune: Callable[[Sequence[Observed], Callable[[int], Tensor], Sequence[Tensor]], None] | None = None
 
-    def rule(self, caller: str) -> Rule:
+    def rule(self, caller: str) -> DataFreeMethod:
         """The method without data. Raises ValueError where it needs some."""
         if self.need != "nothing":
-            raise ValueError(f"{caller} takes methods without data, one of {', '.join(RULES)}; got {self.name!r}")
-        return Rule(self.name, self.about, lambda weight, scheme: self.solve(weight, scheme, None), self.refuses)
+            raise ValueError(f"{caller} takes methods without data, one of {', '.join(DATA_FREE)}; got {self.name!r}")
+        return DataFreeMethod(
+            self.name, self.about, lambda weight, scheme: self.solve(weight, scheme, None), self.refuses
+        )
 
 
 def _search(weight: Tensor, scheme: Scheme, statistics: Statistics | None = None) -> Quantized:
@@ -51,7 +53,7 @@ def _search(weight: Tensor, scheme: Scheme, statistics: Statistics | None = None
     return quantize(weight, scheme, *scales.search(weight, scheme, importance))
 
 
-def _without_data(rule: Rule) -> Method:
+def _without_data(rule: DataFreeMethod) -> Method:
     """A rule as a method, which looks at no statistics."""
     return Method(rule.name, rule.about, lambda weight, scheme, _: rule.solve(weight, scheme), refuses=rule.refuses)
 
@@ -60,8 +62,8 @@ def _without_data(rule: Rule) -> Method:
 METHODS: dict[str, Method] = {
     row.name: row
     for row in (
-        *(_without_data(rule) for rule in RULES.values() if rule.name != "search"),
-        Method("search", RULES["search"].about, _search, uses="squares"),
+        *(_without_data(rule) for rule in DATA_FREE.values() if rule.name != "search"),
+        Method("search", DATA_FREE["search"].about, _search, uses="squares"),
         Method(
             "gptq", "columns one after the other, each making up for the errors before it (arXiv 2210.17323)",
             gptq.solve, "gram", "gram",
@@ -86,4 +88,4 @@ def default_method(scheme: Scheme, data: bool, gradient: bool = True) -> Method:
     """The best known method for weights of this scheme, with data or without; ``gradient``: whether the model's loss
     can be differentiated.
     """
-    return METHODS["guided-gptq" if gradient else "gptq"] if data else METHODS[default_rule(scheme).name]
+    return METHODS["guided-gptq" if gradient else "gptq"] if data else METHODS[default_data_free(scheme).name]

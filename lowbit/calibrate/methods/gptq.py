@@ -15,10 +15,10 @@ from torch import Tensor
 from lowbit.calibrate.statistics import Statistics
 from lowbit.datafree import scales
 from lowbit.functional import decode, encode, quantize
-from lowbit.notice import warn
 from lowbit.reference import scale_value, spread
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Quantized, Scales
+from lowbit.user_warnings import warn
 
 __all__ = ["damped", "solve", "solve_corrected"]
 

@@ -4,8 +4,8 @@
 takes the fastest that fits, ``plan`` is the result, and ``run`` trains by it.
 """
 
-from lowbit.plan.fitting.plan import Plan
+from lowbit.plan.fitting.plan import TrainingPlan
 from lowbit.plan.fitting.run import Run
 from lowbit.plan.fitting.search import fit
 
-__all__ = ["Plan", "Run", "fit"]
+__all__ = ["Run", "TrainingPlan", "fit"]

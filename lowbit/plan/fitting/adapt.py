@@ -1,8 +1,8 @@
 """What lets a run adapt: to memory that runs out in a step, and to another budget in the middle of training.
 
 The rows of ``TECHNIQUES`` say what takes less memory, in which order it is tried, and what may change of a model and an
-optimizer that train; all other settings are arithmetic, which stays. ``Before`` and ``Marks`` are what a step that
-fails is put back to.
+optimizer that train; all other settings are arithmetic, which stays. ``StepSnapshot`` and ``OptimizerVersions`` are
+what a step that fails is put back to.
 """
 
 from __future__ import annotations
@@ -18,15 +18,25 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.models.writes import HeldBuffers
-from lowbit.plan.settings import Settings
+from lowbit.plan.settings import TrainingSettings
 from lowbit.plan.subject import Subject
 from lowbit.plan.techniques import FALLBACKS, LIVE, TECHNIQUES, Technique, technique_of
 from lowbit.sizes import amount
 from lowbit.train.states import State
 
 __all__ = [
-    "RANDOM_BYTES", "TRIES", "Before", "Marks", "Predicted", "alike", "change_", "copies_of_buffers", "difference",
-    "fallback", "fastest", "permits",
+    "RANDOM_BYTES",
+    "TRIES",
+    "OptimizerVersions",
+    "Predicted",
+    "StepSnapshot",
+    "alike",
+    "change_",
+    "copies_of_buffers",
+    "difference",
+    "fallback",
+    "fastest",
+    "permits",
 ]  # fmt: skip
 
 
@@ -34,7 +44,7 @@ class Predicted(Protocol):
     """What a step by ``settings`` holds and takes."""
 
     @property
-    def settings(self) -> Settings: ...
+    def settings(self) -> TrainingSettings: ...
     @property
     def peak_bytes(self) -> int: ...
     @property
@@ -50,7 +60,9 @@ TRIES = 6
 
 
 # -- what takes less memory -------------------------------------------------------------------------------------------
-def fallback(settings: Settings, subject: Subject, predictions: Sequence[Predicted] = ()) -> Settings | None:
+def fallback(
+    settings: TrainingSettings, subject: Subject, predictions: Sequence[Predicted] = ()
+) -> TrainingSettings | None:
     """The next settings that take less memory and are permitted; None where none are left."""
     for dimension, technique in FALLBACKS:
         if technique.more is not None:
@@ -64,7 +76,7 @@ def fallback(settings: Settings, subject: Subject, predictions: Sequence[Predict
     return None
 
 
-def _takes_less(technique: Technique, dimension: str, settings: Settings) -> bool:
+def _takes_less(technique: Technique, dimension: str, settings: TrainingSettings) -> bool:
     """Whether it takes less memory than what the settings have of its dimension. Only the last of a dimension surely
     takes less than what is no fallback.
     """
@@ -81,7 +93,9 @@ def permits(predictions: Sequence[Predicted], technique: Technique) -> bool:
 
 
 # -- what may change in the middle of training ------------------------------------------------------------------------
-def change_(model: nn.Module, optimizer: torch.optim.Optimizer, before: Settings, after: Settings, where: str) -> None:
+def change_(
+    model: nn.Module, optimizer: torch.optim.Optimizer, before: TrainingSettings, after: TrainingSettings, where: str
+) -> None:
     """Take a model and its optimizer from settings to others, in place; where that raises they are as before.
 
     ``where``: what states are offloaded to. Raises ValueError for settings of another arithmetic; as ``checkpoint_``
@@ -103,16 +117,16 @@ def change_(model: nn.Module, optimizer: torch.optim.Optimizer, before: Settings
         raise
 
 
-def _changed(before: Settings, after: Settings) -> list[str]:
-    return [one.name for one in fields(Settings) if getattr(before, one.name) != getattr(after, one.name)]
+def _changed(before: TrainingSettings, after: TrainingSettings) -> list[str]:
+    return [one.name for one in fields(TrainingSettings) if getattr(before, one.name) != getattr(after, one.name)]
 
 
-def alike(one: Settings, other: Settings) -> bool:
+def alike(one: TrainingSettings, other: TrainingSettings) -> bool:
     """Whether both have the same arithmetic."""
     return LIVE.keys() >= set(_changed(one, other))
 
 
-def difference(before: Settings, after: Settings) -> str:
+def difference(before: TrainingSettings, after: TrainingSettings) -> str:
     """What changes, in words."""
     return ", ".join(
         f"{name}={getattr(after, name)!r} instead of {getattr(before, name)!r}" for name in _changed(before, after)
@@ -121,7 +135,7 @@ def difference(before: Settings, after: Settings) -> str:
 
 def fastest(
     predictions: Iterable[Predicted],
-    settings: Settings,
+    settings: TrainingSettings,
     limit: int,
     whole: Callable[[Predicted], Predicted] = lambda one: one,
 ) -> Predicted:
@@ -139,7 +153,7 @@ def fastest(
     fit = sorted((one for one in same if one.peak_bytes <= limit), key=lambda one: (one.seconds, one.peak_bytes))
     smallest = sorted(same, key=lambda one: one.peak_bytes)
     tried = [*fit[:TRIES], *smallest[:TRIES]]
-    checked: dict[Settings, Predicted] = {}
+    checked: dict[TrainingSettings, Predicted] = {}
     for one in tried:
         if one.settings not in checked:
             checked[one.settings] = found = whole(one)
@@ -154,9 +168,9 @@ def fastest(
 
 
 # -- what a step that fails is put back to ----------------------------------------------------------------------------
-class Before:
+class StepSnapshot:
     """What forward and backward of ``model`` move, as it is now: gradients, buffers, random states, and the state of
-    training in low precision. ``put_back`` may be called any number of times.
+    training in low precision. ``restore`` may be called any number of times.
 
     Random states are those of torch on the CPU and on the devices of the parameters, of generators that modules have,
     of Python's ``random`` and of numpy. What a module keeps in Python values of its own is not known here.
@@ -172,11 +186,11 @@ class Before:
         self._random = list(_random_states(model))
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Make all of it what it was."""
         for param, gradient in self._gradients.items():
             param.grad = None if gradient is None else gradient.clone()
-        self._buffers.put_back()
+        self._buffers.restore()
         for training, micro_batch, pending in self._states:
             training.pending = pending
             training.set_micro_batch(int(micro_batch))
@@ -204,7 +218,7 @@ def _random_states(model: nn.Module) -> Iterator[tuple[Callable[[Any], object], 
                 yield value.set_state, value.get_state()
 
 
-class Marks:
+class OptimizerVersions:
     """The states of ``optimizer`` before a step, without copies of their numbers.
 
     Torch counts what is written to a tensor. ``moved`` asks that of parameters and states; numbers of one element, such
@@ -225,7 +239,7 @@ class Marks:
         return sum(tensor._version != version for tensor, version in self._versions)
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Drop states that have been made since, where nothing has moved."""
         for param in list(self._optimizer.state):
             if param not in self._states:

@@ -1,4 +1,4 @@
-"""What a plan chooses from: in each dimension one row of ``TECHNIQUES``, as what it changes of ``Settings``.
+"""What a plan chooses from: in each dimension one row of ``TECHNIQUES``, as what it changes of ``TrainingSettings``.
 
 Checkpoints of blocks and the number of parts follow from the budget; see ``search``.
 """
@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lowbit.named import did_you_mean
+from lowbit.name_tables import did_you_mean
 from lowbit.plan.allowed import left, names_in
-from lowbit.plan.settings import Settings
+from lowbit.plan.settings import TrainingSettings
 from lowbit.plan.techniques import (
     AS_LOADED,
     LAST,
-    PARTS,
+    MICRO_BATCHES,
     PLANNED,
+    STRATEGY,
     TECHNIQUES,
-    WAY,
     Technique,
     conflict,
     defaults,
@@ -65,9 +65,9 @@ def allowed(
     """
     require, exclude = names_in(require), names_in(exclude)
     rows = {dimension: {choice.name: choice for choice in row} for dimension, row in TECHNIQUES.items()}
-    ways = {name for name in rows[WAY] if gpus > 1 or name == Settings.way}
-    ways -= set() if group_size else {"hsdp"}
-    asked = [name for name in require if name in rows[WAY] and name not in ways]
+    strategies = {name for name in rows[STRATEGY] if gpus > 1 or name == TrainingSettings.strategy}
+    strategies -= set() if group_size else {"hsdp"}
+    asked = [name for name in require if name in rows[STRATEGY] and name not in strategies]
     if asked:
         needed = "gpus=2 or more" if gpus == 1 else "group_size=, the processes of one machine"
         raise ValueError(f"fit: {asked[0]!r} needs {needed}; give it, or leave {asked[0]!r} out of require")
@@ -77,7 +77,7 @@ def allowed(
         return (
             not choice.asked
             and choice.by(most.losses).counted <= most.percent
-            and (choice.name not in rows[WAY] or choice.name in ways)
+            and (choice.name not in rows[STRATEGY] or choice.name in strategies)
         )
 
     found = left(rows, require, excluded, offered)
@@ -93,7 +93,7 @@ class Most(NamedTuple):
     required: frozenset[str]
     losses: Mapping[str, float] = MappingProxyType({})
 
-    def lost(self, settings: Settings) -> float:
+    def lost(self, settings: TrainingSettings) -> float:
         """What those of the choices cost that cost something."""
         return sum(one.counted for one in described(settings, self.losses).values() if one.name not in self.required)
 
@@ -119,22 +119,22 @@ def most_of(require: Iterable[str], quality: float | str, losses: Mapping[str, f
     return Most(quality + _ROUNDING, required, losses)
 
 
-def combinations(choices: Iterable[tuple[Technique, ...]]) -> list[Settings]:
+def combinations(choices: Iterable[tuple[Technique, ...]]) -> list[TrainingSettings]:
     """The settings of each combination of a choice of every dimension, in one part."""
     found = []
     for picked in product(*choices):
         changes: dict[str, Any] = {}
         for choice in picked:
             changes |= choice.changes
-        found.append(replace(Settings(), **changes))
+        found.append(replace(TrainingSettings(), **changes))
     return list(dict.fromkeys(found))  # 'fp32' and 'as loaded' change nothing
 
 
-def described(settings: Settings, losses: Mapping[str, float] = MappingProxyType({})) -> dict[str, Technique]:
+def described(settings: TrainingSettings, losses: Mapping[str, float] = MappingProxyType({})) -> dict[str, Technique]:
     """By dimension the technique that the settings have, with the ``losses`` that a caller has measured."""
     found = {}
     for dimension in TECHNIQUES:
-        if dimension == WAY and settings.gpus == 1:
+        if dimension == STRATEGY and settings.gpus == 1:
             continue
         technique = technique_of(dimension, settings)
         about = _about(technique, settings)
@@ -142,17 +142,17 @@ def described(settings: Settings, losses: Mapping[str, float] = MappingProxyType
     return found
 
 
-def _about(technique: Technique, settings: Settings) -> str:
+def _about(technique: Technique, settings: TrainingSettings) -> str:
     """What a technique does in the settings, where the table cannot say it."""
     if technique.name == AS_LOADED:
         about = f"weights in {settings.loaded}, as the model comes, and products as it makes them"
         return about + _ABOUT_LOADED.get(settings.loaded, "")
-    if technique.name == Settings.master and settings.half and settings.loaded == "fp16":
+    if technique.name == TrainingSettings.master and settings.bf16_params and settings.loaded == "fp16":
         return "of weights in fp16, the optimizer keeps them in fp32"
     return f"computed again: {_by_block(settings)}" if technique.name == PLANNED else ""
 
 
-def plainer_by_dimension(settings: Settings) -> dict[str, Settings]:
+def plainer_by_dimension(settings: TrainingSettings) -> dict[str, TrainingSettings]:
     """By dimension that is not plain the settings with the plain choice in its place."""
     found = {name: replace(settings, **defaults(name)) for name in TECHNIQUES}
     for name, plainer in found.items():
@@ -162,18 +162,21 @@ def plainer_by_dimension(settings: Settings) -> dict[str, Settings]:
     return {name: plainer for name, plainer in found.items() if plainer != settings}
 
 
-def quality_of(settings: Settings, losses: Mapping[str, float] = MappingProxyType({})) -> float:
+def quality_of(settings: TrainingSettings, losses: Mapping[str, float] = MappingProxyType({})) -> float:
     """What the choices count for together, in percent."""
     return sum(choice.counted for choice in described(settings, losses).values())
 
 
-def words(settings: Settings) -> str:
+def words(settings: TrainingSettings) -> str:
     """The names of all that is not plain."""
     found = in_use(settings)
-    names = (f"{settings.micro} parts" if dimension == PARTS else one.name for dimension, one in found.items())
+    names = (
+        f"{settings.micro_batches} micro-batches" if dimension == MICRO_BATCHES else one.name
+        for dimension, one in found.items()
+    )
     return ", ".join(names) or "plain training"
 
 
-def _by_block(settings: Settings) -> str:
+def _by_block(settings: TrainingSettings) -> str:
     counts = Counter(settings.checkpoint if isinstance(settings.checkpoint, tuple) else ())
     return ", ".join(f"{name} of {count}" for name, count in counts.items())

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowbit.models.batches import call, copied
 from lowbit.models.losses import usual_loss
-from lowbit.plan.fitting.adapt import Before
-from lowbit.plan.settings import Settings
+from lowbit.plan.fitting.adapt import StepSnapshot
+from lowbit.plan.settings import TrainingSettings
 from lowbit.plan.subject import Subject
 from lowbit.sizes import share_changed
 from lowbit.torch_private import FakeTensor, without_modes
@@ -162,7 +162,7 @@ def _depend_on_others(entropies: list[Any]) -> bool:
 
 
 # -- one forward in each -----------------------------------------------------------------------------------------------
-def compare(subject: Subject, settings: Settings, name: str, most: int) -> Comparison:
+def compare(subject: Subject, settings: TrainingSettings, name: str, most: int) -> Comparison:
     """The loss of a subject in fp32 and by the precision of ``settings``. The model and random states stay as they are.
 
     Parameters are shared with copies of the modules; those of 16 bits have a copy in fp32 while fp32 is computed.
@@ -187,18 +187,18 @@ def compare(subject: Subject, settings: Settings, name: str, most: int) -> Compa
     widens = any(tensor.dtype in _SHORT for tensor in model.parameters())
     if widens and sum(p.nbytes + 4 * p.numel() * (p.dtype in _SHORT) for p in model.parameters()) > most:
         return Comparison(name, rows, why="its weights and a copy in fp32 hold more than a step of the plan")
-    before = Before(model)
+    before = StepSnapshot(model)
     error: Exception | None = None
     for training in dict.fromkeys((False, model.training)):
         try:
             with torch.inference_mode(False), torch.no_grad():
                 reference = _loss(_copy(model, widens), part, loss, training, widens)
-                before.put_back()
+                before.restore()
                 return Comparison(name, rows, reference, _loss(_lowered(model, settings), part, loss, training))
         except Exception as failed:  # of whatever code the model and the loss have
             error = failed
         finally:
-            before.put_back()
+            before.restore()
     return Comparison(name, rows, why=f"a forward failed ({type(error).__name__}: {str(error).splitlines()[0]})")
 
 
@@ -213,13 +213,13 @@ def _loss(model: nn.Module, part: Any, loss: Any, training: bool, widens: bool =
     return number
 
 
-def _lowered(model: nn.Module, settings: Settings) -> nn.Module:
+def _lowered(model: nn.Module, settings: TrainingSettings) -> nn.Module:
     """A copy that computes by the precision and the recipe of the settings, with the parameters of ``model``."""
     lowered = _copy(model, False)
     if settings.recipe is not None:
         prepare_(lowered, settings.recipe, reuse_weights=False)
-    if settings.mixed is not None:
-        mixed_(lowered, settings.mixed)
+    if settings.precision is not None:
+        mixed_(lowered, settings.precision)
     return lowered
 
 

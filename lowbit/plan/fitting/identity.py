@@ -9,10 +9,10 @@ from weakref import WeakSet
 
 from torch import nn
 
-from lowbit.notice import warn
 from lowbit.plan.fitting.rows import Rows, rows_of
-from lowbit.plan.settings import Settings
+from lowbit.plan.settings import TrainingSettings
 from lowbit.plan.subject import Subject
+from lowbit.user_warnings import warn
 
 __all__ = ["PLANNED", "Identity", "check_mode", "identity_of"]
 
@@ -57,7 +57,7 @@ class Identity(NamedTuple):
                 f"device where it trains"
             )
 
-    def check_loss(self, loss: Any, settings: Settings) -> None:
+    def check_loss(self, loss: Any, settings: TrainingSettings) -> None:
         """Raises ValueError where the loss is not of the planned kind."""
         if self.loss is not None and loss is None:
             raise ValueError(

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from lowbit.plan.settings import Settings
-from lowbit.processes import processes
+from lowbit.dist_utils import processes
+from lowbit.plan.settings import TrainingSettings
 from lowbit.sizes import bytes_in
 
 __all__ = ["ALONE", "DEFAULTS", "EXCHANGES", "Exchange", "Together", "bandwidth_of", "exchange_seconds", "together"]
@@ -25,8 +25,8 @@ __all__ = ["ALONE", "DEFAULTS", "EXCHANGES", "Exchange", "Together", "bandwidth_
 
 class Exchange(NamedTuple):
     """What a process sends in each part of a step, as multiples of the bytes of parameters and of ``(n - 1) / n``; the
-    sum is ``Way.sent``. Each part of a batch has its forward and its backward: gradients of buckets that are summed
-    later would lie beside the buckets.
+    sum is ``Strategy.sent``. Each part of a batch has its forward and its backward: gradients of buckets that are
+    summed later would lie beside the buckets.
     """
 
     forward: float
@@ -45,9 +45,9 @@ class Together(NamedTuple):
     bandwidth: float
     group_size: int | None
 
-    def of(self, settings: Settings) -> Settings:
+    def of(self, settings: TrainingSettings) -> TrainingSettings:
         """Settings for them."""
-        group_size = self.group_size if settings.way == "hsdp" else None
+        group_size = self.group_size if settings.strategy == "hsdp" else None
         return replace(settings, gpus=self.gpus, group_size=group_size)
 
 
@@ -85,21 +85,23 @@ _FORWARD = 1 / 3
 _BYTES, _TIMES = 8 << 20, 5
 
 
-def exchange_seconds(settings: Settings, parameters: int, compute: float, bandwidth: float, overlaps: bool) -> float:
+def exchange_seconds(
+    settings: TrainingSettings, parameters: int, compute: float, bandwidth: float, overlaps: bool
+) -> float:
     """What a step takes longer for its exchanges. ``parameters``: bytes of the whole model. ``compute``: seconds of
     forward and backward of one part. What is sent in backward goes while backward computes; in forward likewise where
     the device ``overlaps``.
     """
     if settings.gpus == 1:
         return 0.0
-    exchange = EXCHANGES[settings.way]
-    group = (settings.group_size if settings.way == "hsdp" else None) or settings.gpus
+    exchange = EXCHANGES[settings.strategy]
+    group = (settings.group_size if settings.strategy == "hsdp" else None) or settings.gpus
     each = parameters * (group - 1) / group / bandwidth
     groups = settings.gpus // group
     between = 2 * parameters / group * (groups - 1) / groups / bandwidth
     forward = max(0.0, exchange.forward * each - (_FORWARD * compute if overlaps else 0.0))
     backward = max(0.0, exchange.backward * each + between - (1 - _FORWARD) * compute)
-    return settings.micro * (forward + backward) + exchange.step * each
+    return settings.micro_batches * (forward + backward) + exchange.step * each
 
 
 def bandwidth_of(link: str | float | None, device: torch.device) -> float:

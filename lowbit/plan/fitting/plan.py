@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowbit._version import __version__
+from lowbit.dist_utils import processes
 from lowbit.machine import cpu_name
 from lowbit.memory import heap
 from lowbit.plan.base import BasePlan, plain_values
@@ -22,23 +23,22 @@ from lowbit.plan.fitting.plot import plot
 from lowbit.plan.fitting.predict import Prediction
 from lowbit.plan.fitting.rows import Rows
 from lowbit.plan.fitting.run import Planned, Run
-from lowbit.plan.settings import Settings
-from lowbit.plan.techniques import PARTS
-from lowbit.processes import processes
+from lowbit.plan.settings import TrainingSettings
+from lowbit.plan.techniques import MICRO_BATCHES
 from lowbit.sizes import amount, amount_changed, share_changed
 from lowbit.tables import aligned
 
-__all__ = ["Plan"]
+__all__ = ["TrainingPlan"]
 
 
-class Plan(BasePlan[Prediction, Settings]):
+class TrainingPlan(BasePlan[Prediction, TrainingSettings]):
     """See ``lb.fit``. ``settings``: what is turned on. ``peak_bytes`` and ``seconds``: of a step, predicted.
     ``plain``: the prediction of plain training. ``frontier``: those that nothing is both smaller and faster than.
-    ``beside``: by dimension the prediction with the plain choice in its place. ``ways``: of several processes, by way
-    to share the model the fastest prediction that fits, or the one that holds least.
+    ``beside``: by dimension the prediction with the plain choice in its place. ``strategies``: of several processes, by
+    way to share the model the fastest prediction that fits, or the one that holds least.
     """
 
-    _task, _classes = "train", (Prediction, Settings)
+    _task, _classes = "train", (Prediction, TrainingSettings)
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Plan(BasePlan[Prediction, Settings]):
         predictions: Sequence[Prediction],
         loss: Callable[[Any, Any], Tensor] | None = None,
         beside: Mapping[str, Prediction] | None = None,
-        ways: Iterable[Prediction] = (),
+        strategies: Iterable[Prediction] = (),
         *,
         identity: Identity,
         batch: Any = None,
@@ -64,7 +64,7 @@ class Plan(BasePlan[Prediction, Settings]):
         self.losses = dict(losses or {})
         #: Of a loss that is no mean of cross-entropies, one forward in fp32 and in a lower precision.
         self.compared = compared
-        self.ways = [chosen if one.settings.way == chosen.settings.way else one for one in ways]
+        self.strategies = [chosen if one.settings.strategy == chosen.settings.strategy else one for one in strategies]
 
     @property
     def seconds(self) -> float:
@@ -111,7 +111,7 @@ class Plan(BasePlan[Prediction, Settings]):
         each = f" on each of {self.settings.gpus} processes" if self.settings.gpus > 1 else ""
         lines = [
             f"budget {amount(self.budget)}: a step holds {amount(self.peak_bytes)}{each}"
-            + (f" in {self.chosen.moment}" if self.chosen.moment else "")
+            + (f" in {self.chosen.peak_event}" if self.chosen.peak_event else "")
             + f", plain training {amount(self.plain.peak_bytes)}",
             f"loss by the choices together: {share_changed(quality_of(self.settings, self.losses) / 100, 2)}, a gain "
             f"counts as none; "
@@ -131,19 +131,19 @@ class Plan(BasePlan[Prediction, Settings]):
             loss += " (given)" if choice.name in self.losses else ""
             if compared is not None and compared.precision == choice.name and compared.change is not None:
                 loss = f"{share_changed(compared.change / 100, 2)} (one forward)"
-            name = str(self.settings.micro) if dimension == PARTS else choice.name
+            name = str(self.settings.micro_batches) if dimension == MICRO_BATCHES else choice.name
             rows.append((dimension, name, *self._beside(dimension), loss, choice.about))
-        ways = ["", self._of_ways()] if self.ways else []
-        return "\n".join([*lines, "", aligned(rows, (2, 3, 4)), *ways])
+        strategies = ["", self._of_strategies()] if self.strategies else []
+        return "\n".join([*lines, "", aligned(rows, (2, 3, 4)), *strategies])
 
-    def _of_ways(self) -> str:
+    def _of_strategies(self) -> str:
         """What each way takes on each process."""
-        rows = [("way", "peak", "fits", "s a step", "settings")]
-        for one in self.ways:
+        rows = [("strategy", "peak", "fits", "s a step", "settings")]
+        for one in self.strategies:
             fits = "yes" if one.peak_bytes <= self.budget else "no"
             chosen = " (chosen)" if one is self.chosen else ""
-            way = one.settings.way
-            rows.append((way, amount(one.peak_bytes), fits, f"{one.seconds:.3g}", words(one.settings) + chosen))
+            strategy = one.settings.strategy
+            rows.append((strategy, amount(one.peak_bytes), fits, f"{one.seconds:.3g}", words(one.settings) + chosen))
         return aligned(rows, (1, 3))
 
     def _beside(self, dimension: str) -> tuple[str, str]:
@@ -172,7 +172,7 @@ class Plan(BasePlan[Prediction, Settings]):
     def as_dict(self) -> dict[str, Any]:
         return {
             **super().as_dict(),
-            "ways": [plain_values(one) for one in self.ways],
+            "strategies": [plain_values(one) for one in self.strategies],
             "beside": {name: plain_values(one) for name, one in self.beside.items()},
             "refits": [plain_values(one) for one in self._refits()],
             "subject": self.identity.as_dict(),
@@ -181,10 +181,10 @@ class Plan(BasePlan[Prediction, Settings]):
         }  # fmt: skip
 
     @classmethod
-    def _of(cls, data: dict[str, Any]) -> Plan:
+    def _of(cls, data: dict[str, Any]) -> TrainingPlan:
         chosen, plain, *others = map(cls._read, (data["chosen"], data["plain"], *data["frontier"], *data["refits"]))
         beside = {name: cls._read(one) for name, one in data["beside"].items()}
-        ways = map(cls._read, data.get("ways", ()))
+        strategies = map(cls._read, data.get("strategies", ()))
         rows = data["subject"].get("rows")
         identity = Identity(**{**data["subject"], "rows": rows and Rows(*rows)})
         return cls(
@@ -193,7 +193,7 @@ class Plan(BasePlan[Prediction, Settings]):
             plain,
             others,
             beside=beside,
-            ways=ways,
+            strategies=strategies,
             identity=identity,
             machine=data["machine"],
             losses=data.get("losses"),
@@ -202,7 +202,7 @@ class Plan(BasePlan[Prediction, Settings]):
 
     # -- several processes -----------------------------------------------------------------------------------------
     @classmethod
-    def everywhere(cls, made: Callable[[], Plan], loss: Callable[[Any, Any], Tensor] | None) -> Plan:
+    def everywhere(cls, made: Callable[[], TrainingPlan], loss: Callable[[Any, Any], Tensor] | None) -> TrainingPlan:
         """The plan that the first process of ``torch.distributed`` makes, in all of them: times that each measures for
         itself differ. Raises in all what it raises.
         """

@@ -32,7 +32,7 @@ def plot(plain: Prediction, chosen: Prediction, frontier: Sequence[Prediction], 
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("Plan.plot needs matplotlib: pip install matplotlib") from None
+        raise ImportError("TrainingPlan.plot needs matplotlib: pip install matplotlib") from None
     largest = max(plain.peak_bytes, budget, *(one.peak_bytes for one in frontier))
     unit, name = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
     choice, usual, *points = (

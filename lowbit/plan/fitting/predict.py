@@ -29,7 +29,7 @@ from lowbit.plan.fitting.comparison import Comparison, compare, is_mean_of_cross
 from lowbit.plan.fitting.link import DEFAULTS, exchange_seconds
 from lowbit.plan.fitting.sharing import Sharing, share_
 from lowbit.plan.fitting.streaming import Streaming
-from lowbit.plan.settings import ARITHMETIC, Settings, accumulate, elsewhere, make_optimizer, prepare_model_
+from lowbit.plan.settings import ARITHMETIC, TrainingSettings, accumulate, elsewhere, make_optimizer, prepare_model_
 from lowbit.plan.subject import Subject
 from lowbit.plan.techniques import least_rows, recompute_
 from lowbit.storage.bandwidth import bandwidth
@@ -50,10 +50,10 @@ _TIMES = frozenset({"seconds", "recomputation"})
 class Prediction(NamedTuple):
     """``peak_bytes`` and ``seconds`` of a step by ``settings``. ``whole``: by an estimate of this very step."""
 
-    settings: Settings
+    settings: TrainingSettings
     peak_bytes: int
     seconds: float
-    moment: str = ""
+    peak_event: str = ""
     whole: bool = False
 
 
@@ -111,7 +111,7 @@ class Predictor:
     #: Bytes a second that one of several processes sends.
     bandwidth: float = DEFAULTS["cpu"]
     #: What the model trains by already; predictions are then of these settings with others of ``LIVE``.
-    trains: Settings | None = None
+    trains: TrainingSettings | None = None
     #: Whether the batch may be taken in parts.
     parts: bool = True
 
@@ -122,10 +122,10 @@ class Predictor:
         self._tables: dict[Any, BlockTable] = {}
         self.blocks = blocks_of(self.model)
         self._weights = sum(p.nbytes for p in self.model.parameters())
-        self._lines: dict[tuple[Settings, str], _Line] = {}
-        self._steps: dict[Settings, _Step] = {}
-        self._streams: dict[Settings, int] = {}
-        self._elsewhere: dict[tuple[Settings, int], int] = {}
+        self._lines: dict[tuple[TrainingSettings, str], _Line] = {}
+        self._steps: dict[TrainingSettings, _Step] = {}
+        self._streams: dict[TrainingSettings, int] = {}
+        self._elsewhere: dict[tuple[TrainingSettings, int], int] = {}
         #: Whether the loss is of the kind whose changes were recorded; None before the first estimate.
         self.is_recorded: bool | None = None
 
@@ -156,14 +156,14 @@ class Predictor:
             return False
         try:
             for count in {2, self.rows // self.least}:
-                self._estimated(Settings(), count, None)
+                self._estimated(TrainingSettings(), count, None)
         except Exception:  # of whatever code the model and the loss have; the whole batch shows what is wrong with both
             logger.debug("fit: the batch is kept whole, since a part of it fails", exc_info=True)
             return False
         return True
 
     # -- predictions -------------------------------------------------------------------------------------------------
-    def predicted(self, settings: Settings) -> Prediction:
+    def predicted(self, settings: TrainingSettings) -> Prediction:
         """By sums of tables."""
         if isinstance(settings.checkpoint, tuple):
             return self._predicted_by_block(settings, settings.checkpoint)
@@ -173,7 +173,7 @@ class Predictor:
             held = max((*table.inside, *table.outside)) if self.blocks else self._held_elsewhere(settings)
         return self._prediction(settings, held, table.seconds, float(table.kept.sum()))
 
-    def by_block(self, settings: Settings, limit: int) -> Prediction | None:
+    def by_block(self, settings: TrainingSettings, limit: int) -> Prediction | None:
         """Of settings with the options of each block that hold at most ``limit`` and take the least time; None where
         none do.
         """
@@ -182,55 +182,55 @@ class Predictor:
         names = best(*self._choices(settings), limit - self._states_beside(settings))
         return None if names is None else self._predicted_by_block(settings, tuple(names))
 
-    def _predicted_by_block(self, settings: Settings, names: tuple[str, ...]) -> Prediction:
+    def _predicted_by_block(self, settings: TrainingSettings, names: tuple[str, ...]) -> Prediction:
         options, outside = self._choices(settings)
         chosen = [next(o for o in row if o.name == name) for row, name in zip(options, names, strict=True)]
         seconds = self._table(settings, KEEP).seconds + sum(option.seconds for option in chosen)
         kept = sum(option.kept for option in chosen)
         return self._prediction(replace(settings, checkpoint=names), peak_of(chosen, outside), seconds, kept)
 
-    def _choices(self, settings: Settings) -> tuple[list[list[Option]], list[int]]:
+    def _choices(self, settings: TrainingSettings) -> tuple[list[list[Option]], list[int]]:
         return choices_of({name: self._table(settings, name) for name in self.options})
 
-    def least_seconds(self, settings: Settings) -> float:
+    def least_seconds(self, settings: TrainingSettings) -> float:
         """What a step takes at least, with these settings and any checkpoints."""
         table = self._table(settings, KEEP)
-        compute = settings.micro * table.seconds + self._step(settings).seconds
+        compute = settings.micro_batches * table.seconds + self._step(settings).seconds
         moved = self._states_moved(settings) + self._weights_moved(settings)
         return compute + moved + self._exchanged(settings, table.seconds)
 
-    def step_seconds(self, settings: Settings) -> float:
+    def step_seconds(self, settings: TrainingSettings) -> float:
         """What the optimizer's step takes."""
         return self._step(settings).seconds
 
-    def whole(self, settings: Settings) -> Prediction:
+    def whole(self, settings: TrainingSettings) -> Prediction:
         """By an estimate of the step itself; the time of what lies elsewhere by sums."""
         apart = settings.offload_states or settings.gpus > 1  # the step is known by itself
-        usage = self._estimated(settings, settings.micro, None if apart else settings)
+        usage = self._estimated(settings, settings.micro_batches, None if apart else settings)
         if settings.offload_weights:
             usage = Streaming.of(self.model).applied(usage)
         parts, step = parts_of(usage), self._step(settings)
         passes = [sum(usage.op_seconds[index] for index in part) for part in parts]
-        seconds = sum(passes) + max(settings.micro - len(passes), 0) * passes[-1] + step.seconds
+        seconds = sum(passes) + max(settings.micro_batches - len(passes), 0) * passes[-1] + step.seconds
         seconds += self._states_moved(settings) + self._weights_moved(settings)
         if settings.offload_activations:
             assert not isinstance(settings.checkpoint, tuple), "options of blocks are not combined with it"
             kept = self._table(settings, settings.checkpoint or KEEP).kept
-            seconds += settings.micro * self._moved(float(kept.sum()))
+            seconds += settings.micro_batches * self._moved(float(kept.sum()))
         seconds += self._exchanged(settings, passes[-1])
         if settings.gpus > 1:
             usage = Sharing.of(settings, self.model).applied(usage)
-        peak, moment = usage.peak_bytes, str(usage.moment)
+        peak, peak_event = usage.peak_bytes, str(usage.peak_event)
         if apart:
             peak += self._states_beside(settings)
             stepping = self._stepping(settings)
-            peak, moment = max((peak, moment), (stepping, "step of (optimizer)"))
-        return Prediction(settings, peak, seconds, moment, whole=True)
+            peak, peak_event = max((peak, peak_event), (stepping, "step of (optimizer)"))
+        return Prediction(settings, peak, seconds, peak_event, whole=True)
 
-    def compared(self, settings: Settings, name: str, most: int) -> Comparison:
+    def compared(self, settings: TrainingSettings, name: str, most: int) -> Comparison:
         """The loss of a few rows in fp32 and in the precision of settings, see ``compare``."""
         small = [count for count in self.counts() if self.rows // count >= _COMPARED_ROWS]
-        count = max(settings.micro, *small, 1)
+        count = max(settings.micro_batches, *small, 1)
         batch = self.subject.batch
         part = replace(self.subject, batch=batch if count == 1 else largest_part(batch, count))
         return compare(part, settings, name, most)
@@ -240,29 +240,29 @@ class Predictor:
         """What may be done with each block."""
         return [name for name in options_of(self.model, self.blocks) if name == KEEP or self.applies(name)]
 
-    def _prediction(self, settings: Settings, held: float, seconds: float, kept: float) -> Prediction:
+    def _prediction(self, settings: TrainingSettings, held: float, seconds: float, kept: float) -> Prediction:
         """From what one part holds and takes, and what it keeps for backward."""
         step = self._step(settings)
         moved = self._moved(kept) if settings.offload_activations else 0.0
         return Prediction(
             settings,
             int(max(held + self._states_beside(settings), self._stepping(settings))),
-            settings.micro * (seconds + moved) + step.seconds + self._states_moved(settings)
+            settings.micro_batches * (seconds + moved) + step.seconds + self._states_moved(settings)
             + self._weights_moved(settings) + self._exchanged(settings, seconds),
         )  # fmt: skip
 
-    def _exchanged(self, settings: Settings, compute: float) -> float:
+    def _exchanged(self, settings: TrainingSettings, compute: float) -> float:
         """Seconds that a step takes longer for what processes send; ``compute``: of one part."""
         parameters = self._step(settings).parameters
         return exchange_seconds(settings, parameters, compute, self.bandwidth, self.subject.device.type == "cuda")
 
     # -- offload -----------------------------------------------------------------------------------------------------
-    def _states_beside(self, settings: Settings) -> int:
+    def _states_beside(self, settings: TrainingSettings) -> int:
         """The bytes of states that are held in forward and backward."""
         step = self._step(settings)
         return step.small if settings.offload_states else step.states
 
-    def _stepping(self, settings: Settings) -> int:
+    def _stepping(self, settings: TrainingSettings) -> int:
         """The most that is held while the optimizer steps; states that lie elsewhere come a few at a time."""
         step = self._step(settings)
         if not settings.offload_states:
@@ -273,19 +273,21 @@ class Predictor:
             elsewhere += self._streamed(settings) + step.gradients
         return step.peak - elsewhere + int(there * elsewhere)
 
-    def _states_moved(self, settings: Settings) -> float:
+    def _states_moved(self, settings: TrainingSettings) -> float:
         return self._moved(self._step(settings).states) if settings.offload_states else 0.0
 
-    def _weights_moved(self, settings: Settings) -> float:
+    def _weights_moved(self, settings: TrainingSettings) -> float:
         """Seconds: weights come for forward and for backward of each part, gradients go and come, weights go once."""
         if not settings.offload_weights:
             return 0.0
         weights = self._streamed(settings)
-        return self._moved((settings.micro + 0.5) * weights + settings.micro * self._step(settings).gradients)
+        return self._moved(
+            (settings.micro_batches + 0.5) * weights + settings.micro_batches * self._step(settings).gradients
+        )
 
-    def _streamed(self, settings: Settings) -> int:
+    def _streamed(self, settings: TrainingSettings) -> int:
         """The bytes of weights that lie elsewhere."""
-        arithmetic = Settings(**{name: getattr(settings, name) for name in ARITHMETIC})
+        arithmetic = TrainingSettings(**{name: getattr(settings, name) for name in ARITHMETIC})
         if arithmetic not in self._streams:
             self._streams[arithmetic] = Streaming.of(self.model).moved(self._estimated(arithmetic, 1, None))
         return self._streams[arithmetic]
@@ -295,35 +297,35 @@ class Predictor:
         at = bandwidth("cpu" if self.subject.device.type == "cuda" else tempfile.gettempdir())
         return size * (1 / at.read + 1 / at.write)
 
-    def _held_elsewhere(self, settings: Settings) -> float:
+    def _held_elsewhere(self, settings: TrainingSettings) -> float:
         """The most that a part holds with activations elsewhere, of a model without blocks: on the line through the
         whole batch and half of it.
         """
-        arithmetic = Settings(**{name: getattr(settings, name) for name in ARITHMETIC}, **_placed(settings))
+        arithmetic = TrainingSettings(**{name: getattr(settings, name) for name in ARITHMETIC}, **_placed(settings))
         kept = replace(arithmetic, checkpoint=settings.checkpoint, offload_activations=True)
-        counts = [1] if settings.micro == 1 else [1, 2]
+        counts = [1] if settings.micro_batches == 1 else [1, 2]
         for count in counts:
             if (kept, count) not in self._elsewhere:
                 self._elsewhere[kept, count] = self._passed(kept, count).peak_bytes
-        if settings.micro == 1:
+        if settings.micro_batches == 1:
             return self._elsewhere[kept, 1]
-        half, rows = -(-self.rows // 2), -(-self.rows // settings.micro)
+        half, rows = -(-self.rows // 2), -(-self.rows // settings.micro_batches)
         fewer = (half - rows) / max(self.rows - half, 1)
         return self._elsewhere[kept, 2] - fewer * max(self._elsewhere[kept, 1] - self._elsewhere[kept, 2], 0)
 
     # -- estimates ---------------------------------------------------------------------------------------------------
-    def _table(self, settings: Settings, policy: str) -> BlockTable:
+    def _table(self, settings: TrainingSettings, policy: str) -> BlockTable:
         """Of one part, with one policy for all blocks."""
-        arithmetic = Settings(**{name: getattr(settings, name) for name in ARITHMETIC}, **_placed(settings))
+        arithmetic = TrainingSettings(**{name: getattr(settings, name) for name in ARITHMETIC}, **_placed(settings))
         key = arithmetic, policy
         if key not in self._lines:
             self._lines[key] = self._line(arithmetic, policy)
-        at = *key, settings.micro
+        at = *key, settings.micro_batches
         if at not in self._tables:
-            self._tables[at] = self._lines[key].at(settings.micro)
+            self._tables[at] = self._lines[key].at(settings.micro_batches)
         return self._tables[at]
 
-    def _line(self, arithmetic: Settings, policy: str) -> _Line:
+    def _line(self, arithmetic: TrainingSettings, policy: str) -> _Line:
         checkpoint: Any = None if policy == KEEP else policy
         if policy != KEEP and POLICIES[policy].block is not None:
             checkpoint = (policy,) * len(self.blocks)
@@ -340,24 +342,28 @@ class Predictor:
             single = self._least_part(settings) / max(second.seconds, 1e-12)
         return _Line(self.rows, whole, first, second, single, self.least)
 
-    def _least_part(self, settings: Settings) -> float:
+    def _least_part(self, settings: TrainingSettings) -> float:
         """Seconds that a part of the least rows takes, with gradients there."""
         usage = self._passed(settings, self.rows // self.least)
         return sum(usage.op_seconds[index] for index in parts_of(usage)[-1])
 
-    def _passed(self, settings: Settings, count: int) -> Estimate:
+    def _passed(self, settings: TrainingSettings, count: int) -> Estimate:
         """Forward and backward in so many parts, as one process has them. Ways share what one process alone has."""
         if settings.gpus == 1:
             found = self._estimated(settings, count, None)
             return Streaming.of(self.model).applied(found) if settings.offload_weights else found
-        alone = replace(settings, gpus=1, way=Settings.way, group_size=None), settings.working_copies, count
+        alone = (
+            replace(settings, gpus=1, strategy=TrainingSettings.strategy, group_size=None),
+            settings.working_copies,
+            count,
+        )
         if alone not in self._passes:
             self._passes[alone] = self._estimated(settings, count, None)
         return Sharing.of(settings, self.model).applied(self._passes[alone])
 
-    def _step(self, settings: Settings) -> _Step:
-        names = ("half", "loaded", "mixed", "bits", "master")
-        key = Settings(**{name: getattr(settings, name) for name in names}, **_placed(settings))
+    def _step(self, settings: TrainingSettings) -> _Step:
+        names = ("bf16_params", "loaded", "precision", "bits", "master")
+        key = TrainingSettings(**{name: getattr(settings, name) for name in names}, **_placed(settings))
         if key not in self._steps:
             sharing = Sharing.of(key, self.model)
             wholes = []
@@ -375,9 +381,9 @@ class Predictor:
 
     def _estimated(
         self,
-        settings: Settings,
+        settings: TrainingSettings,
         count: int,
-        optimizer: Settings | None,
+        optimizer: TrainingSettings | None,
         passes: Callable[[nn.Module, Any, Any], object] | None = None,
         prepare: Callable[[nn.Module], object] = lambda model: None,
     ) -> Estimate:
@@ -413,9 +419,9 @@ class Predictor:
         )  # fmt: skip
 
 
-def _placed(settings: Settings) -> dict[str, Any]:
+def _placed(settings: TrainingSettings) -> dict[str, Any]:
     """What settings say of where the model is."""
-    names = ("gpus", "way", "group_size", "offload_weights")
+    names = ("gpus", "strategy", "group_size", "offload_weights")
     return {name: getattr(settings, name) for name in names}
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lowbit.models.batches import arguments
-from lowbit.notice import warn
 from lowbit.torch_private import FakeTensor
 from lowbit.train.micro_batches import samples
+from lowbit.user_warnings import warn
 
 __all__ = ["RowWatch", "Rows", "rows_of"]
 

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lowbit.dist_utils import processes
 from lowbit.memory.estimator import scalar
 from lowbit.memory.fake import outlined
 from lowbit.memory.shortage import ran_out, reclaim
 from lowbit.models.batches import copied
 from lowbit.models.losses import predicted, usual_loss
-from lowbit.notice import warn
 from lowbit.plan.fitting.adapt import (
-    Before,
-    Marks,
+    OptimizerVersions,
     Predicted,
+    StepSnapshot,
     change_,
     difference,
     fallback,
@@ -32,13 +32,21 @@ from lowbit.plan.fitting.adapt import (
 from lowbit.plan.fitting.identity import PLANNED, check_mode
 from lowbit.plan.fitting.predict import Predictor
 from lowbit.plan.fitting.rows import Rows, RowWatch, rows_of
-from lowbit.plan.settings import Settings, accumulate, arrange_, elsewhere, make_optimizer, require_processes, sharded
+from lowbit.plan.settings import (
+    TrainingSettings,
+    accumulate,
+    arrange_,
+    elsewhere,
+    make_optimizer,
+    require_processes,
+    sharded,
+)
 from lowbit.plan.subject import Subject
 from lowbit.plan.techniques import techniques
-from lowbit.processes import processes
 from lowbit.sizes import budget_in
 from lowbit.tiled.fused_loss import has_causal_loss
 from lowbit.train.micro_batches import micro_batches
+from lowbit.user_warnings import warn
 
 __all__ = ["Planned", "Run"]
 
@@ -71,7 +79,7 @@ class Run:
     def __init__(
         self,
         model: nn.Module,
-        settings: Settings,
+        settings: TrainingSettings,
         loss: Callable[[Any, Any], Tensor] | None,
         directory: str | Path | None,
         options: dict[str, Any],
@@ -89,7 +97,7 @@ class Run:
         self.model, self.optimizer = sharded(model, optimizer, settings)
         self._at, self._largest = "", 0
         self._is_checked = False
-        self._watch = RowWatch(planned.rows, settings.micro)
+        self._watch = RowWatch(planned.rows, settings.micro_batches)
         model.register_forward_pre_hook(self._watch, with_kwargs=True)
         PLANNED.add(model)
 
@@ -105,7 +113,7 @@ class Run:
         ``lb.memory.micro_batches`` for a batch that cannot be split.
         """
         self._compare(batch)
-        before, first = Before(self.model), self.settings
+        before, first = StepSnapshot(self.model), self.settings
         total = self._gradients(batch, before, first)
         self._advance(before)
         self.optimizer.zero_grad()
@@ -134,7 +142,7 @@ class Run:
             ValueError: For a batch that cannot be split.
         """
         self._compare(batch)
-        return self._elsewhere(micro_batches(batch, self.settings.micro, targets=self._targets(batch)))
+        return self._elsewhere(micro_batches(batch, self.settings.micro_batches, targets=self._targets(batch)))
 
     def refit(self, budget: str | int, batch: Any = None) -> Predicted:
         """Go on within another budget, smaller or larger; returns what is predicted of a step from now on.
@@ -168,19 +176,19 @@ class Run:
         return lambda one: predictor.whole(one.settings)
 
     # -- inside ----------------------------------------------------------------------------------------------------
-    def _gradients(self, batch: Any, before: Before, first: Settings) -> float:
+    def _gradients(self, batch: Any, before: StepSnapshot, first: TrainingSettings) -> float:
         """Forward and backward, with settings that take less until memory suffices. Returns the loss."""
         while True:
             try:
                 return self._attempt(batch)
             except BaseException as error:
                 if not ran_out(error) or processes() > 1:  # other processes would wait for the parts that they know
-                    before.put_back()
+                    before.restore()
                     self._change(first)
                     raise
                 said = _first_line(error)
             # The error is gone by now, and the activations that its frames held with it.
-            before.put_back()
+            before.restore()
             reclaim()
             after = fallback(self.settings, Subject(self.model, batch), self._predictions)
             if after is None:
@@ -209,13 +217,13 @@ class Run:
 
     def _attempt(self, batch: Any) -> float:
         total = 0.0
-        parts = micro_batches(batch, self.settings.micro, targets=self._targets(batch))
+        parts = micro_batches(batch, self.settings.micro_batches, targets=self._targets(batch))
         for number, (part, weight) in enumerate(self._elsewhere(parts), 1):
-            of = f"of part {number} of {self.settings.micro}"
+            of = f"of part {number} of {self.settings.micro_batches}"
             self._at = f"forward {of}"
 
             def loss(output: Any, part: Any, weight: float = weight, of: str = of) -> Tensor:
-                if self.settings.micro > 1 and not self._is_checked and self._may_be_no_mean(batch):
+                if self.settings.micro_batches > 1 and not self._is_checked and self._may_be_no_mean(batch):
                     self._check_mean(output, part)
                 value = scalar(self._loss(output, part), "run.step") * weight
                 self._at = f"backward {of}"
@@ -261,16 +269,18 @@ class Run:
         if abs(whole - first - second) <= 1e-3 * abs(whole) and abs(whole) > 1.1 * max(abs(first), abs(second)):
             raise ValueError(
                 f"run.step: the loss of some rows is {whole:.4g}, the sum of {first:.4g} and {second:.4g}, and a plan "
-                f"in {self.settings.micro} parts weighs the mean of each by its rows; divide the loss by the rows of "
-                f"its batch, or plan with exclude=('parts',)"
+                f"in {self.settings.micro_batches} parts weighs the mean of each by its rows; divide the loss by "
+                f"the rows of "
+                f"its batch, or plan with exclude=('micro-batches',)"
             )
         near = (1e-5 if exact else 1e-2) * max(abs(whole), abs(first), abs(second))
         if abs(whole - its * first - others * second) > near:
             warn(
                 f"run.step: the loss of some rows is {whole:.7g}, and not the mean of those of its halves, {first:.7g} "
-                f"and {second:.7g}, so that in {self.settings.micro} parts, each of which is weighed by its rows, a "
+                f"and {second:.7g}, so that in {self.settings.micro_batches} parts, each of which is weighed by its "
+                f"rows, a "
                 f"step is not that of the whole batch; average over each row first, let the model compute the loss "
-                f"from 'labels', or plan with exclude=('parts',)"
+                f"from 'labels', or plan with exclude=('micro-batches',)"
             )
 
     def _targets(self, batch: Any) -> Callable[[Any], Tensor] | None:
@@ -282,10 +292,10 @@ class Run:
             return lambda part: part["labels"][:, 1:]
         return lambda part: part["labels"]
 
-    def _advance(self, before: Before) -> None:
+    def _advance(self, before: StepSnapshot) -> None:
         """The optimizer's step, once more with its states elsewhere where memory runs out before anything moved."""
         while True:
-            marks = Marks(self.optimizer)
+            marks = OptimizerVersions(self.optimizer)
             try:
                 self.optimizer.step()
                 return
@@ -301,11 +311,11 @@ class Run:
                     f"had moved, so the model is between two steps; load the last checkpoint of model and optimizer, "
                     f"and go on with less memory: run.refit(budget), or a plan with 'disk'"
                 )
-            marks.put_back()
+            marks.restore()
             reclaim()
             shared = self.settings.gpus > 1
             if shared or self.settings.offload_states or not permits(self._predictions, _STATES):
-                before.put_back()
+                before.restore()
                 raise RuntimeError(
                     f"run.step: memory ran out in the optimizer's step ({said}) before anything moved, and its states "
                     f"{'lie elsewhere already' if self.settings.offload_states else 'may not lie elsewhere'}. Model, "
@@ -316,9 +326,9 @@ class Run:
             warn(f"run.step: memory ran out in the optimizer's step ({said}) before anything moved; its states lie in "
                  f"{self._where} from now on, and the step goes on")  # fmt: skip
 
-    def _change(self, settings: Settings) -> None:
+    def _change(self, settings: TrainingSettings) -> None:
         change_(self._plain_model, self.optimizer, self.settings, settings, self._where)
-        self.settings, self._watch.parts = settings, settings.micro
+        self.settings, self._watch.parts = settings, settings.micro_batches
 
 
 def _elements(batch: Any) -> int:

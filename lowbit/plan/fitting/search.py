@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowbit.distributed.ways import WAYS
+from lowbit.distributed.strategies import STRATEGIES
 from lowbit.memory import heap
 from lowbit.memory.fake import outlined
 from lowbit.models.batches import given
@@ -29,11 +29,11 @@ from lowbit.plan.fitting.choices import (
 from lowbit.plan.fitting.comparison import Comparison
 from lowbit.plan.fitting.identity import check_mode, identity_of
 from lowbit.plan.fitting.link import ALONE, Together, together
-from lowbit.plan.fitting.plan import Plan
+from lowbit.plan.fitting.plan import TrainingPlan
 from lowbit.plan.fitting.predict import Prediction, Predictor
-from lowbit.plan.settings import ARITHMETIC, Settings
+from lowbit.plan.settings import ARITHMETIC, TrainingSettings
 from lowbit.plan.subject import Subject
-from lowbit.plan.techniques import LAST, PARTS, PLANNED, Technique, conflict, loaded
+from lowbit.plan.techniques import LAST, MICRO_BATCHES, PLANNED, Technique, conflict, loaded
 from lowbit.progress import Progress, reporting
 from lowbit.sizes import amount, budget_in
 
@@ -61,7 +61,7 @@ def fit(
     group_size: int | None = None,
     losses: Mapping[str, float] | None = None,
     progress: Progress | bool | None = None,
-) -> Plan:
+) -> TrainingPlan:
     """The fastest way to train ``model`` on ``batch`` of which a step holds at most ``budget``.
 
     ``budget``: of the whole step, parameters and states included: bytes, a size such as ``"6GiB"``, or a share of the
@@ -80,11 +80,12 @@ def fit(
     a model runs each of its ops on made-up tensors, and keeps the times in ``LOWBIT_CACHE``, or ``~/.cache/lowbit``.
 
     ``gpus``: so many processes of ``torch.distributed`` train together, on GPUs or CPUs, by the fastest way of
-    ``lb.distributed.WAYS`` that fits. ``budget``, sizes and ``batch`` are then those of one process, whose batch is a
-    part of ``gpus`` times as many rows. ``plan.ways`` says what each way takes. ``link``: what a process sends a
-    second, such as ``"25GB/s"``; without it a sum among the processes is timed where there are any, else it is that of
-    10 Gb/s Ethernet on CPUs and of PCIe 4.0 on GPUs. ``group_size``: processes of one machine, within which ``hsdp``
-    shards. Where ``torch.distributed`` runs, all processes call ``fit``, the first plans, and all have its plan.
+    ``lb.distributed.STRATEGIES`` that fits. ``budget``, sizes and ``batch`` are then those of one process, whose batch
+    is a part of ``gpus`` times as many rows. ``plan.strategies`` says what each way takes. ``link``: what a process
+    sends a second, such as ``"25GB/s"``; without it a sum among the processes is timed where there are any, else it is
+    that of 10 Gb/s Ethernet on CPUs and of PCIe 4.0 on GPUs. ``group_size``: processes of one machine, within which
+    ``hsdp`` shards. Where ``torch.distributed`` runs, all processes call ``fit``, the first plans, and all have its
+    plan.
 
     Raises ValueError where nothing fits, with the least that would, and for unknown names; and as ``estimate``.
     """
@@ -92,7 +93,7 @@ def fit(
     budget_in(budget, "fit")  # in every process, before any of them measures or plans
     group = together(gpus, link, group_size, Subject(model, batch, loss).device)
 
-    def made() -> Plan:
+    def made() -> TrainingPlan:
         with reporting(progress, "planning") as shown:
             planned = fits(
                 model, batch, [budget], loss, require=require, exclude=exclude, quality=quality, losses=losses,
@@ -100,7 +101,7 @@ def fit(
             )  # fmt: skip
             return next(planned)
 
-    return made() if gpus == 1 else Plan.everywhere(made, loss)
+    return made() if gpus == 1 else TrainingPlan.everywhere(made, loss)
 
 
 def fits(
@@ -115,7 +116,7 @@ def fits(
     losses: Mapping[str, float] | None = None,
     group: Together = ALONE,
     progress: Progress = lambda what, done, total: None,
-) -> Iterator[Plan]:
+) -> Iterator[TrainingPlan]:
     """``fit`` for several budgets, one after the other, which share their estimates."""
     asked = [budget_in(budget, "fit") for budget in budgets]
     check_mode(model, "fit")
@@ -124,16 +125,16 @@ def fits(
     most = most_of(require, quality, losses)
     choices = allowed(require, exclude, most, group.gpus, group.group_size)
     choices = dict(_applicable(choices, subject))
-    parts = any(choice.name == "parts" for choice in choices[PARTS])
+    parts = any(choice.name == "micro-batches" for choice in choices[MICRO_BATCHES])
     predictor = Predictor(subject, group.bandwidth, parts=parts)
     progress("plain training", 0, 1)
-    plain = predictor.whole(Settings(gpus=group.gpus))
+    plain = predictor.whole(TrainingSettings(gpus=group.gpus))
     limits = [budget.of(plain.peak_bytes) for budget in asked]
     scarce = predictor.on_cpu and heap.is_scarce(min(limits), plain.peak_bytes)
     if scarce and not heap.returns_freed() and heap.return_freed():
         # As it will be while a plan runs: times of ops, of plain training too, are those with its page faults.
         predictor = Predictor(subject, group.bandwidth, parts=parts)
-        plain = predictor.whole(Settings(gpus=group.gpus))
+        plain = predictor.whole(TrainingSettings(gpus=group.gpus))
     for limit in limits:
         for tried in _tried(choices, group.gpus):
             search = _Search(predictor, tried, limit, group, most, progress, asked=bool(require or exclude))
@@ -174,13 +175,13 @@ def _tried(choices: Mapping[str, tuple[Technique, ...]], gpus: int) -> Iterator[
         yield {**choices, LAST: tuple(others)}
 
 
-def _plan(search: _Search, chosen: Prediction | None, plain: Prediction, losses: Mapping[str, float]) -> Plan:
+def _plan(search: _Search, chosen: Prediction | None, plain: Prediction, losses: Mapping[str, float]) -> TrainingPlan:
     predictor, subject = search.predictor, search.predictor.subject
     if chosen is None:
         raise ValueError(search.refusal())
     beside = {name: predictor.predicted(plainer) for name, plainer in plainer_by_dimension(chosen.settings).items()}
-    return Plan(
-        chosen, search.limit, plain, list(search.predictions.values()), subject.loss, beside, search.ways(),
+    return TrainingPlan(
+        chosen, search.limit, plain, list(search.predictions.values()), subject.loss, beside, search.strategies(),
         identity=identity_of(subject), batch=outlined(subject.batch),
         losses=losses, compared=search.compared(chosen.settings),
     )  # fmt: skip
@@ -199,15 +200,15 @@ class _Search:
         progress: Progress,
         asked: bool = False,
     ) -> None:
-        self.predictor, self.limit, self.predictions = predictor, limit, dict[Settings, Prediction]()
+        self.predictor, self.limit, self.predictions = predictor, limit, dict[TrainingSettings, Prediction]()
         self._progress, self._group = progress, group
         rows = dict(choices)
-        checkpoints, parts = rows.pop("checkpoint"), {choice.name for choice in rows.pop(PARTS)}
-        self._counts = [n for n in predictor.counts() if ("whole batch" if n == 1 else "parts") in parts]
+        checkpoints, parts = rows.pop("checkpoint"), {choice.name for choice in rows.pop(MICRO_BATCHES)}
+        self._counts = [n for n in predictor.counts() if ("whole batch" if n == 1 else "micro-batches") in parts]
         if not self._counts:
             raise ValueError(
-                "fit: the batch has no 'parts': it has one row, or the model or the loss fails on a part of it; leave "
-                "them out of require, or give more rows"
+                "fit: the batch has no 'micro-batches': it has one row, or the model or the loss fails on a part "
+                "of it; leave them out of require, or give more rows"
             )
         self._by_block = any(choice.name == PLANNED for choice in checkpoints) and bool(predictor.blocks)
         self._policies = [
@@ -216,7 +217,9 @@ class _Search:
             if predictor.applies(policy)
         ]
         found = combinations([rows.pop(dimension) for dimension in ("precision", "attention", "loss")])
-        arithmetics = [replace(one, half=has_half(predictor.model), loaded=loaded(predictor.model)) for one in found]
+        arithmetics = [
+            replace(one, bf16_params=has_half(predictor.model), loaded=loaded(predictor.model)) for one in found
+        ]
         self._others = [group.of(one) for one in combinations(rows.values())]
         self._given = most.losses
         self._asked, self._has_8_bits = asked, any(one.bits == 8 for one in self._others)
@@ -253,22 +256,22 @@ class _Search:
         """What holds least, as a whole."""
         return self.predictor.whole(min(self.predictions.values(), key=lambda one: one.peak_bytes).settings)
 
-    def _all(self, arithmetic: Settings) -> list[Settings]:
+    def _all(self, arithmetic: TrainingSettings) -> list[TrainingSettings]:
         """All settings of an arithmetic without checkpoints."""
         fixed = {name: getattr(arithmetic, name) for name in ARITHMETIC}
         left = self._most - self._losses[arithmetic]
         others = [other for other in self._others if self._losses[other] <= left]
-        found = [replace(other, micro=count, **fixed) for other in others for count in self._counts]
+        found = [replace(other, micro_batches=count, **fixed) for other in others for count in self._counts]
         return [settings for settings in found if conflict(settings) is None]
 
-    def _conflicts(self, arithmetics: Iterable[Settings]) -> str:
+    def _conflicts(self, arithmetics: Iterable[TrainingSettings]) -> str:
         """Why no combination is possible, in words."""
         fixed = [{name: getattr(one, name) for name in ARITHMETIC} for one in arithmetics]
         found = (conflict(replace(other, **values)) for values in fixed for other in self._others)
         reasons = dict.fromkeys(reason for reason in found if reason is not None)
         return "; ".join(reasons) or "what is not in require may cost no more loss than quality says"
 
-    def _fastest_of(self, arithmetic: Settings) -> Prediction | None:
+    def _fastest_of(self, arithmetic: TrainingSettings) -> Prediction | None:
         settings = self._all(arithmetic)
         uniform = [
             self.predictor.predicted(replace(one, checkpoint=policy)) for one in settings for policy in self._policies
@@ -288,7 +291,7 @@ class _Search:
                 found = whole
         return found
 
-    def _planned(self, settings: list[Settings], others: list[Prediction]) -> list[Prediction]:
+    def _planned(self, settings: list[TrainingSettings], others: list[Prediction]) -> list[Prediction]:
         """Options by block, where they may be faster than all ``others``."""
         least = min((self._cost(one.settings, one.seconds) for one in others), default=None)
         found = []
@@ -309,10 +312,10 @@ class _Search:
         choices = len(plainer_by_dimension(one.settings))
         return self._cost(one.settings, one.seconds) * (1 + _WORTH * choices), one.peak_bytes
 
-    def _least_cost(self, settings: Settings) -> float:
+    def _least_cost(self, settings: TrainingSettings) -> float:
         return self._cost(settings, self.predictor.least_seconds(settings))
 
-    def _cost(self, settings: Settings, seconds: float) -> float:
+    def _cost(self, settings: TrainingSettings, seconds: float) -> float:
         """The time by which plans are compared. States of 4 bits are taken for the room that they leave, not for the
         time of their step: where 8 bits fit as well, 8 bits are taken.
         """
@@ -338,26 +341,26 @@ class _Search:
             candidate = again
         return None
 
-    def compared(self, chosen: Settings) -> Comparison | None:
+    def compared(self, chosen: TrainingSettings) -> Comparison | None:
         """Of a loss that nothing was recorded of: one forward in fp32 and in the lower precision that is chosen, or
         else the first that could have been. None where the records are of such a loss, or the caller gave the change.
         """
-        is_lower = chosen.mixed is not None or chosen.half
-        lower = chosen if is_lower else next((one for one in self._arithmetics if one.mixed is not None), None)
+        is_lower = chosen.precision is not None or chosen.bf16_params
+        lower = chosen if is_lower else next((one for one in self._arithmetics if one.precision is not None), None)
         if self.predictor.is_recorded or lower is None:
             return None
         name = described(lower)["precision"].name
         if name in self._given:
             return None
         most = self.predictions[chosen].peak_bytes
-        return self.predictor.compared(replace(lower, micro=chosen.micro), name, most)
+        return self.predictor.compared(replace(lower, micro_batches=chosen.micro_batches), name, most)
 
-    def ways(self) -> list[Prediction]:
+    def strategies(self) -> list[Prediction]:
         """Of several processes, by way the fastest that fits, or the one that holds least."""
         found: dict[str, list[Prediction]] = {}
         for one in self.predictions.values() if self._group.gpus > 1 else ():
-            found.setdefault(one.settings.way, []).append(one)
-        return [self._best_of(found[way]) for way in WAYS if way in found]
+            found.setdefault(one.settings.strategy, []).append(one)
+        return [self._best_of(found[strategy]) for strategy in STRATEGIES if strategy in found]
 
     def _best_of(self, predictions: Sequence[Prediction]) -> Prediction:
         fit = [one for one in predictions if one.peak_bytes <= self.limit]
@@ -378,7 +381,7 @@ class _Search:
         settings = least.settings
         settings = replace(settings, offload_states=False, offload_activations=False, offload_weights=False)
         for count in (self._group.gpus << power for power in range(1, _DOUBLINGS + 1)):
-            sharded = replace(settings, gpus=count, way=_LEAST, group_size=None, master=Settings.master)
+            sharded = replace(settings, gpus=count, strategy=_LEAST, group_size=None, master=TrainingSettings.master)
             if self.predictor.predicted(sharded).peak_bytes <= self.limit:
                 return f"train on {count} processes: gpus={count}, which fits with {words(sharded)}"
         return f"a smaller batch: {count} processes with {_LEAST!r} do not do either"

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.checkpointing.block_table import blocks_of, parts_of
-from lowbit.distributed.ways import WAYS, Way
+from lowbit.distributed.strategies import STRATEGIES, Strategy
 from lowbit.distributed.zero import BUCKET_BYTES
 from lowbit.memory.estimator import Estimate
 from lowbit.memory.ledger import OUTSIDE
 from lowbit.memory.usage import Holding
-from lowbit.plan.settings import Settings
+from lowbit.plan.settings import TrainingSettings
 
 __all__ = ["Sharing", "Whole", "share_", "unit_of"]
 
@@ -67,21 +67,21 @@ class _Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Sharing:
-    """Bytes by ``way`` of WAYS, in which ``shards`` processes have a share each. ``units``: the paths of what is
-    gathered at once.
+    """Bytes by ``strategy`` of STRATEGIES, in which ``shards`` processes have a share each. ``units``: the paths of
+    what is gathered at once.
     """
 
-    way: Way
+    strategy: Strategy
     shards: int
     units: tuple[str, ...] = ()
     staged: float = field(default=0.0)
 
     @classmethod
-    def of(cls, settings: Settings, model: nn.Module) -> Sharing:
+    def of(cls, settings: TrainingSettings, model: nn.Module) -> Sharing:
         """That of the settings, for this model."""
         device = next((p.device.type for p in model.parameters()), "cpu")
-        shards = settings.group_size if settings.way == "hsdp" and settings.group_size else settings.gpus
-        return cls(WAYS[settings.way], shards, tuple(blocks_of(model)), _STAGED.get(device, 0.0))
+        shards = settings.group_size if settings.strategy == "hsdp" and settings.group_size else settings.gpus
+        return cls(STRATEGIES[settings.strategy], shards, tuple(blocks_of(model)), _STAGED.get(device, 0.0))
 
     def part(self, size: float) -> int:
         """The share of so many bytes."""
@@ -90,7 +90,7 @@ class Sharing:
     # -- forward and backward --------------------------------------------------------------------------------------
     def applied(self, usage: Estimate) -> Estimate:
         """``usage``, which is of forward and backward without an optimizer, as one of the processes has it."""
-        return usage.holding(self._fully(usage) if self.way.parameters else self._in_buckets(usage))
+        return usage.holding(self._fully(usage) if self.strategy.parameters else self._in_buckets(usage))
 
     def _in_buckets(self, usage: Estimate) -> Iterator[Holding]:
         """Buckets are there all the time; a gradient is copied to its bucket as soon as it is there."""
@@ -129,7 +129,7 @@ class Sharing:
 
     def _gathered(self, parts: Sequence[tuple[list[_Span], list[_Span]]]) -> Iterator[Holding]:
         """What units gather, and the buffers through which it comes."""
-        every_time = self.way.gathered == "a block"
+        every_time = self.strategy.gathered == "a block"
         for forward, backward in parts:
             ends = {span.unit: span.last for span in backward}
             for span, following in zip(forward, [*forward[1:], None], strict=True):
@@ -204,7 +204,7 @@ class Sharing:
         """The most that is held in a step of the optimizer, which holds ``peak`` on what it steps here, ``states``
         included.
         """
-        if self.way.parameters or not self.way.states:
+        if self.strategy.parameters or not self.strategy.states:
             return peak
         beside = whole.parameters - self.part(whole.parameters) + whole.gradients - self.part(whole.gradients)
         moved = self.part(whole.together) + whole.together + int(self.staged * whole.together)
@@ -223,7 +223,7 @@ def share_(model: nn.Module, sharing: Sharing) -> Whole:
         sum(p.nbytes for p in parameters if p.requires_grad),
         max(min(sum(row), max(BUCKET_BYTES, *row)) for row in sizes.values()),
     )
-    if sharing.shards > 1 and sharing.way.states:
+    if sharing.shards > 1 and sharing.strategy.states:
         shares = {p: nn.Parameter(_rows(p, sharing.shards), p.requires_grad) for p in parameters}
         for module in model.modules():
             module._parameters.update({name: shares[p] for name, p in module._parameters.items() if p is not None})

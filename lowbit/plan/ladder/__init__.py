@@ -7,6 +7,6 @@ one run in a process of its own, ``ascent`` all of them, ``report`` what is writ
 from lowbit.plan.ladder.ascent import Climb, Ladder, Row, climb
 from lowbit.plan.ladder.rungs import RUNGS, Rung, rungs_of
 from lowbit.plan.ladder.shape import Shape
-from lowbit.plan.settings import Settings
+from lowbit.plan.settings import TrainingSettings
 
-__all__ = ["RUNGS", "Climb", "Ladder", "Row", "Rung", "Settings", "Shape", "climb", "rungs_of"]
+__all__ = ["RUNGS", "Climb", "Ladder", "Row", "Rung", "Shape", "TrainingSettings", "climb", "rungs_of"]

@@ -17,7 +17,7 @@ from lowbit.memory.rss import available_bytes
 from lowbit.plan.ladder.cell import Cell, Result, measure
 from lowbit.plan.ladder.rungs import RUNGS, Rung
 from lowbit.plan.ladder.shape import Shape, first_above, textbook
-from lowbit.plan.settings import Settings
+from lowbit.plan.settings import TrainingSettings
 from lowbit.progress import Progress
 
 __all__ = ["Climb", "Ladder", "Row", "climb", "largest"]
@@ -53,7 +53,7 @@ class Row:
     """
 
     rung: Rung
-    settings: Settings
+    settings: TrainingSettings
     limited: Result
     whole: Result | None
     kept: bool
@@ -104,7 +104,7 @@ def climb(asked: Climb, rungs: Sequence[Rung] = RUNGS, progress: Progress = lamb
 
 
 def _row(asked: Climb, rung: Rung, shape: Shape, below: Row | None) -> Row:
-    settings = rung.on(below.settings if below is not None else Settings())
+    settings = rung.on(below.settings if below is not None else TrainingSettings())
     cell = Cell(shape, settings, asked.budget, asked.steps, asked.device)
     limited = _measured(asked, rung, cell)
     whole: Result | None = limited

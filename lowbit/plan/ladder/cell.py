@@ -30,7 +30,7 @@ from torch.nn.modules import module as torch_modules
 from lowbit.memory.shortage import ran_out
 from lowbit.plan.ladder.limits import LIMITS
 from lowbit.plan.ladder.shape import Shape, Transformer, batch_of
-from lowbit.plan.settings import Settings, arrange_, elsewhere, sharded
+from lowbit.plan.settings import TrainingSettings, arrange_, elsewhere, sharded
 from lowbit.train.micro_batches import micro_batches
 
 __all__ = ["MALLOC", "Cell", "Result", "measure"]
@@ -49,7 +49,7 @@ class Cell:
     """
 
     shape: Shape
-    settings: Settings
+    settings: TrainingSettings
     budget: int | None
     steps: int = 3
     device: str = "cpu"
@@ -184,7 +184,7 @@ def _train(cell: Cell, place: _Place, where: str) -> Iterator[float]:
     batch = batch_of(cell.shape, cell.device)
     with place.watching(model), elsewhere(cell.settings, where):
         for _ in range(cell.steps):
-            yield step(model, optimizer, batch, cell.settings.micro, place)
+            yield step(model, optimizer, batch, cell.settings.micro_batches, place)
 
 
 def run(cell: Cell, directory: str) -> Result:
@@ -219,7 +219,7 @@ def main() -> None:
     result as JSON.
     """
     asked = json.loads(sys.argv[1])
-    cell = Cell(**{**asked, "shape": Shape(**asked["shape"]), "settings": Settings(**asked["settings"])})
+    cell = Cell(**{**asked, "shape": Shape(**asked["shape"]), "settings": TrainingSettings(**asked["settings"])})
     count, rank, meet = cell.settings.gpus, int(sys.argv[2]), sys.argv[3]
     if count > 1:
         backend = "nccl" if cell.device == "cuda" else "gloo"

@@ -1,5 +1,5 @@
-"""The rungs: techniques of ``TECHNIQUES`` with a ``rung``, as what they change of ``Settings``. Each adds to those
-before.
+"""The rungs: techniques of ``TECHNIQUES`` with a ``rung``, as what they change of ``TrainingSettings``. Each adds to
+those before.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lowbit.plan.settings import Settings
-from lowbit.plan.techniques import TECHNIQUES, WAY, Technique, techniques
+from lowbit.plan.settings import TrainingSettings
+from lowbit.plan.techniques import STRATEGY, TECHNIQUES, Technique, techniques
 
 __all__ = ["RUNGS", "Rung", "rungs_of"]
 
@@ -25,7 +25,7 @@ class Rung:
     about: str
     losses: Literal["equal", "close", "own"] = "own"
 
-    def on(self, below: Settings) -> Settings:
+    def on(self, below: TrainingSettings) -> TrainingSettings:
         """The settings of this rung on top of those ``below``."""
         return replace(below, **self.changes)
 
@@ -53,11 +53,16 @@ def rungs_of(gpus: int) -> tuple[Rung, ...]:
         return RUNGS
     if gpus < 1 or gpus & (gpus - 1):
         raise ValueError(f"the ladder has 1, 2, 4, ... processes, whose means are exact, got {gpus}")
-    rows = {technique.name: technique for technique in TECHNIQUES[WAY]}
-    ways = [(2, way) for way in ("zero1", "zero2", "zero3")]
-    ways += [(1 << power, "zero3") for power in range(2, gpus.bit_length())]
+    rows = {technique.name: technique for technique in TECHNIQUES[STRATEGY]}
+    strategies = [(2, strategy) for strategy in ("zero1", "zero2", "zero3")]
+    strategies += [(1 << power, "zero3") for power in range(2, gpus.bit_length())]
     shared = (
-        Rung(f"{way}, {count} processes", {"gpus": count, "way": way}, rows[way].about, rows[way].results)
-        for count, way in ways
+        Rung(
+            f"{strategy}, {count} processes",
+            {"gpus": count, "strategy": strategy},
+            rows[strategy].about,
+            rows[strategy].results,
+        )
+        for count, strategy in strategies
     )
     return (*RUNGS[:2], *shared)

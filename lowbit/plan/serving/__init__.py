@@ -9,6 +9,6 @@ from lowbit.plan.serving.decoders import DECODERS, Decoder
 from lowbit.plan.serving.plan import GenerationPlan
 from lowbit.plan.serving.run import GenerationRun
 from lowbit.plan.serving.search import fit_generation
-from lowbit.plan.serving.settings import CHOICES, Settings
+from lowbit.plan.serving.settings import CHOICES, ServingSettings
 
-__all__ = ["CHOICES", "DECODERS", "Decoder", "GenerationPlan", "GenerationRun", "Settings", "fit_generation"]
+__all__ = ["CHOICES", "DECODERS", "Decoder", "GenerationPlan", "GenerationRun", "ServingSettings", "fit_generation"]

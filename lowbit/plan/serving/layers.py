@@ -21,8 +21,8 @@ from lowbit.models.names import exact
 from lowbit.models.ties import tensor_bytes
 from lowbit.nn.linear import PARTS, QuantLinear
 from lowbit.plan.bits import FLOAT
-from lowbit.plan.serving.settings import Settings
-from lowbit.recipes import Plan, plan, recipe
+from lowbit.plan.serving.settings import ServingSettings
+from lowbit.recipes import LayerRecipes, layer_recipes, recipe
 from lowbit.report import Report
 
 __all__ = ["Weights", "arrange_", "tables", "weights_of"]
@@ -68,11 +68,11 @@ def weights_of(model: nn.Module, recipes: Iterable[str], measured: bool) -> list
     return rows
 
 
-def arrange_(model: nn.Module, settings: Settings, source: Source | None = None) -> nn.Module:
+def arrange_(model: nn.Module, settings: ServingSettings, source: Source | None = None) -> nn.Module:
     """Quantize ``model`` in place by ``settings``, and pack it where they say so."""
     chosen = {exact(name): recipe(one) for name, one in settings.weights.items() if one != FLOAT}
     if chosen:
-        _quantize(model, plan(chosen), source or Ruled())
+        _quantize(model, layer_recipes(chosen), source or Ruled())
     if chosen and settings.packed:
         prepack_(model)
     return model
@@ -84,16 +84,16 @@ def _converted(model: nn.Module, name: str, measured: bool) -> tuple[Report, dic
     if measured:
         with torch.no_grad():
             work = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
-            report = _quantize(work, plan(chosen), Ruled())
+            report = _quantize(work, layer_recipes(chosen), Ruled())
     else:
         with fake_tensors() as fake:
             work = fake_model(model, fake, None)
-            report = _quantize(work, plan(chosen), Allocated())
+            report = _quantize(work, layer_recipes(chosen), Allocated())
     modules = dict(work.named_modules())
     return report, {layer: _codes(modules[layer]) for layer in report.converted}
 
 
-def _quantize(model: nn.Module, chosen: Plan, source: Source) -> Report:
+def _quantize(model: nn.Module, chosen: LayerRecipes, source: Source) -> Report:
     """``quantize_``; what it warns of, such as layers that stay, is what a plan has chosen."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

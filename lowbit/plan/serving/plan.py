@@ -14,16 +14,16 @@ from lowbit.plan.base import BasePlan, plain_values
 from lowbit.plan.bits import FLOAT
 from lowbit.plan.serving.layers import arrange_
 from lowbit.plan.serving.losses import BY
-from lowbit.plan.serving.predict import Prediction
+from lowbit.plan.serving.predict import ServingPrediction
 from lowbit.plan.serving.run import GenerationRun
-from lowbit.plan.serving.settings import CHOICES, PACKED, STORED, Settings, cache_name, part_name
+from lowbit.plan.serving.settings import CHOICES, PACKED, STORED, ServingSettings, cache_name, part_name
 from lowbit.sizes import amount
 from lowbit.tables import aligned
 
 __all__ = ["GenerationPlan", "words"]
 
 
-class GenerationPlan(BasePlan[Prediction, Settings]):
+class GenerationPlan(BasePlan[ServingPrediction, ServingSettings]):
     """See ``lb.fit_generation``. ``settings``: what is chosen. ``peak_bytes``: the most that is held
     while ``context`` tokens of ``rows`` sequences are generated, predicted. ``loss``: predicted too; ``by`` says of
     what, as a key of ``BY`` in ``losses``, and is empty where nothing is lost. ``plain``: the prediction of the model
@@ -31,14 +31,14 @@ class GenerationPlan(BasePlan[Prediction, Settings]):
     layers, the bytes of their weights and their loss.
     """
 
-    _task, _classes = "generate", (Prediction, Settings)
+    _task, _classes = "generate", (ServingPrediction, ServingSettings)
 
     def __init__(
         self,
-        chosen: Prediction,
+        chosen: ServingPrediction,
         budget: int,
-        plain: Prediction,
-        predictions: Sequence[Prediction],
+        plain: ServingPrediction,
+        predictions: Sequence[ServingPrediction],
         layers: Mapping[str, tuple[int, int, float]],
         by: str,
         context: int,
@@ -77,7 +77,7 @@ class GenerationPlan(BasePlan[Prediction, Settings]):
         one, rows = self.chosen, f" of {self.rows} sequences" if self.rows > 1 else ""
         lines = [
             f"budget {amount(self.budget)}: generation within {self.context} tokens{rows} holds "
-            f"{amount(one.peak_bytes)} in {one.moment}, of the model as it is {amount(self.plain.peak_bytes)}",
+            f"{amount(one.peak_bytes)} in {one.peak_event}, of the model as it is {amount(self.plain.peak_bytes)}",
             f"weights {amount(one.weights)}, a full cache {amount(one.cache)}, the rest for a time "
             f"{amount(one.temporaries)}",
             f"quality: {self._quality()}",
@@ -120,7 +120,7 @@ class GenerationPlan(BasePlan[Prediction, Settings]):
         return cls(chosen, data["budget"], plain, others, layers, data["by"], data["context"], data["rows"])
 
 
-def words(settings: Settings) -> str:
+def words(settings: ServingSettings) -> str:
     """The settings in few words: each recipe with its number of layers, the cache and the prompt."""
     counts = Counter(name for name in settings.weights.values() if name != FLOAT)
     found = [f"{name} ({counts[name]})" for name in CHOICES["weights"] if name in counts]

@@ -14,20 +14,21 @@ from lowbit.convert.maker import Allocated
 from lowbit.memory.inference import Generation, estimate_generation
 from lowbit.plan.serving.decoders import Decoder
 from lowbit.plan.serving.layers import arrange_
-from lowbit.plan.serving.settings import Settings
+from lowbit.plan.serving.settings import ServingSettings
 
-__all__ = ["Prediction", "Predictor"]
+__all__ = ["Predictor", "ServingPrediction"]
 
 
-class Prediction(NamedTuple):
-    """Bytes: the most that is held, at ``moment``, of which ``weights``, and a full ``cache``. ``loss``: see ``BY``."""
+class ServingPrediction(NamedTuple):
+    """Bytes: the most that is held, at ``peak_event``, of which ``weights``, and a full ``cache``. ``loss``: see
+    ``BY``."""
 
-    settings: Settings
+    settings: ServingSettings
     peak_bytes: int
     weights: int
     cache: int
     loss: float = 0.0
-    moment: str = ""
+    peak_event: str = ""
 
     @property
     def temporaries(self) -> int:
@@ -48,16 +49,16 @@ class Predictor:
     def plain(self, cache: str | None, part: int | None) -> Generation:
         """With the weights as they are."""
         if (cache, part) not in self._known:
-            self._known[cache, part] = self._estimated(Settings(cache=cache, part=part))
+            self._known[cache, part] = self._estimated(ServingSettings(cache=cache, part=part))
         return self._known[cache, part]
 
-    def whole(self, settings: Settings, loss: float) -> Prediction:
+    def whole(self, settings: ServingSettings, loss: float) -> ServingPrediction:
         """By an estimate of the model as it will be; it is packed where a layer gains by that."""
         found = self._estimated(settings)
         done = replace(settings, packed=found.packed)
-        return Prediction(done, found.peak_bytes, found.weights, found.cache_bytes, loss, str(found.moment))
+        return ServingPrediction(done, found.peak_bytes, found.weights, found.cache_bytes, loss, str(found.peak_event))
 
-    def _estimated(self, settings: Settings) -> Generation:
+    def _estimated(self, settings: ServingSettings) -> Generation:
         return estimate_generation(
             self.model, self.context, self.rows, self.decoder.forward,
             lambda model: self.decoder.cache(model, self.rows, settings.cache), part=settings.part,

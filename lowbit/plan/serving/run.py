@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lowbit.models.batches import tokens_of
 from lowbit.plan.serving.decoders import decoder_of, instead_of_tokens
-from lowbit.plan.serving.settings import Settings
+from lowbit.plan.serving.settings import ServingSettings
 
 __all__ = ["GenerationRun"]
 
@@ -18,7 +18,7 @@ class GenerationRun:
     sequence, prompt included, and the most sequences at a time.
     """
 
-    def __init__(self, model: nn.Module, settings: Settings, context: int, rows: int) -> None:
+    def __init__(self, model: nn.Module, settings: ServingSettings, context: int, rows: int) -> None:
         self.model, self.settings, self.context, self.rows = model, settings, context, rows
         self._decoder = decoder_of(model)
 

@@ -16,8 +16,8 @@ from lowbit.plan.bits import FLOAT, Option, allocate
 from lowbit.plan.serving.decoders import Decoder, decoder_of
 from lowbit.plan.serving.losses import Losses, checked, losses
 from lowbit.plan.serving.plan import GenerationPlan, words
-from lowbit.plan.serving.predict import Prediction, Predictor
-from lowbit.plan.serving.settings import Allowed, Settings, allowed, packs
+from lowbit.plan.serving.predict import Predictor, ServingPrediction
+from lowbit.plan.serving.settings import Allowed, ServingSettings, allowed, packs
 from lowbit.progress import Progress, reporting
 from lowbit.sizes import Budget, amount, budget_in
 
@@ -75,7 +75,7 @@ def _fit(
     batches = checked(model, batch)
     choices = _possible(choices, decoder, model, context)
     predictor = Predictor(model, decoder, context, rows)
-    plain = predictor.whole(Settings(), 0.0)
+    plain = predictor.whole(ServingSettings(), 0.0)
     limit = budget.of(plain.peak_bytes)
     as_it_is = FLOAT in choices.weights and None in choices.caches and None in choices.parts
     if as_it_is and plain.peak_bytes <= limit:
@@ -157,7 +157,7 @@ class _Search:
         ]
 
     # -- the best ------------------------------------------------------------------------------------------------
-    def best(self) -> Prediction:
+    def best(self) -> ServingPrediction:
         """The choice of least loss that fits; of equal ones the one with a plainer cache and prompt."""
         ranked = []
         for order, cell in enumerate(self.cells):
@@ -170,7 +170,7 @@ class _Search:
                 return found
         raise self._nothing()
 
-    def _fitting(self, cell: _Cell) -> Prediction | None:
+    def _fitting(self, cell: _Cell) -> ServingPrediction | None:
         """The best weights beside this cell, by an estimate of the whole; a little smaller where that is too large."""
         size = self.limit - cell.rest
         while size >= self.least:
@@ -181,7 +181,7 @@ class _Search:
             size = min(size, self._size(weights)) - (found.peak_bytes - self.limit)
         return None
 
-    def _packed(self, weights: dict[str, str], cell: _Cell) -> Prediction | None:
+    def _packed(self, weights: dict[str, str], cell: _Cell) -> ServingPrediction | None:
         """With packed layers, where they fit and lose as little."""
         if True not in self.choices.packed:
             return None
@@ -207,8 +207,8 @@ class _Search:
                 chosen |= dict.fromkeys(names, name)
         return chosen
 
-    def _whole(self, weights: dict[str, str], cell: _Cell, packed: bool) -> Prediction:
-        settings = Settings(weights, cell.cache, cell.part, packed)
+    def _whole(self, weights: dict[str, str], cell: _Cell, packed: bool) -> ServingPrediction:
+        settings = ServingSettings(weights, cell.cache, cell.part, packed)
         return self.predictor.whole(settings, self._loss(weights) + cell.loss)
 
     def _nothing(self) -> ValueError:
@@ -236,7 +236,7 @@ class _Search:
         return sum(group.bytes[weights[group.names[0]]] for group in self.groups)
 
     # -- for people ----------------------------------------------------------------------------------------------
-    def frontier(self) -> list[Prediction]:
+    def frontier(self) -> list[ServingPrediction]:
         """What other budgets would give, by sums."""
         steps = range(_SIZES)
         sizes = [self.least + (self.most - self.least) * step * step // (_SIZES - 1) ** 2 for step in steps]
@@ -245,14 +245,14 @@ class _Search:
             size, loss = self._size(weights), self._loss(weights)
             for cell in self.cells:
                 beside = self.predictor.plain(cell.cache, cell.part)
-                settings = Settings(weights, cell.cache, cell.part)
+                settings = ServingSettings(weights, cell.cache, cell.part)
                 others = beside.weights - self.floats
                 found.append(
-                    Prediction(settings, cell.rest + size, others + size, beside.cache_bytes, loss + cell.loss)
+                    ServingPrediction(settings, cell.rest + size, others + size, beside.cache_bytes, loss + cell.loss)
                 )
         return found
 
-    def rows(self, settings: Settings) -> dict[str, tuple[int, int, float]]:
+    def rows(self, settings: ServingSettings) -> dict[str, tuple[int, int, float]]:
         """By recipe: how many layers have it, the bytes of their weights, and what they lose. Of the cache its loss."""
         found: dict[str, tuple[int, int, float]] = {}
         for group in self.groups:

@@ -10,7 +10,7 @@ from lowbit.plan.allowed import left
 from lowbit.plan.bits import FLOAT
 from lowbit.recipes import recipe
 
-__all__ = ["CHOICES", "PACKED", "Allowed", "Settings", "allowed", "cache_name", "packs", "part_name"]
+__all__ = ["CHOICES", "PACKED", "Allowed", "ServingSettings", "allowed", "cache_name", "packs", "part_name"]
 
 #: Names of the choices to leave the cache as the model has it, to take the prompt at once, and of the two layouts.
 PLAIN, WHOLE, PACKED, STORED = "plain cache", "whole prompt", "prepacked", "as stored"
@@ -51,7 +51,7 @@ CHOICES: dict[str, dict[str, str]] = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServingSettings:
     """``weights``: the recipe of each layer by name, ``FLOAT`` for none. ``cache``: the scheme of keys and values, None
     as the model has them. ``part``: how many tokens of the prompt are taken at a time, None for all. ``packed``:
     whether ``prepack_`` is called.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lowbit as lb
-from lowbit import notice
+from lowbit import user_warnings
 
 
 class Aside(nn.Sequential):
@@ -21,7 +21,7 @@ class Aside(nn.Sequential):
 
 def test_a_warning_of_the_caller_itself():
     with pytest.warns(UserWarning, match="of this file") as caught:
-        notice.warn("of this file")
+        user_warnings.warn("of this file")
     assert caught[0].filename == __file__
 
 

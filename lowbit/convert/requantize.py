@@ -1,4 +1,4 @@
-"""join_: adjacent static layers exchange 8-bit codes instead of floats (requantization fusion)."""
+"""fuse_requantize_: adjacent static layers exchange 8-bit codes instead of floats (requantization fusion)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowbit.nn.conv import QuantConv
 from lowbit.nn.linear import QuantLinear, is_signed
 from lowbit.report import Report, report_on
 
-__all__ = ["join_", "unjoin_"]
+__all__ = ["fuse_requantize_", "unfuse_requantize_"]
 
 #: What computes the same of codes as of the numbers that they stand for: modules, functions and methods of tensors.
 _ANY = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten, torch.flatten, torch.reshape, "flatten", "reshape", "view")
@@ -24,24 +24,25 @@ _ANY = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten, torch.flatten, torch.
 _SIGNED = (nn.ReLU, torch.relu, F.relu, "relu")
 
 
-def join_(model: nn.Module) -> Report:
+def fuse_requantize_(model: nn.Module) -> Report:
     """Let layers return codes to the static layers that consume them, in place, and report: ``layers`` are those that
     return codes, with the ``consumers`` of each.
 
     A layer returns codes where every consumer of its output is a layer with the same static input scheme and scale.
     ReLU (of schemes without a zero point), flattening and dropout may lie between. No bit of the model's results
     changes. Codes are for fp32 inputs without gradients (``torch.no_grad()``); else layers return floats, as before.
-    For inference, as the last step: ``unjoin_`` and ``dequantize_`` undo it; state, files and ``load_model`` do not
-    contain it.
+    For inference, as the last step: ``unfuse_requantize_`` and ``dequantize_`` undo it; state, files and ``load_model``
+    do not contain it.
 
     Raises ValueError for a model that torch.fx cannot trace.
     """
-    unjoin_(model)
+    unfuse_requantize_(model)
     try:
         graph = trace(model, _Tracer())
     except Exception as error:  # what a model does when it is traced has no end
         raise ValueError(
-            f"join_ follows the calls of a model by torch.fx, which cannot trace {type(model).__name__} ({error}); "
+            f"fuse_requantize_ follows the calls of a model by torch.fx, which cannot trace {type(model).__name__} "
+            f"({error}); "
             f"call it on a part of the model that it can, or leave it out: the model computes the same"
         ) from error
     modules = dict(model.named_modules())
@@ -55,16 +56,16 @@ def join_(model: nn.Module) -> Report:
         if names:
             layer.consumers = (_inner(modules[names[0]]),)
             joined[str(node.target)] = names
-    report = report_on("join_", model, {name: modules[name] for name in joined}, "joined")
+    report = report_on("fuse_requantize_", model, {name: modules[name] for name in joined}, "joined")
     return replace(report, layers=tuple(replace(row, consumers=joined[row.name]) for row in report.layers))
 
 
-def unjoin_(model: nn.Module) -> Report:
-    """Undo ``join_``, in place, and report which layers return floats again."""
+def unfuse_requantize_(model: nn.Module) -> Report:
+    """Undo ``fuse_requantize_``, in place, and report which layers return floats again."""
     joined = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear) and m.consumers}
     for layer in joined.values():
         layer.consumers = ()
-    return report_on("unjoin_", model, joined, "separated")
+    return report_on("unfuse_requantize_", model, joined, "separated")
 
 
 class _Tracer(fx.Tracer):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowbit.processes import exchange_device
+from lowbit.dist_utils import exchange_device
 
 
 @pytest.mark.parametrize(

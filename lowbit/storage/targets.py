@@ -23,7 +23,7 @@ from lowbit.storage import directory
 from lowbit.storage.directory import ScratchDirectory
 from lowbit.storage.traffic import Traffic
 
-__all__ = ["Disk", "Host", "Imagined", "Parked", "Place", "place"]
+__all__ = ["Disk", "Host", "Imagined", "Parked", "Target", "find_target"]
 
 _T = TypeVar("_T")
 
@@ -42,7 +42,7 @@ class Parked(Protocol):
         """Give up what they take; again is no error."""
 
 
-class Place(Protocol):
+class Target(Protocol):
     """Where bytes are parked. ``queued``: how many copies may be leaving at a time, whose bytes are in memory still."""
 
     traffic: Traffic
@@ -60,7 +60,7 @@ class Place(Protocol):
         """Raises OSError where a copy has failed, whose bytes are in memory still."""
 
 
-def place(where: str | os.PathLike[str], budget: int | str | None = None) -> Place:
+def find_target(target: str | os.PathLike[str], budget: int | str | None = None) -> Target:
     """The place of that name: ``"cpu"``, or a directory. Raises TypeError, ValueError and OSError."""
     try:
         most = bytes_in(budget) if isinstance(budget, str) else budget
@@ -70,7 +70,7 @@ def place(where: str | os.PathLike[str], budget: int | str | None = None) -> Pla
         raise ValueError(
             f"offload: budget is a number of bytes or a size such as '100GB', got {budget!r}; give None for no limit"
         )
-    return Host(most) if where == "cpu" else Disk(where, most)
+    return Host(most) if target == "cpu" else Disk(target, most)
 
 
 # -- host memory -------------------------------------------------------------------------------------------------------
@@ -124,12 +124,12 @@ class Host:
 
 
 class _OnHost:
-    def __init__(self, place: Host, raw: Tensor) -> None:
-        self.place, self.device, self.size = place, raw.device, raw.numel()
+    def __init__(self, target: Host, raw: Tensor) -> None:
+        self.target, self.device, self.size = target, raw.device, raw.numel()
         self.raw: Tensor | None = raw
-        self.host, self.done = _to_host(raw, place.traffic)
-        place.used += self.size
-        place.traffic.moved(out=self.size)
+        self.host, self.done = _to_host(raw, target.traffic)
+        target.used += self.size
+        target.traffic.moved(out=self.size)
 
     def leave(self) -> None:
         """Free the bytes on the device, which computations from now on may use again."""
@@ -148,8 +148,8 @@ class _OnHost:
             start.record()
             self.raw.copy_(self.host, non_blocking=True)
             self.done.record()
-        self.place.traffic.events("copying", start, self.done)
-        self.place.traffic.moved(back=self.size)
+        self.target.traffic.events("copying", start, self.done)
+        self.target.traffic.moved(back=self.size)
 
     def take(self) -> Tensor:
         self.start()
@@ -164,14 +164,14 @@ class _OnHost:
         start.record(stream)
         stream.wait_event(self.done)
         end.record(stream)
-        self.place.traffic.events("waited", start, end)
+        self.target.traffic.events("waited", start, end)
 
     def discard(self) -> None:
         self.leave()  # the copy on the side stream reads or writes that memory
-        if self in self.place.leaving:
-            self.place.leaving.remove(self)
+        if self in self.target.leaving:
+            self.target.leaving.remove(self)
         size, self.size = self.size, 0
-        self.place.used -= size
+        self.target.used -= size
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -215,8 +215,8 @@ class Disk:
 
     queued = 1
 
-    def __init__(self, where: str | os.PathLike[str], budget: int | None) -> None:
-        self.traffic, self.files = Traffic(str(where)), ScratchDirectory(where, budget)
+    def __init__(self, target: str | os.PathLike[str], budget: int | None) -> None:
+        self.traffic, self.files = Traffic(str(target)), ScratchDirectory(target, budget)
         self.leaving: deque[_OnDisk] = deque()
         self.failed: BaseException | None = None
 
@@ -242,15 +242,15 @@ class _OnDisk:
     caller's do not see.
     """
 
-    def __init__(self, place: Disk, raw: Tensor) -> None:
-        self.place, self.device, self.size = place, raw.device, raw.numel()
-        self.path = place.files.reserve(self.size)
+    def __init__(self, target: Disk, raw: Tensor) -> None:
+        self.target, self.device, self.size = target, raw.device, raw.numel()
+        self.path = target.files.reserve(self.size)
         self.raw: Tensor | None = raw
-        self.pinned = _to_host(raw, place.traffic) if raw.is_cuda else None
+        self.pinned = _to_host(raw, target.traffic) if raw.is_cuda else None
         self.read: Future[Tensor] | None = None
         self.written = False
         self.write = _worker("write").submit(self._write)
-        place.traffic.moved(out=self.size)
+        target.traffic.moved(out=self.size)
 
     def _write(self) -> None:
         raw = self.raw
@@ -260,15 +260,15 @@ class _OnDisk:
             if self.pinned is not None:
                 raw, copied = self.pinned
                 copied.synchronize()
-            with self.place.traffic.timed("copying"):
+            with self.target.traffic.timed("copying"):
                 directory.write(self.path, directory.bytes_of(raw))
             self.written = True
         except OSError as error:
-            self.place.failed = error
+            self.target.failed = error
 
     def leave(self) -> None:
         """Free the bytes in memory, once they are in the file."""
-        with self.place.traffic.timed("waited"):
+        with self.target.traffic.timed("waited"):
             wait([self.write])
         self._drop()
 
@@ -277,7 +277,7 @@ class _OnDisk:
             self.raw = self.pinned = None
 
     def _read(self, raw: Tensor) -> Tensor:
-        with self.place.traffic.timed("copying"):
+        with self.target.traffic.timed("copying"):
             directory.read(self.path, directory.bytes_of(raw))
         return raw
 
@@ -286,10 +286,10 @@ class _OnDisk:
             # Allocated here, since profilers see what their own thread allocates.
             raw = torch.empty(self.size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
             self.read = _worker("read").submit(self._read, raw)
-            self.place.traffic.moved(back=self.size)
+            self.target.traffic.moved(back=self.size)
 
     def take(self) -> Tensor:
-        with self.place.traffic.timed("waited"):
+        with self.target.traffic.timed("waited"):
             if not self.write.cancel():  # what is not written yet need not be
                 self.write.result()
             if self.raw is not None:
@@ -303,10 +303,10 @@ class _OnDisk:
 
     def discard(self) -> None:
         self.raw = None
-        if self in self.place.leaving:
-            self.place.leaving.remove(self)
+        if self in self.target.leaving:
+            self.target.leaving.remove(self)
         self.write.cancel()
-        self.write.add_done_callback(functools.partial(_release, self.place.files, self.path, self.size))
+        self.write.add_done_callback(functools.partial(_release, self.target.files, self.path, self.size))
 
 
 def _release(files: ScratchDirectory, path: Any, size: int, _: object) -> None:
@@ -319,8 +319,8 @@ class Imagined:
     and from that place may keep them there.
     """
 
-    def __init__(self, place: Place) -> None:
-        self.traffic, self.queued = Traffic("estimate"), place.queued
+    def __init__(self, target: Target) -> None:
+        self.traffic, self.queued = Traffic("estimate"), target.queued
         self.leaving: deque[_OnPaper] = deque()
 
     def serves(self, device: torch.device) -> bool:

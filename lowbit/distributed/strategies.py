@@ -18,13 +18,13 @@ from lowbit.distributed.all_gather import encoded_, gathered_layers
 from lowbit.distributed.parameters import begin_with, named, states_of
 from lowbit.distributed.zero import share_states_
 from lowbit.models.blocks import find_blocks
-from lowbit.named import did_you_mean
+from lowbit.name_tables import did_you_mean
 from lowbit.optim.offload import OFFLOADED
 
-__all__ = ["WAYS", "Way", "shard_"]
+__all__ = ["STRATEGIES", "Strategy", "shard_"]
 
 
-class Way(NamedTuple):
+class Strategy(NamedTuple):
     """``parameters``, ``gradients``, ``states``: whether a process holds its share of them alone between steps.
     ``gathered``: which parameters it has whole beside its share while it computes, ``""``, ``"all"`` or ``"a block"``.
     ``sent``: bytes that it sends in a step, as a multiple of those of the parameters and of ``(n - 1) / n`` for ``n``
@@ -45,18 +45,19 @@ class Way(NamedTuple):
         return sum(-(-size // processes) if shared else size for size, shared in held)
 
 
-WAYS = {
-    way.name: way
-    for way in (
-        Way("dp", "one process copies the model to every GPU in each forward (torch.nn.DataParallel)",
+STRATEGIES = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("dp", "one process copies the model to every GPU in each forward (torch.nn.DataParallel)",
             False, False, False, "", 2),
-        Way("ddp", "every process has all; gradients are summed (DistributedDataParallel)", False, False, False, "", 2),
-        Way("zero1", "every process has the optimizer's states of its share", False, False, True, "", 3),
-        Way("zero2", "every process has its share of all; parameters are gathered once a step (fully_shard)",
+        Strategy("ddp", "every process has all; gradients are summed (DistributedDataParallel)",
+            False, False, False, "", 2),
+        Strategy("zero1", "every process has the optimizer's states of its share", False, False, True, "", 3),
+        Strategy("zero2", "every process has its share of all; parameters are gathered once a step (fully_shard)",
             True, True, True, "all", 2),
-        Way("zero3", "its share of all; blocks gather their parameters, in forward and in backward (fully_shard)",
+        Strategy("zero3", "its share of all; blocks gather their parameters, in forward and in backward (fully_shard)",
             True, True, True, "a block", 3),
-        Way("hsdp", "zero3 within groups of processes, over which gradients are summed",
+        Strategy("hsdp", "zero3 within groups of processes, over which gradients are summed",
             True, True, True, "a block", 3),
     )
 }  # fmt: skip
@@ -76,7 +77,7 @@ class _Asked(NamedTuple):
 def shard_(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    way: str,
+    strategy: str,
     *,
     blocks: Iterable[nn.Module] | None = None,
     group_size: int | None = None,
@@ -85,7 +86,7 @@ def shard_(
     offload: bool = False,
     **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Train ``model`` with ``optimizer`` on the processes of ``torch.distributed`` by a row of ``WAYS``.
+    """Train ``model`` with ``optimizer`` on the processes of ``torch.distributed`` by a row of ``STRATEGIES``.
 
     Every process calls it after ``torch.distributed.init_process_group``, with the same model on its device, and uses
     what is returned: the model to call, and the same optimizer, whose states are kept. Prepare the model before:
@@ -97,35 +98,39 @@ def shard_(
     (``MixedPrecisionPolicy``). ``offload``: shares of parameters, gradients and states are in host memory
     (``CPUOffloadPolicy``). ``options``: of DistributedDataParallel, DataParallel or ``fully_shard``.
 
-    Raises ValueError for an unknown way, arguments of another way, without a process group, and for an optimizer of
-    other parameters.
+    Raises ValueError for an unknown strategy, arguments of another strategy, without a process group, and for an
+    optimizer of other parameters.
     """
-    if way not in WAYS:
-        known = list(WAYS)
-        raise ValueError(f"distributed.shard_: no way is called {way!r}{did_you_mean(way, known)}; there are {known}")
+    if strategy not in STRATEGIES:
+        known = list(STRATEGIES)
+        raise ValueError(
+            f"distributed.shard_: no strategy is called {strategy!r}{did_you_mean(strategy, known)}; there are {known}"
+        )
     sharding = {"blocks": blocks, "precision": precision, "reduce": reduce, "offload": offload or None}
     given = [name for name, value in sharding.items() if value is not None]
-    if given and way not in _FULLY:
+    if given and strategy not in _FULLY:
         raise ValueError(
-            f"distributed.shard_: {', '.join(given)} are for {', '.join(_FULLY)}, got way={way!r}; leave them out"
+            f"distributed.shard_: {', '.join(given)} are for {', '.join(_FULLY)}, got strategy={strategy!r}; leave "
+            f"them out"
         )
-    if group_size is not None and way != "hsdp":
-        raise ValueError(f"distributed.shard_: group_size is for hsdp, got way={way!r}; leave it out")
-    if way not in _FULLY and gathered_layers(model):
+    if group_size is not None and strategy != "hsdp":
+        raise ValueError(f"distributed.shard_: group_size is for hsdp, got strategy={strategy!r}; leave it out")
+    if strategy not in _FULLY and gathered_layers(model):
         raise ValueError(
-            f"distributed.shard_: all_gather_ is for ways that gather weights, {', '.join(_FULLY)}, got way={way!r}; "
+            f"distributed.shard_: all_gather_ is for strategies that gather weights, {', '.join(_FULLY)}, got "
+            f"strategy={strategy!r}; "
             f"use one of them, or a model without all_gather_"
         )
-    if way == "dp":
+    if strategy == "dp":
         return nn.DataParallel(model, **options), optimizer
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
-            f"distributed.shard_: {way!r} needs a process group; start the script with torchrun, and call "
+            f"distributed.shard_: {strategy!r} needs a process group; start the script with torchrun, and call "
             f"torch.distributed.init_process_group() first"
         )
     if getattr(optimizer, "in_backward", False):
         raise ValueError(refusal("in_backward processes", "distributed.shard_"))
-    if hasattr(optimizer, OFFLOADED) and WAYS[way].states:
+    if hasattr(optimizer, OFFLOADED) and STRATEGIES[strategy].states:
         raise ValueError(refusal("offload shard", "distributed.shard_"))
     names = named(model)
     strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
@@ -135,10 +140,10 @@ def shard_(
             f"first of shape {list(strangers[0].shape)}; make it of model.parameters()"
         )
     asked = _Asked(None if blocks is None else list(blocks), group_size, precision, reduce, offload, options)
-    return _SHARD[way](model, optimizer, asked), optimizer
+    return _SHARD[strategy](model, optimizer, asked), optimizer
 
 
-# -- by way -----------------------------------------------------------------------------------------------------------
+# -- by strategy -----------------------------------------------------------------------------------------------------
 def _ddp(model: nn.Module, optimizer: torch.optim.Optimizer, asked: _Asked) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, **asked.options)
 
@@ -259,7 +264,7 @@ def _of_other_dtypes(block: nn.Module, model: nn.Module) -> list[nn.Module]:
             raise ValueError(
                 f"distributed.shard_: fully_shard gathers parameters of one dtype, and {name or 'the model'} "
                 f"({type(module).__name__}) has {', '.join(sorted(map(str, kinds[module])))}; keep parameters in fp32 "
-                "and pass precision=torch.bfloat16 (of mixed_ working_copies=False), or take the way 'ddp' or 'zero1'"
+                "and pass precision=torch.bfloat16 (of mixed_ working_copies=False), or take strategy='ddp' or 'zero1'"
             )
     most = max(sizes, key=lambda dtype: sizes[dtype], default=None)
     return [module for module, found in kinds.items() if found - {most} and module is not block]

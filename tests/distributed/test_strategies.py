@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import lowbit as lb
-from lowbit.distributed import WAYS
+from lowbit.distributed import STRATEGIES
 from lowbit.distributed.zero import SHARES
 
 SHARDING = ("ddp", "zero1", "zero2", "zero3", "hsdp")
@@ -56,13 +56,13 @@ def expected(name: str, steps: int) -> list[Tensor]:
     return whole(model)
 
 
-def sharded(way: str, name: str, steps: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+def sharded(strategy: str, name: str, steps: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     """After so many steps in one process."""
     model = network()
     optimizer = OPTIMIZERS[name](p for p in model.parameters() if p.requires_grad)
     train(model, optimizer, range(steps))
-    size = {"group_size": max(dist.get_world_size() // 2, 1)} if way == "hsdp" else {}
-    return lb.distributed.shard_(model, optimizer, way, **size)
+    size = {"group_size": max(dist.get_world_size() // 2, 1)} if strategy == "hsdp" else {}
+    return lb.distributed.shard_(model, optimizer, strategy, **size)
 
 
 def meet(rank: int, world: int, path: str) -> None:
@@ -73,32 +73,32 @@ def meet(rank: int, world: int, path: str) -> None:
 # -- bits, bytes, files -----------------------------------------------------------------------------------------------
 def _steps(rank: int, world: int, path: str) -> None:
     meet(rank, world, path)
-    for name, way in itertools.product(OPTIMIZERS, SHARDING):
-        if name == "muon" and way not in ("zero1", "zero3"):
+    for name, strategy in itertools.product(OPTIMIZERS, SHARDING):
+        if name == "muon" and strategy not in ("zero1", "zero3"):
             continue
         for before in (0, 2):
-            model, optimizer = sharded(way, name, before)
+            model, optimizer = sharded(strategy, name, before)
             train(model, optimizer, range(before, 4))
             for mine, whole_one in zip(whole(model), expected(name, 4), strict=True):
-                assert same_bits(mine, whole_one), f"{way}, {name}, after {before} steps"
-        lb.distributed.save(f"{path}/{way} {name}", model, optimizer, steps=4)
+                assert same_bits(mine, whole_one), f"{strategy}, {name}, after {before} steps"
+        lb.distributed.save(f"{path}/{strategy} {name}", model, optimizer, steps=4)
     dist.destroy_process_group()
 
 
 def _resume(rank: int, world: int, path: str) -> None:
     if world > 1:
         meet(rank, world, path)
-    ways = SHARDING if world > 1 else (None,)
-    for name, (saved, way) in itertools.product(("torch", "8 bits"), itertools.product(SHARDING, ways)):
-        if way is None:
+    strategies = SHARDING if world > 1 else (None,)
+    for name, (saved, strategy) in itertools.product(("torch", "8 bits"), itertools.product(SHARDING, strategies)):
+        if strategy is None:
             model = network()
             optimizer = OPTIMIZERS[name](p for p in model.parameters() if p.requires_grad)
         else:
-            model, optimizer = sharded(way, name)
+            model, optimizer = sharded(strategy, name)
         assert lb.distributed.load(f"{path}/{saved} {name}", model, optimizer) == {"steps": 4}
         train(model, optimizer, range(4, 6))
         for mine, whole_one in zip(whole(model), expected(name, 6), strict=True):
-            assert same_bits(mine, whole_one), f"{saved} to {way} on {world}, {name}"
+            assert same_bits(mine, whole_one), f"{saved} to {strategy} on {world}, {name}"
     if world > 1:
         dist.destroy_process_group()
 
@@ -113,20 +113,20 @@ def test_bits_are_those_of_one_process_and_checkpoints_fit_every_way_and_number(
 def _bytes(rank: int, path: str) -> None:
     meet(rank, 2, path)
     torch.manual_seed(0)
-    for way in SHARDING:
+    for strategy in SHARDING:
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
         optimizer = torch.optim.AdamW(model.parameters())
         size = sum(p.nbytes for p in model.parameters())
-        options = {"group_size": 2} if way == "hsdp" else {}
-        model, optimizer = lb.distributed.shard_(model, optimizer, way, **options)
+        options = {"group_size": 2} if strategy == "hsdp" else {}
+        model, optimizer = lb.distributed.shard_(model, optimizer, strategy, **options)
         for _ in range(3):  # the first makes buckets, and the second makes them anew
             with lb.distributed.traffic() as traffic:
                 model(torch.randn(4, 64)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        assert traffic.total == WAYS[way].sent * size / 2, f"{way}: {traffic}"
+        assert traffic.total == STRATEGIES[strategy].sent * size / 2, f"{strategy}: {traffic}"
         held = {s.data_ptr(): s.nbytes() for s in _storages(model, optimizer)}
-        assert sum(held.values()) == WAYS[way].bytes(size, 0, 2 * size, 2), way
+        assert sum(held.values()) == STRATEGIES[strategy].bytes(size, 0, 2 * size, 2), strategy
     dist.destroy_process_group()
 
 
@@ -145,12 +145,12 @@ def test_a_process_sends_and_holds_what_the_table_says(tmp_path: Path):
 def _with_others(rank: int, path: str) -> None:
     meet(rank, 2, path)
     found = []
-    for way in (None, "zero1", "zero3"):
+    for strategy in (None, "zero1", "zero3"):
         model = network()
         optimizer = lb.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
         before = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        if way is not None:
-            model, optimizer = lb.distributed.shard_(model, optimizer, way)
+        if strategy is not None:
+            model, optimizer = lb.distributed.shard_(model, optimizer, strategy)
         for step in range(3):
             for micro_batch in range(2):
                 x = torch.randn(8, 24, generator=torch.Generator().manual_seed(10 * step + micro_batch))
@@ -165,8 +165,8 @@ def _with_others(rank: int, path: str) -> None:
         assert same_bits(alone, zero1)
         torch.testing.assert_close(alone, zero3, rtol=1e-5, atol=1e-7)  # the norm is a sum in another order
     losses = []
-    for way in ("ddp", "zero1"):
-        model, optimizer = sharded(way, "torch")
+    for strategy in ("ddp", "zero1"):
+        model, optimizer = sharded(strategy, "torch")
 
         def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
             optimizer.zero_grad()
@@ -194,11 +194,11 @@ def _scaled(rank: int, path: str) -> None:
     """What looks at the optimizer between steps finds whole parameters and gradients."""
     meet(rank, 2, path)
     found = []
-    for way in (None, "zero1"):
+    for strategy in (None, "zero1"):
         model = network()
         optimizer = lb.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
-        if way is not None:
-            model, optimizer = lb.distributed.shard_(model, optimizer, way)
+        if strategy is not None:
+            model, optimizer = lb.distributed.shard_(model, optimizer, strategy)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
         for step in range(4):
             x = torch.randn(8, 24, generator=torch.Generator().manual_seed(step)) * (float("inf") if step == 1 else 1)
@@ -234,23 +234,23 @@ def test_schedulers_clipping_accumulation_and_what_is_refused(tmp_path: Path):
 def _working_copies(rank: int, path: str) -> None:
     meet(rank, 2, path)
     found = {}
-    for way in ("zero1", "zero2", "zero3"):
+    for strategy in ("zero1", "zero2", "zero3"):
         torch.manual_seed(0)
         blocks = [nn.Sequential(nn.Linear(64, 64, bias=False), nn.LayerNorm(64)) for _ in range(2)]
         model = nn.Sequential(*blocks, nn.Linear(64, 8, bias=False))
         lb.train.mixed_(model, "bf16", working_copies=True)
         optimizer = lb.optim.AdamW(model.parameters(), lr=1e-2, master="residual")
-        model, optimizer = lb.distributed.shard_(model, optimizer, way)
+        model, optimizer = lb.distributed.shard_(model, optimizer, strategy)
         lb.distributed.order_gradients_(model)
         for step in range(3):
             generator = torch.Generator().manual_seed(2 * step + rank)
             model(torch.randn(4, 64, generator=generator)).float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        found[way] = whole(model)
+        found[strategy] = whole(model)
     assert {t.dtype for t in found["zero3"]} == {torch.bfloat16, torch.float32}
-    for way in ("zero2", "zero3"):
-        assert all(map(same_bits, found[way], found["zero1"])), way
+    for strategy in ("zero2", "zero3"):
+        assert all(map(same_bits, found[strategy], found["zero1"])), strategy
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     lb.train.mixed_(model, "bf16", working_copies=True)
     with pytest.raises(ValueError, match=r"0 \(Linear\) has torch.bfloat16, torch.float32; keep parameters in fp32"):
@@ -263,7 +263,7 @@ def test_working_copies_are_sharded_beside_what_stays_in_fp32(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("way", "options", "message"),
+    ("strategy", "options", "message"),
     [
         ("zero4", {}, "did you mean zero3"),
         ("zero3", {}, "start the script with torchrun"),
@@ -271,7 +271,7 @@ def test_working_copies_are_sharded_beside_what_stays_in_fp32(tmp_path: Path):
         ("zero3", {"group_size": 2}, "group_size is for hsdp"),
     ],
 )
-def test_arguments_that_do_not_go_together(way, options, message):
+def test_arguments_that_do_not_go_together(strategy, options, message):
     model = network()
     with pytest.raises(ValueError, match=message):
-        lb.distributed.shard_(model, torch.optim.SGD(model.parameters()), way, **options)
+        lb.distributed.shard_(model, torch.optim.SGD(model.parameters()), strategy, **options)

@@ -1,4 +1,4 @@
-"""join_: static layers hand on codes, and no bit of what the model computes changes."""
+"""fuse_requantize_: static layers hand on codes, and no bit of what the model computes changes."""
 
 import copy
 import math
@@ -72,7 +72,7 @@ def test_a_joined_network_has_the_bits_of_the_plain_one(recipe, expected, layout
     x = torch.randn(3, 3, 11, 9).to(memory_format=layout)
     model = calibrated(convolutional(), x, recipe)
     joined = copy.deepcopy(model)
-    assert takers(lb.join_(joined)) == expected
+    assert takers(lb.fuse_requantize_(joined)) == expected
     given = {}
     for name in (name for names in expected.values() for name in names):
         joined.get_submodule(name).register_forward_pre_hook(lambda m, args, n=name: given.update({n: args[0].dtype}))
@@ -98,7 +98,7 @@ def test_linear_layers_of_any_shape(first, middle, last, rows, dtype, relu):
     plain = nn.Sequential(nn.Linear(first, middle), *between, nn.Linear(middle, last, bias=False)).to(dtype)
     model = calibrated(plain, x)
     joined = copy.deepcopy(model)
-    assert takers(lb.join_(joined)) == {"0": ("2",)}
+    assert takers(lb.fuse_requantize_(joined)) == {"0": ("2",)}
     assert torch.equal(joined(x), model(x)) and joined(x).dtype == dtype
     assert torch.equal(joined(x[:0]), model(x[:0]))
 
@@ -107,7 +107,7 @@ def test_gradients_pass_through_floats():
     x = torch.randn(6, 8)
     model = calibrated(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)), x)
     joined = copy.deepcopy(model)
-    lb.join_(joined)
+    lb.fuse_requantize_(joined)
     grads = []
     with torch.enable_grad():
         for one in (model, joined):
@@ -134,14 +134,14 @@ class Shared(nn.Module):
 def test_who_else_takes_a_result():
     x = torch.randn(5, 8)
     model = calibrated(Shared(False), x)
-    assert takers(lb.join_(model)) == {}, "the two have scales of their own"
+    assert takers(lb.fuse_requantize_(model)) == {}, "the two have scales of their own"
     model.right.load_state_dict({**model.right.state_dict(), "input_scale": model.left.input_scale})
     before = model(x)
-    assert takers(lb.join_(model)) == {"first": ("left", "right")}
+    assert takers(lb.fuse_requantize_(model)) == {"first": ("left", "right")}
     assert torch.equal(model(x), before)
     other = calibrated(Shared(True), x)
     other.right.load_state_dict({**other.right.state_dict(), "input_scale": other.left.input_scale})
-    assert takers(lb.join_(other)) == {}
+    assert takers(lb.fuse_requantize_(other)) == {}
 
 
 def test_layers_called_twice_and_dynamic_ones_are_left():
@@ -149,23 +149,23 @@ def test_layers_called_twice_and_dynamic_ones_are_left():
     layer = nn.Linear(8, 8)
     twice = calibrated(nn.Sequential(layer, nn.Linear(8, 8), layer), x)
     expected = twice(x)
-    assert takers(lb.join_(twice)) == {"1": ("0",)} and torch.equal(twice(x), expected)
+    assert takers(lb.fuse_requantize_(twice)) == {"1": ("0",)} and torch.equal(twice(x), expected)
     dynamic = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     lb.quantize_(dynamic, "int8", skip=())
-    assert takers(lb.join_(dynamic)) == {}
+    assert takers(lb.fuse_requantize_(dynamic)) == {}
 
 
 def test_it_can_be_taken_back_and_leaves_files_as_they_are(tmp_path):
     x = torch.randn(4, 8)
     model = calibrated(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)), x)
     expected = model(x)
-    report = lb.join_(model)
-    assert "join_: 1 layer joined" in str(report) and "codes go to" in str(report)
+    report = lb.fuse_requantize_(model)
+    assert "fuse_requantize_: 1 layer joined" in str(report) and "codes go to" in str(report)
     lb.save_model(model, tmp_path / "saved")
     loaded = lb.load_model(tmp_path / "saved", nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)))
     assert torch.equal(loaded(x), expected) and not loaded[0].consumers
     other = copy.deepcopy(model)
-    assert lb.unjoin_(other).converted == ("0",) and lb.unjoin_(other).converted == ()
+    assert lb.unfuse_requantize_(other).converted == ("0",) and lb.unfuse_requantize_(other).converted == ()
     assert not other[0].consumers and torch.equal(other(x), expected)
     lb.dequantize_(model)
     assert model(x).dtype == torch.float32 and type(model[0]) is nn.Linear
@@ -185,7 +185,7 @@ def test_a_model_that_cannot_be_traced_is_left(tmp_path):
     model = calibrated(Untraceable(), x)
     expected = model(x)
     with pytest.raises(ValueError, match=r"torch\.fx, which cannot trace Untraceable .* call it on a part"):
-        lb.join_(model)
+        lb.fuse_requantize_(model)
     assert torch.equal(model(x), expected)
 
 

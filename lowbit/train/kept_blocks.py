@@ -8,12 +8,12 @@ from torch import nn
 
 from lowbit.convert.select import Protection, recipe_for
 from lowbit.models.blocks import find_blocks
-from lowbit.recipes import Plan
+from lowbit.recipes import LayerRecipes
 
-__all__ = ["ends", "keep_ends"]
+__all__ = ["keep_blocks", "kept_blocks"]
 
 
-def ends(blocks: int, share: float) -> set[int]:
+def kept_blocks(blocks: int, share: float) -> set[int]:
     """Which of so many blocks stay: ``share`` of them, the first and the last at least, a quarter of these at the
     beginning. Later blocks need precision more (Pretraining Large Language Models with NVFP4, arXiv 2509.25149).
     """
@@ -24,26 +24,27 @@ def ends(blocks: int, share: float) -> set[int]:
     return {*range(first), *range(blocks - kept + first, blocks)}
 
 
-def keep_ends(
-    model: nn.Module, plan: Plan, protect: Callable[[str, nn.Module], Protection | None]
+def keep_blocks(
+    model: nn.Module, recipes: LayerRecipes, protect: Callable[[str, nn.Module], Protection | None]
 ) -> Callable[[str, nn.Module], Protection | None]:
-    """``protect``, and besides what it protects the layers in the blocks that their recipe's ``ends`` keep.
+    """``protect``, and besides what it protects the layers in the blocks that their recipe's ``keep_blocks`` says.
 
     Blocks are those of ``lowbit.models.find_blocks``, where they are more than a layer each.
     """
-    if not any(recipe.ends for recipe in plan.recipes):
+    if not any(recipe.keep_blocks for recipe in recipes.recipes):
         return protect
     blocks = [block for block in find_blocks(model) if any(True for _ in block.children())]
-    places = {id(module): place for place, block in enumerate(blocks) for module in block.modules()}
+    indices = {id(module): index for index, block in enumerate(blocks) for module in block.modules()}
 
     def kept(name: str, module: nn.Module) -> Protection | None:
-        found = protect(name, module)
-        place = places.get(id(module))
-        recipe = recipe_for(plan, name, module) if found is None and place is not None else None
-        if recipe is None or place not in ends(len(blocks), recipe.ends):
-            return found
+        protection = protect(name, module)
+        index = indices.get(id(module))
+        recipe = recipe_for(recipes, name, module) if protection is None and index is not None else None
+        if recipe is None or index not in kept_blocks(len(blocks), recipe.keep_blocks):
+            return protection
         reason = (
-            f"block {place + 1} of {len(blocks)}: the first and last blocks stay in high precision; the option ends=0 "
+            f"block {index + 1} of {len(blocks)}: the first and last blocks stay in high precision; the option "
+            f"keep_blocks=0 "
             f"of {recipe.name}, or a recipe for its name, converts it"
         )
         return Protection(name.rpartition(".")[2], reason)
