@@ -1,4 +1,4 @@
-"""``checkpoint_`` and ``uncheckpoint_``: a model's modules are given what recomputes them, or lose it."""
+"""``checkpoint_`` and ``uncheckpoint_``: switch gradient checkpointing of a model's modules on and off."""
 
 from __future__ import annotations
 
@@ -29,89 +29,110 @@ def checkpoint_(
     batch: Any = None,
     loss: Callable[[Any, Any], Tensor] | None = None,
 ) -> Report:
-    """Checkpoint the parts of ``model`` that ``policy`` says, in place: of such a part backward has its inputs alone,
-    and computes its inside again. No bit of losses and gradients changes. Another policy replaces the one before.
+    """Checkpoint modules of ``model``, in place: only their inputs are saved for backward, which runs their forward
+    again.
 
-    ``policy``: a row of ``POLICIES``, ``"block"``, ``"attention"``, ``"mlp"``, ``"every:2"``, ``"ratio:0.5"``,
-    ``"sqrt"``, ``"segments:4"``, ``"save_matmuls"``, ``"stages"``; a list of modules or of patterns
-    (``lowbit.models.names``); ``{pattern: policy or None}``, for the modules that each pattern names; or a function
-    ``(module, path) -> bool``. Of nested modules the outermost is taken, but for modules of a list.
-    The plan of ``plan_checkpoints`` is a policy too.
+    Losses and gradients are bit-identical to those without checkpointing. A new policy replaces the previous one.
+    Nothing changes without gradients.
 
-    ``batch`` and ``loss``: as ``estimate`` takes them. With a batch the report says what activations are kept for
-    backward, before and after, as estimated.
+    The second run restores the state of the first: autocast, random state, backend (``use_backend``), buffers, states
+    in plain attributes, ``train`` or ``eval`` mode, ``requires_grad``, numbers such as a dropout probability, torch's
+    default dtype and attention kernels. Afterwards all of these, and the running statistics of BatchNorm, are as before
+    the second run. Inside torch.compile, torch's own checkpointing is used, one module at a time.
 
-    ``to``: ``"cpu"`` or a directory, where the kept inputs are moved until backward (``offload_activations``).
+    Parameter names, ``isinstance``, copies and pickles are unaffected. The class of a checkpointed module is called
+    ``Checkpointed...``. Modules may be converted before and after (``quantize_``, ``train.prepare_``,
+    ``train.convert_``). Gradient checkpointing of Hugging Face models is switched off. In training mode a key-value
+    cache is not passed to a checkpointed layer.
 
-    The second run has the autocast, the random state, the backend (``use_backend``), the buffers and the states in
-    plain attributes of the first, the mode of each module (``train``, ``eval``), ``requires_grad``, numbers such as a
-    dropout's, and torch's default dtype and kernels of attention. It leaves all as it is, such as the running
-    statistics of BatchNorm; inside torch.compile torch's own
-    checkpointing does it, one module at a time. Without gradients nothing changes. Names of parameters, ``isinstance``,
-    copies and pickles stay as they are; a module's class is called ``Checkpointed...``. Modules may be converted before
-    and after (``quantize_``, ``train.prepare_``, ``train.convert_``). Gradient checkpointing of transformers is
-    switched off where it is on, and a cache of keys and values is not passed to a checkpointed layer in training mode.
+    A module must not write to its inputs, must compute the same result twice, and its weights must not change before
+    backward. Otherwise the call or backward raises ``NotReplayed``, which names the module. Not detected are:
 
-    A module must not write to its inputs, its weights must stay until backward, and it must compute the same twice:
-    ``NotReplayed``, a RuntimeError, names one that does not. What nothing tells: weights that are written to or
-    assigned through ``weight.data``, those of modules that FSDP2 has sharded, those that step in backward
-    (``in_backward_``), and any weights in compiled code, where torch's checkpointing looks at none; and, under
-    ``"save_matmuls"``, results that are written into where torch does not see it, as through ``numpy()``.
+    - Weights that are written to or assigned through ``weight.data``.
+    - Weights of modules sharded by FSDP2, and weights that are updated during backward (``in_backward_``).
+    - Any weights in compiled code, because torch's checkpointing does not check them.
+    - With ``"save_matmuls"``: writes to saved results that torch does not see, for example through ``numpy()``.
 
-    Raises ValueError for an unknown policy, one that chooses nothing, a pattern without a match, and for modules that
-    are not of ``model``; TypeError for what is no policy; each before anything is changed.
+    Args:
+        model: The model that contains the modules.
+        policy: A name from ``POLICIES``: ``"block"``, ``"attention"``, ``"mlp"``, ``"every:2"``, ``"ratio:0.5"``,
+            ``"sqrt"``, ``"segments:4"``, ``"save_matmuls"`` or ``"stages"``. Or a list of modules or patterns
+            (``lowbit.models.names``), a dict ``{pattern: policy or None}`` that applies a policy within the modules
+            that each pattern matches, a function ``(module, path) -> bool``, or the result of ``plan_checkpoints``. If
+            selected modules are nested, only the outermost is checkpointed, except for modules listed as objects.
+        to: ``"cpu"`` or a directory to which the saved inputs are offloaded until backward (see
+            ``offload_activations``). By default they stay on their device.
+        batch: An example batch, as for ``lb.estimate``. With it, the report has the estimated bytes saved for backward
+            before and after.
+        loss: A function of output and batch, as for ``lb.estimate``.
+
+    Returns:
+        A report of the checkpointed modules.
+
+    Raises:
+        ValueError: The policy is unknown, selects no module or has a pattern without a match, or a listed module is not
+            part of ``model``. ``model`` is unchanged.
+        TypeError: ``policy`` has none of the supported types. ``model`` is unchanged.
+
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
     """
     check_model(model)
-    chosen = choose(model, policy)
-    place = None if to is None else Offload(to)
+    groups = choose(model, policy)
+    offload = None if to is None else Offload(to)
     names = {id(module): name for name, module in model.named_modules()}
-    kept = Kept(model, batch, loss)
+    activations = Kept(model, batch, loss)
     uncheckpoint_(model)
     notes = _switch_off(model)
     numbered = place_of(model) is not None
-    for one in chosen:
-        segment = Segment(len(one.modules), one.contexts, place)
-        for index, module in enumerate(one.modules):
+    for group in groups:
+        segment = Segment(len(group.modules), group.contexts, offload)
+        for index, module in enumerate(group.modules):
             wrap(module, Recomputed(names[id(module)], segment, index, numbered))
-    layers = {names[id(module)]: module for one in chosen for module in one.modules}
+    layers = {names[id(module)]: module for group in groups for module in group.modules}
     report = report_on("memory.checkpoint_", model, layers, "checkpointed")
-    return kept.told(replace(report, notes=notes + _saves_little(model, layers.values())))
+    return activations.told(replace(report, notes=notes + _saves_little(model, layers.values())))
 
 
 def uncheckpoint_(model: nn.Module) -> Report:
-    """Undo ``checkpoint_``, in place; nothing where nothing is checkpointed."""
+    """Undo ``checkpoint_``, in place.
+
+    Args:
+        model: A model with or without checkpointed modules.
+
+    Returns:
+        A report of the modules that were restored; empty if none was checkpointed.
+    """
     check_model(model)
     modules = {path: model.get_submodule(path) for path, _ in unwrap_all(model, "memory.uncheckpoint_", Recomputed)}
     return report_on("memory.uncheckpoint_", model, modules, "restored")
 
 
 def recomputing(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
-    """Within, each of ``modules`` is checkpointed; afterwards it is what it was."""
-    others = [module for module in dict.fromkeys(modules) if wrapper_of(module, Recomputed) is None]
-    return wrapped((module, Recomputed(type(module).__name__, Segment(1))) for module in others)
+    """Return a context in which each of ``modules`` is checkpointed. Modules that already are stay as they are."""
+    plain = [module for module in dict.fromkeys(modules) if wrapper_of(module, Recomputed) is None]
+    return wrapped((module, Recomputed(type(module).__name__, Segment(1))) for module in plain)
 
 
-#: A policy that checkpoints less than this share of a model's weights saves next to nothing.
+#: A policy that checkpoints a smaller share of the model's weights saves almost no memory.
 _LITTLE = 0.05
 
 
 def _saves_little(model: nn.Module, chosen: Iterable[nn.Module]) -> tuple[str, ...]:
-    """What the report says if most of the model is outside of what is checkpointed. Embeddings are not counted."""
+    """Return a warning if the checkpointed modules hold few of the weights. Embeddings are not counted."""
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) for p in m.parameters()}
     total = sum(p.numel() for p in model.parameters() if id(p) not in tables)
     inside = sum(p.numel() for p in nn.ModuleList(chosen).parameters() if id(p) not in tables)
     if not chosen or not total or inside >= _LITTLE * total:
         return ()
     return (
-        f"warning: what is checkpointed holds {inside / total:.1%} of the weights outside of embeddings, so nearly all "
-        f"activations are kept; lb.estimate says how many, and a list of modules chooses others",
+        f"warning: the checkpointed modules hold {inside / total:.1%} of the weights outside of embeddings, so nearly "
+        f"all activations are saved; check with lb.estimate, or pass a list of other modules",
     )
 
 
 def _switch_off(model: nn.Module) -> tuple[str, ...]:
-    """Switch the gradient checkpointing of transformers off; what the report says of it."""
-    on = [module for module in model.modules() if vars(module).get("gradient_checkpointing")]
-    for module in on:
+    """Switch the gradient checkpointing of Hugging Face models off, and return a note for the report if it was on."""
+    enabled = [module for module in model.modules() if vars(module).get("gradient_checkpointing")]
+    for module in enabled:
         module.gradient_checkpointing = False  # type: ignore[assignment]
-    return ("transformers' gradient checkpointing is switched off; this takes its place",) if on else ()
+    return ("gradient checkpointing of transformers is switched off; this takes its place",) if enabled else ()

@@ -1,7 +1,7 @@
-"""The policies of checkpointing: what of a model is recomputed, by name.
+"""The checkpointing policies, by name: each selects the modules of a model that backward recomputes.
 
-A new one is a row of ``POLICIES``. One that acts on single blocks says so by ``block``; plans then choose it block by
-block, and ``lb.fit``, ``lowbit doctor`` and the documents know it. ``fallback`` lets runs fall back on it.
+A new policy is a row of ``POLICIES``. A policy with ``block`` acts on single blocks, so plans can choose it block by
+block, and ``lb.fit`` and ``lowbit doctor`` list it. With ``fallback``, a run that is out of memory may switch to it.
 """
 
 from __future__ import annotations
@@ -24,27 +24,34 @@ from lowbit.name_tables import did_you_mean
 
 __all__ = ["POLICIES", "Choice", "Chosen", "Policy", "choose"]
 
-#: What ``checkpoint_`` takes.
+#: The types of ``checkpoint_``'s ``policy``.
 Choice = Any
 
 
 class Chosen(NamedTuple):
-    """Modules that are recomputed as one, and what of their results is kept."""
+    """Modules that are recomputed together, and the contexts that save some of their results (None: save no result)."""
 
     modules: tuple[nn.Module, ...]
     contexts: Contexts | None = None
 
 
-#: The modules of one block that a policy recomputes, those in one sequence as one.
+#: Returns the modules of one block that a policy recomputes. Those in one inner sequence are recomputed together.
 InBlock = Callable[[nn.Module], Sequence[Sequence[nn.Module]]]
 
 
 class Policy(NamedTuple):
-    """``choose(model)``, or ``choose(model, argument)`` with ``argument``, which reads it from its text: the modules
-    to checkpoint, those in one sequence as one; none where a model has no such modules, for which ``missing(model)``
-    has words. ``about``: what is recomputed. ``contexts``: what keeps results besides. ``block(block)``: what it
-    chooses of one block, of a policy that acts on single blocks. ``fallback``: its rank among the policies that a run
-    takes when memory runs out, of which each keeps less than those before; None: no run takes it.
+    """A named way to select modules to checkpoint.
+
+    Attributes:
+        choose: ``choose(model)``, or ``choose(model, argument)``, returns the modules to checkpoint. Those in one inner
+            sequence are recomputed together. Empty if the model has no such modules.
+        about: The recomputed modules, for documents and tables.
+        argument: Parses the text after the colon of ``"name:text"``; None if the policy has no argument.
+        contexts: Contexts that save some results of the modules.
+        block: Selects modules of one block; None if the policy does not act on single blocks.
+        fallback: Rank among the policies to which a run switches when memory runs out. Each saves less for backward
+            than the policies of lower rank. None: never switched to.
+        missing: Returns the error for a model in which ``choose`` selects nothing, or "" if that is no error.
     """
 
     choose: Callable[..., Sequence[Sequence[nn.Module]]]
@@ -56,21 +63,21 @@ class Policy(NamedTuple):
     missing: Callable[[nn.Module], str] = lambda model: "" if stacks(model) else no_stacks(model)
 
     def of(self, block: nn.Module) -> list[Chosen]:
-        """What it checkpoints of one block."""
+        """Return the modules of one block that the policy checkpoints."""
         return [] if self.block is None else [Chosen(tuple(modules), self.contexts) for modules in self.block(block)]
 
 
 def choose(model: nn.Module, policy: Choice) -> list[Chosen]:
-    """What ``policy`` checkpoints of ``model``. Raises as ``checkpoint_``."""
-    found = _chosen(model, policy)
-    if not found and not _is_plan(policy):  # a plan weighs a budget, which may need no checkpoints
+    """Return the modules of ``model`` that ``policy`` selects. Raises like ``checkpoint_``."""
+    groups = _chosen(model, policy)
+    if not groups and not _is_plan(policy):  # a plan may need no checkpoints to meet its budget
         got = repr(policy) if isinstance(policy, str) else f"a {type(policy).__name__}"
         raise ValueError(
             f"memory.checkpoint_: expected a policy that chooses modules of {plain_class(model).__name__}, got {got} "
-            f"that chooses none; their names are in model.named_modules(). memory.uncheckpoint_(model) undoes "
-            f"checkpoints"
+            f"that chooses none; model.named_modules() lists their names. To remove checkpoints, call "
+            f"memory.uncheckpoint_(model)"
         )
-    return found
+    return groups
 
 
 def _is_plan(policy: Choice) -> bool:
@@ -83,7 +90,7 @@ def _chosen(model: nn.Module, policy: Choice) -> list[Chosen]:
     if isinstance(policy, str) and (policy.split(":")[0] in POLICIES or not _is_pattern(policy)):
         return _by_name(model, policy)
     if isinstance(policy, Mapping):
-        return [chosen for pattern, one in policy.items() for chosen in _by_pattern(model, pattern, one)]
+        return [group for pattern, inner in policy.items() for group in _by_pattern(model, pattern, inner)]
     if callable(policy) and not isinstance(policy, nn.Module):
         return _each(_outermost(model, lambda module, path: matches(policy, path, module)))
     if isinstance(policy, str | nn.Module):
@@ -91,8 +98,8 @@ def _chosen(model: nn.Module, policy: Choice) -> list[Chosen]:
     if not isinstance(policy, Iterable) or isinstance(policy, bytes):
         raise TypeError(
             f"memory.checkpoint_: expected a policy's name, a list of modules or of patterns, a mapping of patterns to "
-            f"policies, or a function of module and path; got {type(policy).__name__}. memory.uncheckpoint_(model) "
-            f"undoes checkpoints"
+            f"policies, or a function of module and path; got {type(policy).__name__}. To remove checkpoints, call "
+            f"memory.uncheckpoint_(model)"
         )
     return _listed(model, policy)
 
@@ -110,15 +117,15 @@ def _by_name(model: nn.Module, policy: str) -> list[Chosen]:
         expected = f"{name}:N" if row.argument else name
         raise ValueError(f"memory.checkpoint_: expected {expected!r}, got {policy!r}")
     argument = () if row.argument is None else (row.argument(text),)
-    found = [Chosen(tuple(modules), row.contexts) for modules in row.choose(model, *argument)]
-    missing = "" if found else row.missing(model)
+    groups = [Chosen(tuple(modules), row.contexts) for modules in row.choose(model, *argument)]
+    missing = "" if groups else row.missing(model)
     if missing:
         raise ValueError(f"memory.checkpoint_: {missing}")
-    return found
+    return groups
 
 
 def no_stacks(model: nn.Module) -> str:
-    """What to say of a model without blocks."""
+    """Return the error for a model without repeated blocks."""
     return (
         f"{plain_class(model).__name__} has no ModuleList or Sequential of two or more modules of one class; pass a "
         f"list of modules or of their names to say what to checkpoint"
@@ -154,15 +161,17 @@ def _sqrt(model: nn.Module) -> list[list[nn.Module]]:
 
 
 def _divided(stack: list[nn.Module], parts: int) -> list[list[nn.Module]]:
-    """``stack`` in so many parts, or as many as it has modules, whose sizes differ by one at most."""
+    """Split ``stack`` into ``parts`` runs, or one per module if there are fewer. Their sizes differ by at most one."""
     parts = min(parts, len(stack))
     ends = [i * len(stack) // parts for i in range(parts + 1)]
     return [stack[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
-def _in_blocks(block: InBlock, model: nn.Module) -> list[Sequence[nn.Module]]:
-    found = [segment for stack in _stacks(model) for one in stack for segment in block(one)]
-    return list({tuple(map(id, segment)): segment for segment in found}.values())  # hybrids share one among blocks
+def _in_blocks(segments_of: InBlock, model: nn.Module) -> list[Sequence[nn.Module]]:
+    segments = [segment for stack in _stacks(model) for block in stack for segment in segments_of(block)]
+    return list(
+        {tuple(map(id, segment)): segment for segment in segments}.values()
+    )  # hybrids share modules among blocks
 
 
 def _no_part(part: str, instead: str, model: nn.Module) -> str:
@@ -172,20 +181,20 @@ def _no_part(part: str, instead: str, model: nn.Module) -> str:
     classes = ", ".join(dict.fromkeys(plain_class(block).__name__ for block in blocks))
     others = [other for other in PARTS if other != part and any(find_part(block, other) for block in blocks)]
     return (
-        f"expected a module of {instead} in the blocks ({classes}), found none {_where_it_is(part, blocks[0])}; use "
-        f"{', '.join(map(repr, ('block', *others)))}, or a list of patterns such as ['*.mixer'] for modules of another "
-        f"name"
+        f"expected a module of {instead} in the blocks ({classes}), found none {_why_missing(part, blocks[0])}; use "
+        f"{', '.join(map(repr, ('block', *others)))}, or a list of patterns such as ['*.mixer'] for modules with other "
+        f"names"
     )
 
 
-def _where_it_is(part: str, block: nn.Module) -> str:
-    """Why a block has no module of that part."""
+def _why_missing(part: str, block: nn.Module) -> str:
+    """Return why a block has no module for that part."""
     layers, functions = split_part(block, part)
     if not functions:
-        return "that is called so"
+        return "with such a name"
     return (
-        f"but {', '.join(layers)} with a function between them, where a module is needed (block.{functions[0]} = "
-        f"torch.nn.ReLU(), where it is a ReLU)"
+        f"but {', '.join(layers)} with a function between them, which must be a module (for a ReLU: "
+        f"block.{functions[0]} = torch.nn.ReLU())"
     )
 
 
@@ -213,16 +222,15 @@ def _share(text: str) -> float:
 
 
 def _by_block(block: InBlock, about: str, **more: Any) -> Policy:
-    """A policy that acts on each block."""
     return Policy(partial(_in_blocks, block), about, block=block, **more)
 
 
-def _whole(block: nn.Module) -> list[list[nn.Module]]:
+def _full_block(block: nn.Module) -> list[list[nn.Module]]:
     return [[block]]
 
 
 def _of_part(part: str, about: str, instead: str, **more: Any) -> Policy:
-    """The policy that recomputes one part of each block."""
+    """Return the policy that recomputes one part of each block."""
     return _by_block(partial(find_part, part=part), about, missing=partial(_no_part, part, instead), **more)
 
 
@@ -230,10 +238,10 @@ POLICIES = {
     "attention": _of_part("attention", "the attention of each block", "attention", fallback=1),
     "mlp": _of_part("mlp", "the feed-forward part of each block", "the feed-forward part"),
     "save_matmuls": _by_block(
-        _whole, "each block, but for the results of products, convolutions and attention", contexts=kept_products,
+        _full_block, "each block, but for the results of products, convolutions and attention", contexts=kept_products,
         fallback=2,
     ),
-    "block": _by_block(_whole, "each repeated block", fallback=4),
+    "block": _by_block(_full_block, "each repeated block", fallback=4),
     "sqrt": Policy(_sqrt, "about sqrt(N) segments of consecutive blocks, each as one", fallback=3),
     "every": Policy(_every, "each N-th block, from the first", _count),
     "ratio": Policy(_ratio, "a share of the blocks, spread evenly", _share),
@@ -254,14 +262,14 @@ def _paths(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _outermost(model: nn.Module, wanted: Callable[[nn.Module, str], bool]) -> list[nn.Module]:
-    """The modules that are wanted and not inside of one that is."""
+    """Return the modules for which ``wanted`` is true and that are not inside another such module."""
     inside: set[int] = set()
-    found = []
+    modules = []
     for path, module in _paths(model):
         if id(module) not in inside and wanted(module, path):
             inside |= {id(inner) for inner in module.modules()}
-            found.append(module)
-    return found
+            modules.append(module)
+    return modules
 
 
 def _each(modules: Iterable[nn.Module]) -> list[Chosen]:
@@ -272,27 +280,27 @@ def _by_pattern(model: nn.Module, pattern: Any, policy: Choice) -> list[Chosen]:
     _refuse_missing(model, [pattern])
     if policy is None:
         return []
-    above = _outermost(model, lambda module, path: named(pattern, path, module))
-    return [chosen for module in above for chosen in _chosen(module, policy)]
+    roots = _outermost(model, lambda module, path: named(pattern, path, module))
+    return [group for module in roots for group in _chosen(module, policy)]
 
 
-def _listed(model: nn.Module, given: Iterable[Any]) -> list[Chosen]:
+def _listed(model: nn.Module, entries: Iterable[Any]) -> list[Chosen]:
     inside = {id(module) for module in model.modules()}
-    found: list[Chosen] = []
-    for one in given:
-        if not isinstance(one, nn.Module):
-            (pattern,) = patterns_in((one,), "memory.checkpoint_: policy")
+    groups: list[Chosen] = []
+    for entry in entries:
+        if not isinstance(entry, nn.Module):
+            (pattern,) = patterns_in((entry,), "memory.checkpoint_: policy")
             _refuse_missing(model, [pattern])
             wanted = partial(_is_named, pattern)
-            found += _each(_outermost(model, wanted))
-        elif id(one) not in inside:
+            groups += _each(_outermost(model, wanted))
+        elif id(entry) not in inside:
             raise ValueError(
-                f"memory.checkpoint_: a {type(one).__name__} of the list is no module of the model; take modules from "
-                f"the model that is to be checkpointed"
+                f"memory.checkpoint_: a {type(entry).__name__} of the list is no module of the model; list modules of "
+                f"the model itself"
             )
         else:
-            found += _each([one])
-    return found
+            groups += _each([entry])
+    return groups
 
 
 def _is_named(pattern: Any, module: nn.Module, path: str) -> bool:
@@ -300,7 +308,7 @@ def _is_named(pattern: Any, module: nn.Module, path: str) -> bool:
 
 
 def _called(module: nn.Module) -> list[nn.Module]:
-    """The module, or those in it where it is a list or a mapping of modules, which nobody calls."""
+    """Return the module, or its children if it is a list or dict of modules, which is never called itself."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict):
         return [module]
     return [called for child in module.children() for called in _called(child)]
@@ -310,6 +318,6 @@ def _refuse_missing(model: nn.Module, patterns: list[Any]) -> None:
     missing = unmatched(patterns, _paths(model))
     if missing:
         raise ValueError(
-            f"memory.checkpoint_: no module of {plain_class(model).__name__} is meant by "
-            f"{', '.join(map(shown, missing))}; names are those of model.named_modules()"
+            f"memory.checkpoint_: no module of {plain_class(model).__name__} is matched by "
+            f"{', '.join(map(shown, missing))}; use names of model.named_modules()"
         )

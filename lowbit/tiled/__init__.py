@@ -1,4 +1,4 @@
-"""Arithmetic in tiles, which never holds its largest intermediate: losses without logits, attention without scores."""
+"""Tiled losses and attention that never allocate all logits or attention scores at once."""
 
 from lowbit.tiled.attention_tiles import attention, attention_backends
 from lowbit.tiled.fused_loss import fuse_loss_, unfuse_loss_

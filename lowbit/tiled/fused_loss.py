@@ -1,6 +1,4 @@
-"""``lb.memory.linear_cross_entropy`` as the loss of causal language models of transformers, whose logits are then never
-held as a whole.
-"""
+"""``fuse_loss_``: Hugging Face causal language models compute their loss without allocating all logits at once."""
 
 from __future__ import annotations
 
@@ -36,34 +34,42 @@ __all__ = [
     "unfuse_loss_",
 ]
 
-#: The entry of a config by which a model caps its logits before the loss.
+#: The config entry that holds a model's soft cap of logits.
 _SOFTCAP = "final_logit_softcapping"
 
-#: Packages whose forward, in place of a model's own, computes the loss without logits. The trainers of trl (from 1.16)
-#: put theirs on the model.
+#: Packages that replace a model's forward by one whose loss needs no logits. The trainers of trl (from 1.16) do so.
 _FUSING = ("trl", "liger_kernel", "unsloth", "cut_cross_entropy")
 
 
 def fuse_loss_(model: nn.Module, *, batch: Any = None, loss: Callable[[Any, Any], Tensor] | None = None) -> Report:
-    """Have ``model`` compute its loss and its last layer together by ``lb.memory.linear_cross_entropy``, in place.
+    """Have ``model`` compute its last layer and its loss together with ``lb.memory.linear_cross_entropy``, in place.
 
-    ``model``: a causal language model of transformers, or a module that has one inside, such as one of peft. In
-    training mode, where it is given ``labels``, it answers with ``loss`` and with ``logits=None``; in evaluation, and
-    without labels, it is as before. The loss is that of ``ForCausalLMLoss`` within the rounding of sums, with
-    ``num_items_in_batch``, ``ignore_index`` and ``shift_labels``; logits in half precision are rounded as they are.
+    In training mode with ``labels``, the model returns ``loss`` and ``logits=None``. In evaluation and without labels
+    it is unchanged. The loss equals that of ``ForCausalLMLoss`` up to rounding of sums, and supports
+    ``num_items_in_batch``, ``ignore_index`` and ``shift_labels``. Logits of 16-bit models are rounded to their dtype as
+    before.
 
-    Where an embedding shares the weight of the last layer, its gradient is added to that layer's in place, a 32nd of
-    the rows at a time. No bit of the sum changes.
+    If an embedding shares the weight of the last layer, its gradient is added to that layer's in place, a 32nd of the
+    rows at a time. The sum is bit-identical.
 
-    ``batch`` and ``loss``: as ``lb.estimate`` takes them. With a batch the report says what activations are kept
-    for backward, before and after, as estimated.
+    Calls of a model with a soft cap run one at a time across threads, because its config is changed during the call.
+    Afterwards the forward raises ValueError if the model changes its logits before the loss (a soft cap and a cast to
+    fp32 are supported), or if the last layer has been replaced or sharded.
 
-    Calls of a model with a soft cap wait for each other, since its config is another one meanwhile.
-    Raises TypeError for what is no module; ValueError, with the model untouched, where there is no such model, its loss
-    is another, its last layer is no plain ``nn.Linear``, and where that is done already, by this function or by the
-    forward of another library (trl's trainers, Liger). The forward raises ValueError
-    where the model changes its logits before the loss (a scale; the soft cap of Gemma and a cast to fp32 are served),
-    and where the last layer has been replaced or sharded since. ``unfuse_loss_`` is the way back.
+    Args:
+        model: A Hugging Face causal language model, or a module that contains one, such as a peft model.
+        batch: An example batch, as for ``lb.estimate``. With it, the report has the estimated bytes saved for backward
+            before and after.
+        loss: A function of output and batch, as for ``lb.estimate``.
+
+    Returns:
+        A report of the last layers that were fused with the loss.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: There is no such model, it has another loss, its last layer is not a plain ``nn.Linear``, or the
+            loss is fused already, by this function or by another library (trl's trainers, Liger). ``model`` is
+            unchanged.
     """
     check_model(model)
     if _is_fused(model):
@@ -71,18 +77,18 @@ def fuse_loss_(model: nn.Module, *, batch: Any = None, loss: Callable[[Any, Any]
     libraries = fusing_libraries(model)
     if libraries:
         raise ValueError(
-            f"memory.fuse_loss_: expected a model with a forward of its own, got one whose forward is that of "
+            f"memory.fuse_loss_: expected a model with its original forward, got one whose forward is that of "
             f"{', '.join(libraries)}, which computes the loss without logits already; leave fuse_loss_ out"
         )
-    found, reasons = _found(model)
-    if not found:
+    fusible, reasons = _fusible(model)
+    if not fusible:
         raise ValueError(
-            f"memory.fuse_loss_: expected a causal language model of transformers with a loss of its own, got "
+            f"memory.fuse_loss_: expected a Hugging Face causal language model with its original loss, got "
             f"{type(model).__name__}{': ' + '; '.join(reasons) if reasons else ''}; call "
-            f"lowbit.memory.linear_cross_entropy(hidden, weight, targets) where the loss is computed"
+            f"lowbit.memory.linear_cross_entropy(hidden, weight, targets) to compute the loss instead"
         )
-    kept, heads = Kept(model, batch, loss), {}
-    for causal in found:
+    activations, heads = Kept(model, batch, loss), {}
+    for causal in fusible:
         head = causal.get_output_embeddings()
         fused = _Fused(causal.loss_function)
         wrap(causal, FusedModel(fused))
@@ -92,13 +98,20 @@ def fuse_loss_(model: nn.Module, *, batch: Any = None, loss: Callable[[Any, Any]
                 wrap(module, FusedEmbedding(fused))
         causal.loss_function = partial(_loss, fused, head)
         heads.update({name: module for name, module in model.named_modules() if module is head})
-    return kept.told(report_on("memory.fuse_loss_", model, heads, "fused with the loss"))
+    return activations.told(report_on("memory.fuse_loss_", model, heads, "fused with the loss"))
 
 
 def unfuse_loss_(model: nn.Module) -> Report:
-    """Undo ``fuse_loss_``, in place. Other models stay as they are.
+    """Undo ``fuse_loss_``, in place.
 
-    Raises ValueError, with the model untouched, where a forward has been replaced since.
+    Args:
+        model: A model with or without a fused loss.
+
+    Returns:
+        A report of the last layers that were restored; empty if none was fused.
+
+    Raises:
+        ValueError: A forward has been replaced since. ``model`` is unchanged.
     """
     check_model(model)
     heads = {}
@@ -112,21 +125,22 @@ def unfuse_loss_(model: nn.Module) -> Report:
 
 
 def has_causal_loss(model: nn.Module) -> bool:
-    """Whether the loss of ``model`` is transformers' for causal models, whose labels are shifted by one. Encoders with
-    decoders that compute their loss themselves do not shift.
+    """Return whether ``model`` uses transformers' loss for causal models, which shifts labels by one.
+
+    Encoder-decoders that compute their loss themselves do not shift.
     """
     return _is_fused(model) or any(
-        _asks_for_loss(one) or not getattr(one.config, "is_encoder_decoder", False) for one in _causal(model)
+        _asks_for_loss(causal) or not getattr(causal.config, "is_encoder_decoder", False) for causal in _causal(model)
     )
 
 
 def can_fuse_loss(model: nn.Module) -> bool:
-    """Whether ``fuse_loss_`` takes ``model``."""
-    return not _is_fused(model) and not fusing_libraries(model) and bool(_found(model)[0])
+    """Return whether ``fuse_loss_`` supports ``model``."""
+    return not _is_fused(model) and not fusing_libraries(model) and bool(_fusible(model)[0])
 
 
 def answers_without_logits(model: nn.Module, batch: Any) -> bool:
-    """Whether ``model`` would, for such a batch, after ``fuse_loss_``; by a forward without data."""
+    """Return whether ``model`` needs no logits for ``batch`` after ``fuse_loss_``, by a forward on fake tensors."""
     if not model.training or not can_fuse_loss(model):
         return False
     answer = answer_without_data(model, fuse_loss_, batch)
@@ -134,19 +148,19 @@ def answers_without_logits(model: nn.Module, batch: Any) -> bool:
 
 
 def fusing_libraries(model: nn.Module) -> list[str]:
-    """The libraries whose forwards compute the loss of causal language models inside without logits already."""
+    """Return the libraries that have replaced a forward in ``model`` by one whose loss needs no logits."""
     modeling: Any = sys.modules.get("transformers.modeling_utils")
     models = model.modules() if modeling is not None else ()
-    found = {_fuses(module) for module in models if isinstance(module, modeling.PreTrainedModel)}
-    return sorted(library for library in found if library is not None)
+    libraries = {_fuses(module) for module in models if isinstance(module, modeling.PreTrainedModel)}
+    return sorted(library for library in libraries if library is not None)
 
 
 def _fuses(causal: nn.Module) -> str | None:
-    """Which of ``_FUSING`` has made a forward that a call of ``causal`` runs."""
+    """Return the package of ``_FUSING`` that defines a forward which a call of ``causal`` runs."""
     forwards: tuple[Any, ...] = (causal.forward, type(causal).forward)
     for forward in forwards:
         while forward is not None:
-            # Decorators copy the module's name from the function that they wrap; its globals they cannot.
+            # Decorators copy ``__module__`` from the wrapped function, but cannot copy its globals.
             function = getattr(forward, "__func__", forward)
             library = str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0]
             if library in _FUSING:
@@ -159,9 +173,9 @@ def _is_fused(model: nn.Module) -> bool:
     return any(wrapper_of(module, FusedModel) for module in model.modules())
 
 
-def _found(model: nn.Module) -> tuple[list[Any], list[str]]:
-    """The causal language models inside whose loss can be fused, and why others cannot."""
-    found, reasons = [], []
+def _fusible(model: nn.Module) -> tuple[list[Any], list[str]]:
+    """Return the causal language models in ``model`` whose loss can be fused, and the reasons why others cannot."""
+    fusible, reasons = [], []
     for causal in _causal(model):
         head, name = causal.get_output_embeddings(), type(causal).__name__
         if plain_class(head) is not nn.Linear:
@@ -169,12 +183,12 @@ def _found(model: nn.Module) -> tuple[list[Any], list[str]]:
         elif not _asks_for_loss(causal):
             reasons.append(f"{name} computes its loss in its forward, and not by loss_function")
         else:
-            found.append(causal)
-    return found, reasons
+            fusible.append(causal)
+    return fusible, reasons
 
 
 def _asks_for_loss(causal: nn.Module) -> bool:
-    """Whether the forward calls ``self.loss_function``, as far as its source is known."""
+    """Return whether the forward calls ``self.loss_function``. Assume so if its source is not available."""
     try:
         return "self.loss_function(" in inspect.getsource(inspect.unwrap(type(causal).forward))
     except (OSError, TypeError):
@@ -182,7 +196,7 @@ def _asks_for_loss(causal: nn.Module) -> bool:
 
 
 def _causal(model: nn.Module) -> Iterator[Any]:
-    """The models of transformers that have the loss of causal language models."""
+    """Yield the Hugging Face models in ``model`` that use the causal language model loss."""
     modeling: Any = sys.modules.get("transformers.modeling_utils")
     losses: Any = sys.modules.get("transformers.loss.loss_utils")
     for module in model.modules() if modeling is not None and losses is not None else ():
@@ -196,9 +210,16 @@ def _causal(model: nn.Module) -> Iterator[Any]:
 
 
 class _Fused(threading.local):
-    """What model, last layer and loss share in a call of one thread. ``hidden``: what the last layer was given, and
-    answers with; then what the loss was given. ``softcap``: of the model's logits. ``done``: whether the loss was
-    asked for. ``weight``: of the last layer. ``tie``: of what it shares with embeddings, where there have been any.
+    """State that model, last layer and loss share during a call in one thread.
+
+    Attributes:
+        plain: The model's original loss function.
+        active: Whether a call is under way that computes a fused loss.
+        done: Whether the loss was computed.
+        hidden: The input, and fused output, of the last layer. After the loss: the tensor that the loss received.
+        softcap: The soft cap of the model's logits.
+        weight: The last layer's weight.
+        tie: Shares its gradient with embeddings; None before the first lookup.
     """
 
     def __init__(self, plain: Callable[..., Tensor]) -> None:
@@ -213,20 +234,20 @@ class _Fused(threading.local):
         return _Fused, (self.plain,)
 
     def tied(self) -> Tie:
-        """The tie of this call, which is that of the last one while no backward has been there."""
+        """Return the tie of this call. It is that of the previous call if no backward has used it since."""
         assert self.weight is not None
         if self.tie is None:
-            last = self._last()
-            self.tie = last if last is not None and last.serves(self.weight) else Tie(self.weight)
+            previous = self._last()
+            self.tie = previous if previous is not None and previous.serves(self.weight) else Tie(self.weight)
             self._last = weakref.ref(self.tie)
         return self.tie
 
 
 def _nothing() -> None:
-    """As a weak reference to what is gone."""
+    """Stand in for a dead weak reference."""
 
 
-#: Held by calls of models with a soft cap, whose config is another one meanwhile.
+#: Calls of models with a soft cap hold this lock, because they change the config.
 _CAPPED = threading.RLock()
 
 
@@ -236,14 +257,14 @@ class _Wrapper(Wrapper):
 
 
 class FusedModel(_Wrapper):
-    """The model, which answers without logits."""
+    """Wrapper of the model: it returns no logits."""
 
     def __call__(self, module: Any, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         plain, fused = type(module).forward, self.fused
-        given = inspect.signature(plain).bind_partial(module, *args, **kwargs).arguments if args else kwargs
+        arguments = inspect.signature(plain).bind_partial(module, *args, **kwargs).arguments if args else kwargs
         config = module.config.get_text_config()
         with _CAPPED if hasattr(config, _SOFTCAP) else nullcontext():
-            if not module.training or given.get("labels") is None:
+            if not module.training or arguments.get("labels") is None:
                 return forward(*args, **kwargs)
             head = module.get_output_embeddings()
             _require_plain(head)
@@ -259,7 +280,7 @@ class FusedModel(_Wrapper):
                 hidden, fused.active, fused.hidden = fused.hidden, False, None
                 fused.weight = fused.tie = None
         if not fused.done:
-            raise ValueError(_refused(f"{type(module).__name__} computes its loss itself, of what is no logits"))
+            raise ValueError(_refused(f"{type(module).__name__} computes its loss without loss_function"))
         if isinstance(output, tuple):
             return tuple(part for part in output if part is not hidden)
         output.logits = None
@@ -267,7 +288,7 @@ class FusedModel(_Wrapper):
 
 
 class FusedHead(_Wrapper):
-    """The last layer, which hands its input on."""
+    """Wrapper of the last layer: it returns its input."""
 
     def __call__(self, module: nn.Module, forward: Any, /, hidden: Tensor) -> Any:
         if not self.fused.active:
@@ -277,7 +298,7 @@ class FusedHead(_Wrapper):
 
 
 class FusedEmbedding(_Wrapper):
-    """An embedding that shares the last layer's weight."""
+    """Wrapper of an embedding that shares the last layer's weight."""
 
     def __call__(self, module: Any, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         fused = self.fused
@@ -298,7 +319,7 @@ def _loss(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """transformers' ``ForCausalLMLoss``, where ``logits`` is what the last layer would have been given."""
+    """transformers' ``ForCausalLMLoss``, but ``logits`` is the input of the last layer."""
     if not fused.active:
         return fused.plain(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
     if not _is_same(logits, fused.hidden):
@@ -323,7 +344,9 @@ def _loss(
 
 
 def _is_same(logits: Tensor, hidden: Tensor | None) -> bool:
-    """Whether the model left its logits as they were, but for a cast: the loss computes in fp32 anyway."""
+    """Return whether the model left its logits unchanged, except for a cast to fp32, in which the loss is computed
+    anyway.
+    """
     if logits is hidden or hidden is None or logits.grad_fn is None:
         return logits is hidden
     cast = logits.grad_fn.name() == "ToCopyBackward0" and logits.dtype == torch.float32

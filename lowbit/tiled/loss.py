@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer's outputs without the outputs: a tile of them is held at a time.
+"""Cross-entropy of a linear layer's output without the full logits: only tiles of them are computed.
 
 Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", arXiv 2411.09009.
 """
@@ -17,7 +17,7 @@ from lowbit.torch_private import assert_async, is_fake
 __all__ = ["linear_cross_entropy"]
 
 _REDUCTIONS = ("mean", "sum", "none")
-#: Rows of a tile, where there are as many: products of fewer read the weight more often.
+#: Rows of a tile, if there are as many. With fewer, the matmuls read the weight more often.
 _ROWS = 1024
 
 
@@ -40,60 +40,72 @@ def linear_cross_entropy(
     chunk: int | None = None,
     rounded: bool = False,
 ) -> Tensor:
-    """``F.cross_entropy(F.linear(hidden, weight, bias), targets)`` without ever making the logits.
+    """``F.cross_entropy(F.linear(hidden, weight, bias), targets)`` without allocating the logits.
 
-    ``hidden`` ``[..., features]``, ``weight`` ``[classes, features]``, ``targets`` ``[...]`` int64, ``bias``
-    ``[classes]``. Returns a scalar, or with ``reduction="none"`` the shape of ``targets``; in fp32, of fp64 in fp64.
+    Forward computes each row's log-sum-exp tile by tile. Backward computes each tile again, so there are four matmuls
+    in total instead of three. Beyond inputs and gradients, memory is two tiles. Sums are in fp32, or fp64 for fp64
+    inputs, and do not depend on the order of threads. Under autocast, operands are cast as for ``F.linear``.
 
-    Forward finds each row's log-sum-exp tile by tile. Backward computes each tile again: four products in all, of which
-    torch's way has three. ``chunk``: logits in a tile (default 2^22). Beyond inputs and gradients, memory is two tiles.
-    Sums are in fp32 also where inputs are in half precision, and no sum depends on the order of threads. ``rounded``:
-    on a CPU, products of such inputs are rounded to their dtype, as those of ``F.linear`` are: several times faster
-    where the processor multiplies bf16.
+    Args:
+        hidden: ``[..., features]``, floating point.
+        weight: ``[classes, features]``, in the dtype of ``hidden``.
+        targets: ``[...]``, int64 class indices.
+        bias: ``[classes]``, in the dtype of ``hidden``.
+        ignore_index: Target value of rows that do not count, as in ``F.cross_entropy``. If all rows are ignored, the
+            mean is NaN and the gradients are zero.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``, as in ``F.cross_entropy``.
+        label_smoothing: From 0 to 1, as in ``F.cross_entropy``.
+        softcap: If given, logits become ``softcap * tanh(logits / softcap)``.
+        chunk: Logits per tile; 2^22 by default.
+        rounded: On a CPU, round matmuls of 16-bit inputs to their dtype, as ``F.linear`` does. This is several times
+            faster if the processor has bf16 matmul instructions.
 
-    ``ignore_index``, ``reduction`` and ``label_smoothing`` mean what they mean in ``F.cross_entropy``; with all targets
-    ignored the mean is NaN and gradients are zero. ``softcap``: logits become ``softcap * tanh(logits / softcap)``.
-    Under autocast operands are cast as those of ``F.linear``.
+    Returns:
+        A scalar, or with ``reduction="none"`` a tensor of ``targets``' shape. The dtype is fp32, or fp64 for fp64
+        inputs.
 
-    Raises ValueError for shapes and options that do not fit; TypeError for dtypes; IndexError on a CPU for a target
-    that is no class (CUDA stops with an assertion); RuntimeError for gradients of gradients.
+    Raises:
+        ValueError: Shapes do not match or an option is out of range.
+        TypeError: A dtype is not supported.
+        IndexError: On a CPU, a target is not a class index. On CUDA an assertion fails instead.
+        RuntimeError: Second-order gradients are requested.
     """
     _check(hidden, weight, targets, bias, reduction, softcap, label_smoothing, chunk)
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
-        cast = torch.get_autocast_dtype(device)
-        hidden, weight, bias = hidden.to(cast), weight.to(cast), None if bias is None else bias.to(cast)
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     flat = targets.reshape(-1)
     counted = flat != ignore_index
     _check_classes(flat, counted, len(weight))
     options = _Options(label_smoothing, softcap, TILE if chunk is None else chunk, rounded)
     classes = torch.where(counted, flat, 0)
     with torch.autocast(device, enabled=False):
-        each = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        losses = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
             hidden.reshape(-1, hidden.shape[-1]), weight, bias, classes, counted, options
         )
         if reduction == "none":
-            return each.view(targets.shape)  # type: ignore[no-any-return]
-        return each.sum() / counted.sum() if reduction == "mean" else each.sum()  # type: ignore[no-any-return]
+            return losses.view(targets.shape)  # type: ignore[no-any-return]
+        return losses.sum() / counted.sum() if reduction == "mean" else losses.sum()  # type: ignore[no-any-return]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss of each row. ``counted`` rows alone have one, and gradients."""
+    """The loss of each row. Rows with ``counted`` False have loss and gradients of zero."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor, counted: Tensor,
         options: _Options,
     ) -> Tensor:  # fmt: skip
-        total, highest, own, every = _row_sums(hidden, weight, bias, classes, options)
+        total, highest, target_logit, logit_sum = _row_sums(hidden, weight, bias, classes, options)
         log_sum = total.log_().add_(highest)
         ctx.save_for_backward(hidden, weight, bias, classes, counted, log_sum)
         ctx.options = options
         smoothing = options.smoothing
-        each = log_sum - (1 - smoothing) * own
-        if every is not None:
-            each -= smoothing / len(weight) * every
-        return each.masked_fill_(~counted, 0)
+        losses = log_sum - (1 - smoothing) * target_logit
+        if logit_sum is not None:
+            losses -= smoothing / len(weight) * logit_sum
+        return losses.masked_fill_(~counted, 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -112,34 +124,38 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _row_sums(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Of each row: the sum of exponentials beyond the highest logit, that logit, the target's, and the sum of all."""
+    """Return for each row the sum of ``exp(logit - highest)``, the highest logit, the target's logit, and with
+    smoothing the sum of all logits.
+    """
     new = hidden.new_zeros(len(hidden), dtype=sum_dtype(hidden.dtype))
-    total, own, highest = new, new.clone(), new - torch.inf
-    every = new.clone() if options.smoothing else None
+    total, target_logit, highest = new, new.clone(), new - torch.inf
+    logit_sum = new.clone() if options.smoothing else None
     for rows, columns in _tiles(len(hidden), len(weight), options.tile):
         logits = _capped(_logits(hidden[rows], weight[columns], bias, columns, options), options.softcap)
         place, inside = _places(classes[rows], columns)
-        own[rows] += torch.where(inside, logits.gather(1, place), 0).squeeze(1)
-        if every is not None:
-            every[rows] += logits.sum(1)
-        before = highest[rows].clone()
-        now = torch.maximum(before, logits.amax(1))
-        shift = torch.where(now == -torch.inf, 0, now)
-        total[rows] = total[rows] * (before - shift).exp() + logits.sub_(shift.unsqueeze(1)).exp_().sum(1)
-        highest[rows] = now
-    return total, highest, own, every
+        target_logit[rows] += torch.where(inside, logits.gather(1, place), 0).squeeze(1)
+        if logit_sum is not None:
+            logit_sum[rows] += logits.sum(1)
+        previous = highest[rows].clone()
+        maximum = torch.maximum(previous, logits.amax(1))
+        shift = torch.where(maximum == -torch.inf, 0, maximum)
+        total[rows] = total[rows] * (previous - shift).exp() + logits.sub_(shift.unsqueeze(1)).exp_().sum(1)
+        highest[rows] = maximum
+    return total, highest, target_logit, logit_sum
 
 
 def _gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor, log_sum: Tensor, scale: Tensor,
     options: _Options, wanted: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of those that are ``wanted``, in their dtypes. ``scale`` ``[rows, 1]``: the gradient of each loss."""
+    """Return the gradients of ``hidden``, ``weight`` and ``bias`` that are ``wanted``, in their dtypes. ``scale``
+    ``[rows, 1]`` is the gradient of each row's loss.
+    """
     sums, dtype = log_sum.dtype, hidden.dtype
-    of_hidden = torch.zeros_like(hidden, dtype=sums) if wanted[0] else None
-    of_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format) if wanted[1] else None
-    of_bias = torch.zeros_like(bias) if bias is not None and wanted[2] else None
-    # Of few rows a tile of logits has more classes than a tile of the weight's gradient.
+    hidden_grad = torch.zeros_like(hidden, dtype=sums) if wanted[0] else None
+    weight_grad = torch.zeros_like(weight, memory_format=torch.contiguous_format) if wanted[1] else None
+    bias_grad = torch.zeros_like(bias) if bias is not None and wanted[2] else None
+    # With few rows, a tile of logits spans more classes than a tile of the weight's gradient may.
     height = max(min(len(hidden), _ROWS), weight.shape[1])
     for columns in _column_tiles(height, len(weight), options.tile):
         weight_sum: Tensor | None = None
@@ -149,24 +165,24 @@ def _gradients(
                 hidden[rows], weight[columns], bias, classes[rows], log_sum[rows], scale[rows], columns, options,
                 len(weight),
             )  # fmt: skip
-            if of_hidden is not None:
-                of_hidden[rows] += product(grad, weight[columns], dtype, options.rounded)
-            if of_weight is not None:
+            if hidden_grad is not None:
+                hidden_grad[rows] += product(grad, weight[columns], dtype, options.rounded)
+            if weight_grad is not None:
                 weight_sum = _plus(weight_sum, product(grad.t(), hidden[rows], dtype, options.rounded))
-            if of_bias is not None:
+            if bias_grad is not None:
                 bias_sum = _plus(bias_sum, grad.sum(0))
-        if of_weight is not None and weight_sum is not None:
-            of_weight[columns] = weight_sum.to(of_weight.dtype)
-        if of_bias is not None and bias_sum is not None:
-            of_bias[columns] = bias_sum.to(of_bias.dtype)
-    return None if of_hidden is None else of_hidden.to(dtype), of_weight, of_bias
+        if weight_grad is not None and weight_sum is not None:
+            weight_grad[columns] = weight_sum.to(weight_grad.dtype)
+        if bias_grad is not None and bias_sum is not None:
+            bias_grad[columns] = bias_sum.to(bias_grad.dtype)
+    return None if hidden_grad is None else hidden_grad.to(dtype), weight_grad, bias_grad
 
 
 def _tile_gradient(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor, log_sum: Tensor, scale: Tensor,
     columns: slice, options: _Options, count: int,
 ) -> Tensor:  # fmt: skip
-    """Gradients of a tile's products: ``scale * (softmax - targets)``, through the cap."""
+    """Return the gradients of a tile's matmul outputs: ``scale * (softmax - targets)``, through the soft cap."""
     logits = _capped(_logits(hidden, weight, bias, columns, options), options.softcap)
     slope = None if options.softcap is None else 1 - (logits / options.softcap).square_()
     grad = logits.sub_(log_sum.unsqueeze(1)).exp_()
@@ -203,7 +219,7 @@ def _capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def _places(classes: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Where in the tile each row's class is ``[rows, 1]``, and whether it is in the tile."""
+    """Return the column of each row's class in the tile ``[rows, 1]``, and whether the class is in the tile."""
     place = (classes - columns.start).unsqueeze(1)
     last = columns.stop - columns.start - 1
     return place.clamp(0, last), (place >= 0) & (place <= last)
@@ -230,7 +246,7 @@ def _check(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{name}: expected bias {list(weight.shape[:1])}, got {list(bias.shape)}")
     if targets.dtype != torch.int64:
-        raise TypeError(f"{name}: targets are classes in int64, got {targets.dtype}; use F.cross_entropy for others")
+        raise TypeError(f"{name}: targets are classes in int64, got {targets.dtype}; for others use F.cross_entropy")
     autocast = torch.is_autocast_enabled(hidden.device.type)
     dtypes = {t.dtype for t in (hidden, weight, bias) if t is not None}
     if not all(dtype.is_floating_point for dtype in dtypes) or (len(dtypes) > 1 and not autocast):
@@ -245,7 +261,7 @@ def _check(
 
 
 def _check_classes(classes: Tensor, counted: Tensor, count: int) -> None:
-    """Where targets are on a CPU the error is of Python; reading what CUDA holds would wait for it."""
+    """Raise IndexError for a CPU target that is no class. On CUDA use an assertion, which does not wait."""
     if torch.compiler.is_compiling() or classes.is_meta or is_fake(classes):
         return
     wrong = counted & ((classes < 0) | (classes >= count))

@@ -1,6 +1,8 @@
-"""``lb.memory.attention`` in models: ``attention_``, ``unattention_``, and the attention ``"lowbit"`` of Hugging Face
-models (``attn_implementation="lowbit"`` of ``from_pretrained`` and of configs,
-``model.set_attn_implementation("lowbit")``).
+"""``attention_`` and ``unattention_``: tiled attention in models, and the ``"lowbit"`` attention of Hugging Face
+models.
+
+Hugging Face models select it with ``from_pretrained(..., attn_implementation="lowbit")``, in their config, or with
+``model.set_attn_implementation("lowbit")``.
 """
 
 from __future__ import annotations
@@ -25,63 +27,65 @@ from lowbit.tiled.multihead import is_switched, multihead_layers, put_back, put_
 
 __all__ = ["IMPLEMENTATION", "attends_without_scores", "attention_", "register", "register_mask", "unattention_"]
 
-#: Of what kernels of attention take the dimensions of heads to be a multiple.
+#: Attention kernels expect a head dimension that is a multiple of this.
 _MULTIPLE = 8
 
-#: The name among transformers' implementations of attention.
+#: The name of this attention in Hugging Face models.
 IMPLEMENTATION = "lowbit"
 
 
-#: Where a Hugging Face model keeps the implementation that it had before.
+#: Attribute of a Hugging Face model with the implementation that it had before.
 _BEFORE = "_lowbit_attention"
 
-#: Where a module keeps, by attribute, the configs that it shared with others before.
+#: Attribute of a module with the configs, by attribute, that it shared with other modules before.
 _SHARED = "_lowbit_shared_configs"
 
 
 def attention_(model: nn.Module, *, batch: Any = None, loss: Callable[[Any, Any], Tensor] | None = None) -> Report:
-    """Have the attention of ``model`` computed by ``lb.memory.attention``, in place: scores are never held as a whole.
+    """Have ``model`` compute its attention with ``lb.memory.attention``, in place, without allocating all scores at
+    once.
 
-    Serves Hugging Face models that can choose their implementation of attention, and every ``nn.MultiheadAttention``
-    whose class does not replace ``forward``: also the quantized ones, and those in ``nn.TransformerEncoder``,
-    ``nn.TransformerDecoder`` and ``nn.Transformer``. Results are those of ``"eager"``, ``"sdpa"`` and
-    ``need_weights=False`` within the rounding of sums. A token that sees no other gets zeros. Dropout draws other
-    random numbers than torch's.
+    Supported are Hugging Face models with a selectable attention implementation, and every ``nn.MultiheadAttention``
+    whose class does not override ``forward``. The latter includes quantized layers and those in
+    ``nn.TransformerEncoder``, ``nn.TransformerDecoder`` and ``nn.Transformer``.
 
-    A Hugging Face model reads its implementation from its config, which other models may share. It gets a copy of its
-    own, so that these stay as they are.
+    Results equal those of ``"eager"``, ``"sdpa"`` and ``need_weights=False`` up to rounding of sums. A token that
+    attends to no key gets zeros. Dropout draws different random numbers than torch's.
 
-    ``output_attentions=True`` of Hugging Face raises ValueError. ``need_weights=True`` of ``nn.MultiheadAttention``
-    returns the weights. Backward keeps none of them, so they are freed as soon as the caller drops them. A row that
-    sees no key is NaN then, as in torch.
+    A Hugging Face model reads its implementation from its config, which other models may share. It gets its own copy,
+    so the other models do not change.
 
-    torch's fused inference kernel of encoder layers allocates scores and is switched off. In evaluation, padded
-    positions of an encoder's result are therefore no zeros.
+    ``output_attentions=True`` of Hugging Face models raises ValueError. ``need_weights=True`` of
+    ``nn.MultiheadAttention`` returns the weights. They are not saved for backward, so they are freed when the caller
+    drops them. A row that attends to no key is then NaN, as in torch.
+
+    torch's fused inference kernel for encoder layers allocates scores and is switched off. In evaluation, padded
+    positions of an encoder's output are therefore not zeros.
 
     Args:
         model: A model that is or contains one of these.
-        batch: A batch as ``lb.estimate`` takes it. The report then says what activations are kept for backward,
-            before and after, as estimated.
-        loss: The loss of output and batch, as ``lb.estimate`` takes it.
+        batch: An example batch, as for ``lb.estimate``. With it, the report has the estimated bytes saved for backward
+            before and after.
+        loss: A function of output and batch, as for ``lb.estimate``.
 
     Returns:
-        A report of the models and layers that changed. Those that ``attention_`` has changed before are not in it.
+        A report of the models and layers that changed, without those that ``attention_`` had changed before.
 
     Raises:
-        TypeError: ``model`` is no module.
-        ValueError: ``model`` contains nothing that can be served.
+        TypeError: ``model`` is not a module.
+        ValueError: ``model`` contains no supported attention.
     """
     check_model(model)
     choosing, layers = _choosing(model), multihead_layers(model)
     if not choosing and not layers:
         raise ValueError(
-            f"memory.attention_: expected nn.MultiheadAttention with torch's own forward, or a Hugging Face model that "
-            f"can choose its implementation of attention, in the model, got {type(model).__name__}; call "
-            f"lowbit.memory.attention(q, k, v, ...) where the model computes it"
+            f"memory.attention_: expected nn.MultiheadAttention with torch's own forward, or a Hugging Face model with "
+            f"a selectable attention implementation, in the model, got {type(model).__name__}; call "
+            f"lowbit.memory.attention(q, k, v, ...) in the model's forward instead"
         )
     models = {path: module for path, module in choosing.items() if _implementation(module) != IMPLEMENTATION}
     layers = {path: layer for path, layer in layers.items() if not is_switched(layer)}
-    kept = Kept(model, batch, loss)
+    activations = Kept(model, batch, loss)
     if models:
         register(sys.modules["transformers.modeling_utils"])
         register_mask(sys.modules["transformers.masking_utils"])
@@ -90,35 +94,35 @@ def attention_(model: nn.Module, *, batch: Any = None, loss: Callable[[Any, Any]
         vars(module)[_BEFORE] = _implementation(module)
         module.set_attn_implementation(IMPLEMENTATION)
     put_on(model, layers)
-    return kept.told(report_on("memory.attention_", model, {**models, **layers}, "attention without scores"))
+    return activations.told(report_on("memory.attention_", model, {**models, **layers}, "attention without scores"))
 
 
 def unattention_(model: nn.Module) -> Report:
-    """Have attention computed as before ``attention_``, in place.
+    """Undo ``attention_``, in place.
 
-    The config that a model shared with others comes back, unless one of the two has been changed since.
+    The config that a model shared with other models is restored, unless one of the two has been changed since.
 
     Args:
-        model: A model that ``attention_`` has changed, or one loaded with ``attn_implementation="lowbit"``, which gets
-            ``"sdpa"``, or ``"eager"`` where it has no other.
+        model: A model that ``attention_`` has changed, or one loaded with ``attn_implementation="lowbit"``. The latter
+            gets ``"sdpa"``, or ``"eager"`` if it does not support it.
 
     Returns:
         A report of the models and layers that changed.
 
     Raises:
-        TypeError: ``model`` is no module.
-        ValueError: nothing in ``model`` computes attention without scores, or a layer was sharded since.
+        TypeError: ``model`` is not a module.
+        ValueError: ``attention_`` has changed nothing in ``model``, or a layer was sharded since.
     """
     check_model(model)
     models = {path: module for path, module in _choosing(model).items() if _implementation(module) == IMPLEMENTATION}
     layers = {path: layer for path, layer in multihead_layers(model).items() if is_switched(layer)}
     if not models and not layers:
         raise ValueError(
-            f"memory.unattention_: expected a model that lowbit.memory.attention_ changed, got {type(model).__name__} "
-            f"with attention of its own; there is nothing to undo"
+            f"memory.unattention_: expected a model that lowbit.memory.attention_ changed, got an unchanged "
+            f"{type(model).__name__}; there is nothing to undo"
         )
     put_back(model, layers)
-    if any(_BEFORE not in vars(module) for module in models.values()):  # loaded so, with a config that may be shared
+    if any(_BEFORE not in vars(module) for module in models.values()):  # loaded with "lowbit"; may share its config
         _own_configs(model)
     for module in models.values():
         usual = "sdpa" if getattr(module, "_supports_sdpa", False) else "eager"
@@ -129,42 +133,45 @@ def unattention_(model: nn.Module) -> Report:
 
 
 def attends_without_scores(model: nn.Module, batch: Any) -> bool:
-    """Whether ``attention_`` would spare ``model`` scores that it makes for such a batch, by a forward without data:
-    those of Hugging Face's ``"eager"``, and of an ``nn.MultiheadAttention`` that torch's kernels do not serve.
+    """Return whether ``attention_`` would avoid scores that ``model`` allocates for ``batch``. Runs a forward on fake
+    tensors.
+
+    Hugging Face's ``"eager"`` allocates scores, and so does ``nn.MultiheadAttention`` if torch's kernels do not support
+    the call.
     """
     if not any(_implementation(module) == "eager" for module in _choosing(model).values()):
-        held: list[bool] = []
+        allocates: list[bool] = []
 
         def watch(copied: nn.Module) -> None:
             for layer in multihead_layers(copied).values():
                 if not is_switched(layer):
-                    layer.register_forward_pre_hook(partial(_note_scores, held), with_kwargs=True)
+                    layer.register_forward_pre_hook(partial(_note_scores, allocates), with_kwargs=True)
 
         answer_without_data(model, watch, batch)
-        if not any(held):
+        if not any(allocates):
             return False
     return answer_without_data(model, attention_, batch) is not None
 
 
 def _note_scores(held: list[bool], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Whether an ``nn.MultiheadAttention`` holds scores, or a mask as large, that it would not after ``attention_``."""
+    """Append whether the call allocates scores, or a mask of that size, that it would not after ``attention_``."""
     call = inspect.signature(nn.MultiheadAttention.forward).bind(layer, *args, **kwargs)
     call.apply_defaults()
-    given = call.arguments
-    both = given["attn_mask"] is not None and given["key_padding_mask"] is not None
-    dropped = layer.training and layer.dropout > 0 and given["query"].device.type == "cpu"
-    held.append(given["need_weights"] or both or dropped)
+    arguments = call.arguments
+    both = arguments["attn_mask"] is not None and arguments["key_padding_mask"] is not None
+    dropped = layer.training and layer.dropout > 0 and arguments["query"].device.type == "cpu"
+    held.append(arguments["need_weights"] or both or dropped)
 
 
 def _choosing(model: nn.Module) -> dict[str, Any]:
-    """By path the outermost models of transformers that can choose their implementation."""
+    """Return the outermost Hugging Face models with a selectable attention implementation, by path."""
     modeling: Any = sys.modules.get("transformers.modeling_utils")
-    found: dict[str, Any] = {}
+    models: dict[str, Any] = {}
     for name, module in model.named_modules() if modeling is not None else ():
-        inside = any(name.startswith(f"{path}." if path else "") for path in found)
-        if not inside and isinstance(module, modeling.PreTrainedModel) and module._can_set_attn_implementation():
-            found[name] = module
-    return found
+        nested = any(name.startswith(f"{path}." if path else "") for path in models)
+        if not nested and isinstance(module, modeling.PreTrainedModel) and module._can_set_attn_implementation():
+            models[name] = module
+    return models
 
 
 def _implementation(model: Any) -> str | None:
@@ -173,18 +180,18 @@ def _implementation(model: Any) -> str | None:
 
 
 def _own_configs(model: nn.Module) -> None:
-    """Give the modules of ``model`` copies of their configs, which they share among them as before."""
+    """Give the modules of ``model`` copies of their configs. Modules that shared a config share its copy."""
     config: Any = sys.modules["transformers.configuration_utils"].PreTrainedConfig  # type: ignore[attr-defined]
     copies: dict[int, Any] = {}
     for module in model.modules():
-        held = {name: value for name, value in vars(module).items() if isinstance(value, config)}
-        if held:
-            vars(module).update({name: copy.deepcopy(value, copies) for name, value in held.items()})
-            vars(module)[_SHARED] = held
+        configs = {name: value for name, value in vars(module).items() if isinstance(value, config)}
+        if configs:
+            vars(module).update({name: copy.deepcopy(value, copies) for name, value in configs.items()})
+            vars(module)[_SHARED] = configs
 
 
 def _share_configs(model: nn.Module) -> None:
-    """Give the modules the configs of before ``_own_configs``, where they say what the copies say."""
+    """Give the modules their configs from before ``_own_configs``, if the copies are still equal to them."""
     for module in model.modules():
         shared = vars(module).pop(_SHARED, {})
         vars(module).update(
@@ -193,21 +200,21 @@ def _share_configs(model: nn.Module) -> None:
 
 
 def _says_same(config: Any, other: Any) -> bool:
-    """Whether two configs are equal in all attributes, of which ``==`` leaves out that of attention."""
+    """Return whether two configs are equal, including their attention implementation, which ``==`` ignores."""
     if type(config) is not type(other):
         return False
     parts = set(getattr(config, "sub_configs", ()))
-    here, there = ({name: value for name, value in vars(one).items() if name not in parts} for one in (config, other))
+    here, there = ({name: value for name, value in vars(cfg).items() if name not in parts} for cfg in (config, other))
     return here == there and all(_says_same(getattr(config, name), getattr(other, name)) for name in parts)
 
 
 def register(modeling: Any) -> None:
-    """Tell ``transformers.modeling_utils`` of the implementation."""
+    """Register the implementation in ``transformers.modeling_utils``."""
     modeling.AttentionInterface.register(IMPLEMENTATION, _attend)
 
 
 def register_mask(masking: Any) -> None:
-    """Tell ``transformers.masking_utils`` which masks it takes: those of torch's SDPA, which are bool."""
+    """Have ``transformers.masking_utils`` make the same bool masks for it as for torch's SDPA."""
     masking.AttentionMaskInterface.register(IMPLEMENTATION, masking.sdpa_mask)
 
 
@@ -224,11 +231,13 @@ def _attend(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: ``query`` [B, H, T, D], ``key`` and ``value`` [B, K, S, D], ``attention_mask`` bool or
-    added to scores, which hides what comes later too. Returns ``[B, T, H, D]``, and no attention weights.
+    """The attention function that Hugging Face models call.
+
+    Takes ``query`` [B, H, T, D], ``key`` and ``value`` [B, K, S, D], and an ``attention_mask`` that is bool or added to
+    scores and that includes causality. Returns ``[B, T, H, D]``, and None for the attention weights.
     """
     if options.get("output_attentions"):
-        raise ValueError(_refused(module, "attention weights are never held as a whole, and output_attentions is True"))
+        raise ValueError(_refused(module, "it returns no attention weights, and output_attentions is True"))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask = attention_mask
     if position_bias is not None:
@@ -245,9 +254,10 @@ def _attend(
 def _with_sinks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The same attention with one more key, whose product with a query of head h is ``sinks[h]`` and whose value is 0.
+    """Express attention sinks as one more key with value 0, whose product with a query of head h is ``sinks[h]``.
 
-    In one more dimension queries are ``sinks`` and keys 0, but for that key, which is 1 there and 0 in the others.
+    Heads get extra dimensions: in the first of them queries are ``sinks`` and keys are 0, except for the new key, which
+    is 1 there and 0 elsewhere.
     """
     (rows, _, queries, dim), keys = query.shape, key.shape[2]
     more = -dim % _MULTIPLE or _MULTIPLE

@@ -227,7 +227,7 @@ def test_a_decoder_that_doubles_the_size_comes_after_all_stages():
     [
         ("blok", r"expected a policy .*got 'blok' \(did you mean block\?\)"), ("every", "expected 'every:N'"),
         ("block:2", "expected 'block'"), ("every:0", "a whole number from 1"), ("ratio:2", "a share above 0"),
-        (["missing"], "no module of GPT is meant by missing"), ("stages", "found none; use 'block'"),
+        (["missing"], "no module of GPT is matched by missing"), ("stages", "found none; use 'block'"),
         ([nn.Linear(2, 2)], "no module of the model"),
     ],
 )  # fmt: skip

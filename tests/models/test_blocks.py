@@ -123,7 +123,7 @@ def test_every_technique_takes_the_same_blocks(name, tmp_path):
 def test_a_policy_that_saves_next_to_nothing_says_so():
     model = nn.Sequential(nn.ModuleList(Block(4) for _ in range(2)), nn.Sequential(nn.Linear(99, 99), nn.ReLU()))
     report = checkpoint_(model, [model[0][0]])
-    assert any(note.startswith("warning: what is checkpointed holds 0.2% of the weights") for note in report.notes)
+    assert any(note.startswith("warning: the checkpointed modules hold 0.2% of the weights") for note in report.notes)
     assert checkpoint_(model[0], "block").notes == ()
 
 
