@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowbit import scaling
 from lowbit.bench.gpu_trace import empty
-from lowbit.kernels.cases import BOTH, STEPS
+from lowbit.kernels.cases import DUAL, STEPS
 from lowbit.ops import OPS
 from lowbit.ops.grouped import has_rows_of_its_own
 from lowbit.ops.optim import FLOAT_STATES, RULES
@@ -216,7 +216,7 @@ def _both(first: str, second: str, block: int, architecture: int) -> Any:
 
 
 def _pairs() -> Iterator[Row]:
-    for first, second, block in BOTH:
+    for first, second, block in DUAL:
         turned = f", transformed in {block}" if block > 1 else ""
         name = f"{first} and {second}{turned}"
         yield Row(

@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 import torch
 
 from lowbit import formats, scaling
-from lowbit.kernels import convolutions, halves, launch, products, scaled_products
+from lowbit.kernels import convolutions, dual_launch, launch, products, scaled_products
 from lowbit.kernels.spec import Launch
 from lowbit.ops import OPS
-from lowbit.ops.both import QuantizeBoth
 from lowbit.ops.conv import Conv
+from lowbit.ops.dual import QuantizeBoth
 from lowbit.ops.grouped import ScaledGroupedMM, has_rows_of_its_own, product
 from lowbit.ops.matmul import ScaledMM
 from lowbit.ops.optim import FLOAT_STATES, RULES, STATE_SCHEME
 from lowbit.tensor.quantized import scale_dtype, zero_dtype
 from lowbit.testing.inputs import element_formats, schemes
 
-__all__ = ["ARCHITECTURES", "BOTH", "MULTIPLY_CODES", "STEPS", "Case", "cases", "meta", "side"]
+__all__ = ["ARCHITECTURES", "DUAL", "MULTIPLY_CODES", "STEPS", "Case", "cases", "meta", "side"]
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 #: Those that multiply codes of FP8 and FP4 as they are.
@@ -119,7 +119,7 @@ def _rotation_cases() -> Iterator[Case]:
 
 
 #: Two schemes to compile kernels for, and the block of the second's transform.
-BOTH = (
+DUAL = (
     ("mxfp8:ceil", "mxfp8:ceil:T", 1), ("nvfp4:global_row", "nvfp4:T", 16), ("mxfp4:nearest", "mxfp4:nearest:T", 32),
     ("fp8_e4m3:group128", "fp8_e4m3:group128:T", 1), ("fp8_e4m3:row:e8m0:ceil", "fp8_e4m3:row:e8m0:ceil:T", 1),
     ("int8:row", "int4:group32", 128),
@@ -127,13 +127,13 @@ BOTH = (
 
 
 def _both_cases() -> Iterator[Case]:
-    for index, (first, second, block) in enumerate(BOTH):
+    for index, (first, second, block) in enumerate(DUAL):
         for word in ("nearest", "stochastic"):
             x, rng = meta(2048, 4096, dtype=torch.bfloat16), meta(2, dtype=torch.int64)
             call = QuantizeBoth(x, first, second, block, word, word, None if word == "nearest" else rng)
             outs = tuple(meta(*shape, dtype=dtype) for shape, dtype in OPS["quantize_both"].outputs(call))
             fast = index < 2 and (word == "stochastic") == (index == 1)
-            yield Case(f"quantize_both {first} {second} {word}", halves.quantize_both(call, outs), fast)
+            yield Case(f"quantize_both {first} {second} {word}", dual_launch.quantize_both(call, outs), fast)
 
 
 def _product_cases() -> Iterator[Case]:

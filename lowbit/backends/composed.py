@@ -17,8 +17,7 @@ from torch import Tensor
 
 from lowbit import scaling
 from lowbit.backends.registry import Impl
-from lowbit.ops import OPS, rotation
-from lowbit.ops import both as twice
+from lowbit.ops import OPS, dual, rotation
 from lowbit.ops import conv as convolution
 from lowbit.ops import grouped as grouping
 from lowbit.ops import packed as packing
@@ -198,8 +197,8 @@ def quantize_both(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
     return _made_of(rows, "quantize", "quantize_both", _quantize_both)
 
 
-def _quantize_both(parts: _Parts, outs: tuple[Tensor, ...], call: twice.QuantizeBoth) -> _Steps[None]:
-    first, second = twice.halves(call)
+def _quantize_both(parts: _Parts, outs: tuple[Tensor, ...], call: dual.QuantizeBoth) -> _Steps[None]:
+    first, second = dual.quantize_calls(call)
     yield from _filled(outs[:3], first)
     if call.block > 1:
         (turned,) = yield _Step("hadamard", rotation.Hadamard(call.x, call.block, 0, True))

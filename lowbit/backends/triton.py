@@ -25,7 +25,7 @@ from lowbit import (
 )
 from lowbit.backends import composed, replay
 from lowbit.backends.registry import Impl, matmul_precision
-from lowbit.ops import both, codec, conv, grouped, matmul, optim, rotation
+from lowbit.ops import codec, conv, dual, grouped, matmul, optim, rotation
 from lowbit.ops import quantize as q
 from lowbit.ops.spec import Numerics, as_rows, matrix_shape
 
@@ -182,14 +182,14 @@ def _fake_quantize_backward(outs: tuple[Tensor, ...], call: q.FakeQuantizeBackwa
 
 
 @cache
-def _halves() -> Any:
-    from lowbit.kernels import halves
+def _dual() -> Any:
+    from lowbit.kernels import dual_launch
 
-    return halves
+    return dual_launch
 
 
-def _quantize_both(outs: tuple[Tensor, ...], call: both.QuantizeBoth) -> None:
-    start(_halves().quantize_both(call, outs), call.x.device)
+def _quantize_both(outs: tuple[Tensor, ...], call: dual.QuantizeBoth) -> None:
+    start(_dual().quantize_both(call, outs), call.x.device)
 
 
 def _hadamard(outs: tuple[Tensor, ...], call: rotation.Hadamard) -> None:
@@ -297,8 +297,8 @@ def _supports_hadamard(call: rotation.Hadamard) -> str | None:
     return _fits(call.x)
 
 
-def _supports_both(call: both.QuantizeBoth) -> str | None:
-    return _fits(call.x) or cast(str | None, _halves().supports(call))
+def _supports_both(call: dual.QuantizeBoth) -> str | None:
+    return _fits(call.x) or cast(str | None, _dual().supports(call))
 
 
 def _fits_cols(call: Any) -> str | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowbit.autograd import backend_now, bias_gradient, first_order, on_backend
 from lowbit.functional import scaled_mm
-from lowbit.functional.both import quantize_both
+from lowbit.functional.dual import quantize_both
 from lowbit.functional.rotation import by_kernel, hadamard, signed_hadamard
 from lowbit.recipes import RECIPES, Cast, Gemm, Recipe, refuse_beyond
 from lowbit.scaling import Scheme, scheme
@@ -95,8 +95,8 @@ class Products:
 
     ``stateful``: some cast needs the training state. ``share_g``: both backward products multiply the same codes of
     ``g``. ``one_weight``: all micro-batches of a step multiply the same operands of the weight; not where random signs,
-    which each draws for itself, turn it with ``g``. ``read_once``: of ``"x"``, ``"w"`` and ``"g"`` those that are
-    quantized for both of their products in one reading.
+    which each draws for itself, turn it with ``g``. ``dual``: the operands among ``"x"``, ``"w"`` and ``"g"`` that
+    ``quantize_both`` quantizes for both of their matmuls.
     """
 
     input: Cast | None
@@ -106,7 +106,7 @@ class Products:
     stateful: bool
     share_g: bool
     one_weight: bool
-    read_once: frozenset[str]
+    dual: frozenset[str]
 
     @classmethod
     def of(cls, recipe: Recipe) -> Products:
@@ -130,13 +130,13 @@ class Products:
         grad_input = Backward.of("grad_input", recipe.grad_input, weight, "output.b", "grad_input.a")
         grad_weight = Backward.of("grad_weight", recipe.grad_weight, input, "output.a", g_role)
         turned = isinstance(grad_input.other, Cast) and grad_input.other.transform == "random-hadamard"
-        twice = {
+        pairs = {
             "x": (input, grad_weight.kept if grad_weight.save == "operand" else None),
             "w": (weight, grad_input.kept if grad_input.save == "operand" else None),
             "g": (None, None) if share_g or folds else (grad_input.g, grad_weight.g),
         }
-        once = frozenset(name for name, pair in twice.items() if _one_reading(*pair))
-        return cls(input, weight, grad_input, grad_weight, stateful, share_g, not turned, once)
+        dual = frozenset(name for name, pair in pairs.items() if _supports_dual(*pair))
+        return cls(input, weight, grad_input, grad_weight, stateful, share_g, not turned, dual)
 
     def casts(self, recipe: Recipe) -> dict[str, Cast]:
         """By role, the casts of ``recipe`` that are done: of one that both backward products share, the first."""
@@ -154,8 +154,8 @@ class WeightOperands(NamedTuple):
     def of(cls, weight: Tensor, products: Products, view: View | None, keeps: bool) -> WeightOperands:
         if not keeps:
             return cls(_encoded(weight, products.weight, view, "output.b"), ())
-        once = "w" in products.read_once
-        return cls(*_both_ways(weight, products.weight, "output.b", products.grad_input, view, once))
+        dual = "w" in products.dual
+        return cls(*_both_ways(weight, products.weight, "output.b", products.grad_input, view, dual))
 
     @classmethod
     def given(cls, forward: Quantized) -> WeightOperands:
@@ -187,8 +187,8 @@ class _Operands(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         flat = x.reshape(-1, x.shape[-1])
         place = x.new_empty((), dtype=dtype).expand(*x.shape[:-1], weight.shape[0])
-        once = "x" in products.read_once
-        a, kept_x = _both_ways(flat, products.input, "output.a", products.grad_weight, view, once)
+        dual = "x" in products.dual
+        a, kept_x = _both_ways(flat, products.input, "output.a", products.grad_weight, view, dual)
         others: tuple[Tensor, ...] = ()
         made: tuple[Tensor, ...] = ()
         if operands is None:
@@ -228,8 +228,8 @@ class _Operands(torch.autograd.Function):
         g = grad.reshape(-1, w_shape[0]).contiguous()  # so that the bias's sum has one order, whatever the strides
         grad_x = grad_w = grad_bias = first = second = None
         with on_backend(ctx.backend):
-            if "g" in products.read_once and all(ctx.needs_input_grad[:2]) and by_kernel(g):
-                first, second = _g_for_both(g, products, view)
+            if "g" in products.dual and all(ctx.needs_input_grad[:2]) and by_kernel(g):
+                first, second = _dual_g(g, products, view)
             if ctx.needs_input_grad[0]:
                 w = _restored(saved[: ctx.split], products.grad_input, view, w_shape, w_dtype)
                 qg, w = _operands(g, w, products.grad_input, view, first)
@@ -361,8 +361,8 @@ def _kept(product: Backward, side: Side, matrix: Tensor, view: View | None) -> t
     return () if product.kept is None else _parts(side)
 
 
-def _one_reading(first: Cast | None, second: Cast | None) -> bool:
-    """Whether two casts of a matrix need no more than its numbers, the second after fixed signs at most."""
+def _supports_dual(first: Cast | None, second: Cast | None) -> bool:
+    """Whether ``quantize_both`` supports these two casts of a matrix."""
     if first is None or second is None or first.transform is not None:
         return False
     plain = all(c.rule == "amax" and c.scale == "current" and not c.scheme.affine for c in (first, second))
@@ -370,29 +370,29 @@ def _one_reading(first: Cast | None, second: Cast | None) -> bool:
 
 
 def _both_ways(
-    matrix: Tensor, how: Cast | None, role: str, product: Backward, view: View | None, once: bool
+    matrix: Tensor, how: Cast | None, role: str, product: Backward, view: View | None, dual: bool
 ) -> tuple[Side, tuple[Tensor, ...]]:
-    """A matrix as forward multiplies it, and what is kept of it for a backward product. ``once``: it is read once."""
-    if once:
+    """A matrix as forward multiplies it, and the tensors saved for a backward matmul (``dual``: by one kernel)."""
+    if dual:
         assert how is not None and product.kept is not None
-        side, other = _twice(matrix, (how, product.kept), (role, f"{product.role}.b"), product.rotation, view)
+        side, other = _quantize_dual(matrix, (how, product.kept), (role, f"{product.role}.b"), product.rotation, view)
         return side, _parts(other)
     made = _encoded(matrix, how, view, role)
     return made, _kept(product, made, matrix, view)
 
 
-def _g_for_both(g: Tensor, products: Products, view: View | None) -> tuple[Side, Side]:
+def _dual_g(g: Tensor, products: Products, view: View | None) -> tuple[Side, Side]:
     """``g`` as both backward products multiply it."""
     first, second = products.grad_input, products.grad_weight
     assert first.g is not None and second.g is not None
-    return _twice(g, (first.g, second.g), (first.g_role, second.g_role), second.rotation, view)
+    return _quantize_dual(g, (first.g, second.g), (first.g_role, second.g_role), second.rotation, view)
 
 
-def _twice(
+def _quantize_dual(
     matrix: Tensor, casts: tuple[Cast, Cast], roles: tuple[str, str], block: int | None, view: View | None
 ) -> tuple[Quantized, Quantized]:
     if view is not None:
-        return view.both(matrix, casts, roles, block)
+        return view.quantize_dual(matrix, casts, roles, block)
     return quantize_both(matrix, casts[0].scheme, casts[1].scheme, block)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit.autograd import transformed
-from lowbit.functional.both import quantize_both
+from lowbit.functional.dual import quantize_both
 from lowbit.functional.quantizers import quantize
 from lowbit.recipes import Cast
 from lowbit.rounding import Rounding
@@ -57,7 +57,7 @@ class View:
         scale = None if slot.row is None else self._delayed_scale(x, cast, slot.row)
         return quantize(x, cast.scheme, scale, rounding=rounding, factors=factors)
 
-    def both(
+    def quantize_dual(
         self, x: Tensor, casts: tuple[Cast, Cast], roles: tuple[str, str], block: int | None
     ) -> tuple[Quantized, Quantized]:
         """``x`` as both casts say, the second after a transform in blocks; all roles are of activations or of weights,

@@ -219,7 +219,7 @@ class _Observed:
             self.look(role, (x if factors is None else x * factors).detach(), how, q)
         return q
 
-    def both(
+    def quantize_dual(
         self, x: Tensor, casts: tuple[Cast, Cast], roles: tuple[str, str], block: int | None
     ) -> tuple[Quantized, Quantized]:
         turned = x if block is None else signed_hadamard(x, block, 0)

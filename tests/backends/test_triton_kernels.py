@@ -19,16 +19,16 @@ from support.bits import assert_same_bits, describe
 import lowbit as lb
 from lowbit import reference, scaling
 from lowbit.backends import triton as backend
-from lowbit.kernels import halves, launch, products, rng, scales, spec, weight_only
+from lowbit.kernels import dual_launch, launch, products, rng, scales, spec, weight_only
 from lowbit.kernels.start import run
 from lowbit.ops import OPS, matmul
-from lowbit.ops.both import QuantizeBoth
+from lowbit.ops.dual import QuantizeBoth
 from lowbit.ops.optim import REPLACED, RULES
 from lowbit.optim.states import STATES
 from lowbit.tensor import packing
 from lowbit.testing import SAMPLES
 from lowbit.testing import optim as samples
-from lowbit.testing.both import PAIRS
+from lowbit.testing.dual import PAIRS
 from lowbit.testing.inputs import random_matrix
 from lowbit.testing.matmul import make_call
 
@@ -151,13 +151,13 @@ def test_gradients_of_blocks_in_pieces(small_tiles, name):
 @pytest.mark.parametrize(("first", "second", "block"), PAIRS)
 def test_two_schemes_in_one_reading(monkeypatch, first, second, block, rows):
     """Tiles that lie end to end, several in each direction, with blocks that are larger than they are."""
-    monkeypatch.setattr(halves, "TARGET", SMALL)
+    monkeypatch.setattr(dual_launch, "TARGET", SMALL)
     x = random_matrix(rows, 144, seed=3, extremes=True).bfloat16()
     random = "nearest" if "nf4" in (first, second) else "stochastic"
     call = QuantizeBoth(
         x.to(DEVICE), first, second, block, "nearest", random, torch.tensor([5, 6], device=DEVICE), 1, 2
     )
-    reason = halves.supports(call)
+    reason = dual_launch.supports(call)
     if reason is not None:
         assert "group7" in first or "full" in first or rows % block, reason
         pytest.skip(reason)
@@ -166,7 +166,7 @@ def test_two_schemes_in_one_reading(monkeypatch, first, second, block, rows):
         tuple(torch.full(shape, 77, dtype=dtype, device=device) for shape, dtype in spec.outputs(call))
         for device in (DEVICE, "cpu")
     )
-    run(halves.quantize_both(call, outs))
+    run(dual_launch.quantize_both(call, outs))
     by_reference = next(row for row in lb.impls("quantize_both") if row.name == "reference")
     by_reference.run(expected, call._replace(x=x, rng=call.rng.cpu()))
     for name, out, want in zip(spec.returns, outs, expected, strict=True):

@@ -1,4 +1,4 @@
-"""Operands that both of their products take from one reading, as on a GPU: the bits of a step are those of two."""
+"""Dual quantization of operands, as on a GPU: a step is bit-identical to one with two calls of quantize."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 from support.layers import training_layer
 
 import lowbit as lb
-from lowbit.functional import both
+from lowbit.functional import dual
 from lowbit.functional.rotation import signed_hadamard
 from lowbit.train import gemms
 
-#: How many operands are read once: of input, weight and gradient.
+#: How many of input, weight and gradient are quantized by quantize_both.
 RECIPES = {
     "mxfp8": 3, "mxfp4": 2, "nvfp4": 2, "fp8-pow2": 3, "fp8-block": 2, "fp8": 0, "fp8-delayed": 0, "nvfp4-eden": 0,
     "fp8-tensor": 0, "int8-stochastic": 0,
@@ -31,22 +31,22 @@ def step(recipe: str, dtype: torch.dtype) -> list[torch.Tensor]:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_has_the_bits_of_two_readings(recipe, dtype, monkeypatch):
     expected, calls = step(recipe, dtype), []
-    once = both.call
+    once = dual.call
 
     def noted(op, *args):
         calls.append(op)
         return once(op, *args)
 
-    for module in (both, gemms):
+    for module in (dual, gemms):
         monkeypatch.setattr(module, "by_kernel", lambda x: True)
-    monkeypatch.setattr(both, "call", noted)
+    monkeypatch.setattr(dual, "call", noted)
     found = step(recipe, dtype)
     assert all(map(torch.equal, expected, found))
     assert calls == ["quantize_both"] * RECIPES[recipe]
 
 
 def test_an_operand_that_needs_no_gradient_is_read_for_one_product(monkeypatch):
-    for module in (both, gemms):
+    for module in (dual, gemms):
         monkeypatch.setattr(module, "by_kernel", lambda x: True)
     torch.manual_seed(0)
     layer = training_layer(96, 40, "mxfp8")
@@ -62,8 +62,8 @@ def test_the_function_is_two_calls_of_quantize(block, monkeypatch):
     turned = x if block is None else signed_hadamard(x, block, 0)
     expected = lb.quantize(x, first, rounding=lb.Rounding(rng, stream=5)), lb.quantize(turned, second)
     for by_kernel in (False, True):
-        monkeypatch.setattr(both, "by_kernel", lambda x, answer=by_kernel: answer)
-        found = both.quantize_both(x, first, second, block, rng, (5, None))
+        monkeypatch.setattr(dual, "by_kernel", lambda x, answer=by_kernel: answer)
+        found = dual.quantize_both(x, first, second, block, rng, (5, None))
         for one, other in zip(found, expected, strict=True):
             assert (one.scheme, one.shape, one.dtype) == (other.scheme, other.shape, other.dtype)
             assert one.parts.keys() == other.parts.keys()
@@ -74,7 +74,7 @@ def test_bad_calls_are_refused():
     x = torch.randn(4, 8)
     for changed, message in (
         ({"x": x[0]}, r"x must be a matrix \[rows, cols\]"),
-        ({"scheme": "uint4:group4:affine"}, "has zero points; quantize by it alone"),
+        ({"scheme": "uint4:group4:affine"}, "has zero points; call quantize for it"),
         ({"block": 3}, "block must be a power of two up to 128, got 3"),
         ({"other_rounding": "up"}, "rounding must be 'nearest' or 'stochastic'"),
         ({"rounding": "stochastic"}, "stochastic rounding takes rng"),

@@ -1,4 +1,4 @@
-"""quantize_both: a matrix in two schemes, as two products of a training step multiply it.
+"""The op quantize_both: a matrix in two schemes, for two matmuls of a training step (dual quantization).
 
 Source: docs/numerics.md sections 3, 5, 7 and 13.
 """
@@ -17,8 +17,10 @@ from lowbit.tensor.quantized import scale_dtype
 
 
 class QuantizeBoth(NamedTuple):
-    """``x`` float ``[rows, cols]`` in ``scheme``, and in ``other`` after ``signed_hadamard`` along its rows in blocks
-    of ``block``; 1: as it is. Global scales are made. ``rng`` is of both; each has its rounding and its stream.
+    """``x`` float ``[rows, cols]`` in ``scheme``, and in ``other`` after ``signed_hadamard`` along its rows.
+
+    ``block`` is the transform's; 1 means no transform. Global scales are computed from ``x``. The schemes share
+    ``rng`` and have a rounding and a stream each.
     """
 
     x: Tensor
@@ -32,8 +34,8 @@ class QuantizeBoth(NamedTuple):
     other_stream: int = 0
 
 
-def halves(call: QuantizeBoth) -> tuple[Quantize, Quantize]:
-    """The two calls that it stands for, of ``x`` as it is and without global scales."""
+def quantize_calls(call: QuantizeBoth) -> tuple[Quantize, Quantize]:
+    """The equivalent two calls of ``quantize``, without the transform and the global scales."""
     return (
         Quantize(call.x, call.scheme, None, call.rounding, call.rng, call.stream),
         Quantize(call.x, call.other, None, call.other_rounding, call.rng, call.other_stream),
@@ -42,25 +44,25 @@ def halves(call: QuantizeBoth) -> tuple[Quantize, Quantize]:
 
 def _outputs(call: QuantizeBoth) -> list[Out]:
     rows, cols = call.x.shape
-    made: list[Out] = []
-    for half in halves(call):
-        scheme = scaling.scheme(half.scheme)
-        above = scheme.global_scale_shape(rows) if scheme.global_scale else (0,)
-        made += [
+    outs: list[Out] = []
+    for single in quantize_calls(call):
+        scheme = scaling.scheme(single.scheme)
+        global_shape = scheme.global_scale_shape(rows) if scheme.global_scale else (0,)
+        outs += [
             ((rows, scheme.packed_cols(cols)), torch.uint8),
             (scheme.scale_shape(rows, cols), scale_dtype(scheme)),
-            (above, torch.float32),
+            (global_shape, torch.float32),
         ]
-    return made
+    return outs
 
 
 def _check(call: QuantizeBoth) -> None:
     require_float("quantize_both", "x", call.x)
     require(call.x.dim() == 2, f"lowbit.quantize_both: x must be a matrix [rows, cols], got {list(call.x.shape)}")
-    for half in halves(call):
-        require_rounding("quantize_both", half)
-        affine = scaling.scheme(half.scheme).affine
-        require(not affine, f"lowbit.quantize_both: {half.scheme} has zero points; quantize by it alone")
+    for single in quantize_calls(call):
+        require_rounding("quantize_both", single)
+        affine = scaling.scheme(single.scheme).affine
+        require(not affine, f"lowbit.quantize_both: {single.scheme} has zero points; call quantize for it")
     block = call.block
     require(
         0 < block <= 128 and block & (block - 1) == 0,
@@ -69,7 +71,7 @@ def _check(call: QuantizeBoth) -> None:
 
 
 def _cost(call: QuantizeBoth) -> Cost:
-    stored = sum(scaling.scheme(half.scheme).nbytes(tuple(call.x.shape)) for half in halves(call))
+    stored = sum(scaling.scheme(single.scheme).nbytes(tuple(call.x.shape)) for single in quantize_calls(call))
     return Cost(0, call.x.numel() * call.x.element_size() + stored)
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from lowbit.ops.both import QuantizeBoth
+from lowbit.ops.dual import QuantizeBoth
 from lowbit.ops.spec import FLOATS
 from lowbit.testing.inputs import Workload, large_matrix, random_matrix
 

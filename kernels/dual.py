@@ -1,8 +1,8 @@
-"""Kernels: a matrix in two schemes, read once for its codes and, where scales span more than a tile, once before.
+"""Triton kernels that quantize a matrix in two schemes in one pass (dual quantization).
 
-A tile has whole blocks of both schemes, or pieces of larger ones, and lies end to end with the next (``tiles``). What
-stands for the second scheme is called ``other``; its numbers go through the signed Hadamard transform first where
-``SIZE`` is more than 1.
+If scales span more than one tile, ``reduce_both`` reads the matrix once before. A tile holds whole blocks of both
+schemes, or pieces of larger ones, and tiles are adjacent (``tiles``). Names of the second scheme begin with ``other``.
+Its input goes through the signed Hadamard transform first if ``SIZE`` is more than 1.
 
 Source: docs/numerics.md sections 2 to 7 and 13.
 """
@@ -17,7 +17,7 @@ from lowbit.kernels.spec import GENERAL
 
 @triton.jit
 def tile_of(x_ptr, stride_r, stride_c, rows, cols, tiles_c, DTYPE: tl.constexpr, TILE: tl.constexpr):
-    """This program's place, rows, columns, which of them exist, and numbers."""
+    """This program's tile: indices, rows, columns, their masks, and the elements as sign and magnitude."""
     pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     row, row_ok = tiles.positions(pid_r, 1, 1, rows, TILE[0], TILE[1], True)
     col, col_ok = tiles.positions(pid_c, 1, 1, cols, TILE[3], TILE[4], True)
@@ -33,7 +33,7 @@ def reduce_both(
     DTYPE: tl.constexpr, SIGNS: tl.constexpr, SIZE: tl.constexpr, FACTOR: tl.constexpr,
     FINITE: tl.constexpr, TILE: tl.constexpr, OTHER_FINITE: tl.constexpr, OTHER_TILE: tl.constexpr,
 ):  # fmt: skip
-    """As ``quantize.reduce_extremes``, of each scheme whose ``high`` is there."""
+    """``quantize.reduce_extremes`` for each scheme whose ``high_ptr`` is not None."""
     pid_r, pid_c, row, _, _, _, sign, magnitude = tile_of(x_ptr, stride_r, stride_c, rows, cols, tiles_c, DTYPE, TILE)
     if high_ptr is not None:
         at, ok = tiles.blocks(pid_r, pid_c, pieces_r, pieces_c, blocks_r, blocks_c, TILE)
@@ -59,7 +59,7 @@ def quantize_both(
     OTHER_FMT: tl.constexpr, OTHER_SCALE: tl.constexpr, OTHER_TILE: tl.constexpr, OTHER_GIVEN: tl.constexpr,
     OTHER_OUT_BITS: tl.constexpr, OTHER_ROUNDING: tl.constexpr, OTHER_CONVERT: tl.constexpr,
 ):  # fmt: skip
-    """A tile's codes and scales in both schemes. GIVEN: scales are read, not made."""
+    """A tile's codes and scales in both schemes. GIVEN: scales are loaded, not computed."""
     pid_r, pid_c, row, col, row_ok, col_ok, sign, magnitude = tile_of(
         x_ptr, stride_r, stride_c, rows, cols, tiles_c, DTYPE, TILE
     )
