@@ -1,4 +1,4 @@
-"""Quantization-aware training: ``prepare_`` a model, train it as usual, ``convert_`` it; and distillation."""
+"""Quantization-aware training: ``prepare_`` a model, train it as usual, ``convert_`` it; and knowledge distillation."""
 
 from lowbit.qat.convert import convert_, prepare_
 from lowbit.qat.distillation import distillation_loss

@@ -1,4 +1,4 @@
-"""prepare_ and convert_: layers that learn to be quantized, and the quantized layers that they become."""
+"""qat.prepare_ and qat.convert_: replace layers by trainable fake-quantized layers, and these by quantized layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lowbit.report import Report
 
 __all__ = ["convert_", "prepare_"]
 
-#: Stands for every layer that is converted back: what becomes of one depends on nothing else.
+#: The adapter of every layer that is converted: its conversion needs nothing else.
 _EVERY = Adapter(lambda layer, make: layer, lambda layer, made, plain: None, lambda layer: None)
 
 
@@ -33,23 +33,34 @@ def prepare_(
     skip: Skip = DEFAULT_SKIP,
     observe: int | None = None,
 ) -> Report:
-    """Let the layers of ``model`` compute, in place, what ``quantize_(model, recipe, method="nearest")`` would have
-    them compute, with gradients; the report is that of ``quantize_``.
+    """Make the layers of ``model`` trainable with quantized weights and inputs, in place.
 
-    ``recipe``, ``skip``, and which layers are taken: as for ``quantize_``. Weights stay parameters in high precision;
-    those of nn.Linear the very ones, so that a plain model's ``state_dict`` fits (``strict=False`` where scales are
-    learned). Of other layers they are new ones, of matrices inside: make the optimizer after this.
-    ``learn_scale``: scales of weights, and static ones of inputs, are learned (LSQ, LSQ+): parameters that may need
-    another learning rate than weights, and no weight decay. ``observe``: how many training batches the static input
-    scales are made of; None: all until ``freeze_observers_``. See ``FakeQuantLinear``.
+    The output of a prepared model is bit-identical to the converted model's. Without ``learn_scale`` it is also
+    bit-identical to ``quantize_(model, recipe, method="nearest")``. Weights stay high-precision parameters. Weights of
+    nn.Linear are the same parameters, so the plain model's ``state_dict`` loads (with ``strict=False`` if scales are
+    learned). Other layers get new parameters for their matrices, so create the optimizer after this call.
 
-    Raises, with the model untouched: as ``quantize_``.
+    Args:
+        model: the model, which is changed in place.
+        recipe: a recipe or per-layer recipes, as for ``quantize_``.
+        learn_scale: learn the scales of weights and the static scales of inputs (LSQ, LSQ+). They are parameters that
+            may need another learning rate than weights, and no weight decay.
+        skip: modules to leave as they are, as for ``quantize_``.
+        observe: number of training batches from which static input scales are computed. Default None: all batches until
+            ``freeze_observers_``. See ``FakeQuantLinear``.
+
+    Returns:
+        The same report as ``quantize_``.
+
+    Raises:
+        ValueError: as ``quantize_``. The model is unchanged.
+        TypeError: as ``quantize_``. The model is unchanged.
     """
-    chosen = layer_recipes(recipe)
-    for one in chosen.recipes:
-        refuse_beyond(one, "qat.prepare_", ("output.a",), scale=("static",), transform=("hadamard",))
-        refuse_beyond(one, "qat.prepare_", ("output.b",), transform=("hadamard",))
-    names, protect = protections(model, skip, chosen, unties=True, trained=True)
+    recipes = layer_recipes(recipe)
+    for each in recipes.recipes:
+        refuse_beyond(each, "qat.prepare_", ("output.a",), scale=("static",), transform=("hadamard",))
+        refuse_beyond(each, "qat.prepare_", ("output.b",), transform=("hadamard",))
+    names, protect = protections(model, skip, recipes, unties=True, trained=True)
     maker = _FakeQuantMaker(model, learn_scale, observe)
     task = Task(
         "qat.prepare_",
@@ -59,22 +70,27 @@ def prepare_(
         _measure,
         swap,
     )
-    return convert(model, task, chosen, names, protect)[0]
+    return convert(model, task, recipes, names, protect)[0]
 
 
 def convert_(model: nn.Module) -> Report:
-    """Make the layers that ``prepare_`` made quantized layers, in place, with the codes that they computed with.
+    """Replace the layers of ``prepare_`` by quantized layers with the codes that they computed with, in place.
 
-    The model then computes the same bits, is saved by ``save_model``, and ``dequantize_`` makes plain layers of it.
-    Raises, with the model untouched: ValueError for a model without such layers; RuntimeError where one has static
-    input scales and has seen no batch.
+    The converted model's output is bit-identical. ``save_model`` and ``dequantize_`` accept it.
+
+    Returns:
+        A report with one row per layer.
+
+    Raises:
+        ValueError: the model has no such layers. The model is unchanged.
+        RuntimeError: a layer with static input scales has seen no batch. The model is unchanged.
     """
     task = Task("qat.convert_", "FakeQuantLinear", _judge, _Quantizer().convert, _measure, swap)
     return convert(model, task)[0]
 
 
 class _FakeQuantMaker(Maker[FakeQuantLinear]):
-    """Makes the layers of one ``prepare_``, on the parameters of the model where these are matrices as they are."""
+    """Makes the layers of one ``prepare_``; a weight that is a parameter of the model stays the same parameter."""
 
     def __init__(self, model: nn.Module, learn_scale: bool, observe: int | None) -> None:
         super().__init__(model)
@@ -83,31 +99,31 @@ class _FakeQuantMaker(Maker[FakeQuantLinear]):
 
     def layer(self, name: str, matrix: Tensor, bias: Any, recipe: Recipe, trained: bool) -> FakeQuantLinear:
         require_numbers(matrix)
-        own = self.parameters.get(storage_key(matrix))
-        if own is None:
-            own = nn.Parameter(matrix, trained)
-        return FakeQuantLinear(own, bias, recipe, self.learn_scale, self.observe)
+        parameter = self.parameters.get(storage_key(matrix))
+        if parameter is None:
+            parameter = nn.Parameter(matrix, trained)
+        return FakeQuantLinear(parameter, bias, recipe, self.learn_scale, self.observe)
 
     def twin(self, first: FakeQuantLinear, name: str, matrix: Tensor, bias: Any) -> FakeQuantLinear:
-        made = FakeQuantLinear(first.weight, bias, first.recipe, self.learn_scale, self.observe)
-        made.share_weight(first)
-        return made
+        layer = FakeQuantLinear(first.weight, bias, first.recipe, self.learn_scale, self.observe)
+        layer.share_weight(first)
+        return layer
 
 
 class _Quantizer:
-    """Makes the layers of one ``convert_``; those that share a weight share its codes."""
+    """Makes the layers of one ``convert_``; layers that share a weight share its codes."""
 
     def __init__(self) -> None:
-        self.made: dict[tuple[int, Recipe], QuantLinear] = {}
+        self.layers: dict[tuple[int, Recipe], QuantLinear] = {}
 
     @torch.no_grad()
     def convert(self, layer: FakeQuantLinear, adapter: Adapter, recipe: Any) -> QuantLinear:
         key = (id(layer.weight), layer.recipe)
-        made = QuantLinear(layer.quantized_weight, layer.bias, layer.recipe, layer.input_scales)
-        first = self.made.setdefault(key, made)
-        if first is not made:
-            made.share_weight(first)
-        return made
+        quantized = QuantLinear(layer.quantized_weight, layer.bias, layer.recipe, layer.input_scales)
+        first = self.layers.setdefault(key, quantized)
+        if first is not quantized:
+            quantized.share_weight(first)
+        return quantized
 
 
 def _judge(names: list[str], module: nn.Module) -> Verdict:
@@ -115,10 +131,10 @@ def _judge(names: list[str], module: nn.Module) -> Verdict:
 
 
 @torch.no_grad()
-def _measure(layer: nn.Module, made: nn.Module, recipe: Recipe | None) -> dict[str, Any]:
-    """What the report says of a layer: bits and SQNR of the deployed weight."""
-    fakes = [m for one in (layer, made) for m in one.modules() if isinstance(m, FakeQuantLinear)]
+def _measure(layer: nn.Module, converted: nn.Module, recipe: Recipe | None) -> dict[str, Any]:
+    """The report's entries for a layer: bits and SQNR of the deployed weight."""
+    fakes = [m for side in (layer, converted) for m in side.modules() if isinstance(m, FakeQuantLinear)]
     weights = sum(fake.weight.numel() for fake in fakes)
     total = sum(energies(fake.weight, fake.plain_weight()) for fake in fakes)
     bits = sum(fake.quantized_weight.nbytes for fake in fakes) * 8 / max(weights, 1)
-    return measured(layer, made, weights, bits, decibel(*total.tolist()))  # type: ignore[union-attr]
+    return measured(layer, converted, weights, bits, decibel(*total.tolist()))  # type: ignore[union-attr]

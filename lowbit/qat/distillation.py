@@ -1,4 +1,4 @@
-"""Knowledge distillation: the loss by which a quantized model follows the model that it was."""
+"""Knowledge distillation: the loss that trains a quantized model to match the original model."""
 
 from __future__ import annotations
 
@@ -11,19 +11,29 @@ from torch.autograd.function import once_differentiable
 
 __all__ = ["distillation_loss"]
 
-#: Logits that are worked on at a time, in fp32.
+#: Number of logits that are processed at a time, in fp32.
 _PIECE = 1 << 20
 
 
 def distillation_loss(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """KL(teacher || student) of the distributions that logits ``[..., classes]`` are of, in nats, the mean over rows.
+    """KL(teacher || student) of the distributions given by logits, in nats, averaged over rows.
 
-    Logits are divided by ``temperature``, and the loss is multiplied with its square, which keeps the size of gradients
-    (Hinton et al., arXiv 1503.02531). Computed in fp32 some rows at a time: besides the logits one tensor of their
-    size, the gradient, is held. The teacher gets no gradient.
-    Raises ValueError for shapes that differ, no rows, a temperature that is not positive and finite, and a teacher that
-    requires grad; RuntimeError for a gradient of a gradient.
-    Source: QAD, arXiv 2601.20088.
+    The computation is in fp32, a block of rows at a time. Besides the logits it stores one tensor of their size, the
+    gradient. The teacher gets no gradient. Source: QAD, arXiv 2601.20088; Hinton et al., arXiv 1503.02531, for the
+    temperature.
+
+    Args:
+        student_logits: ``[..., classes]``.
+        teacher_logits: the same shape, without gradient.
+        temperature: divides the logits. The loss is multiplied by its square, which preserves the size of gradients.
+
+    Returns:
+        The loss, an fp32 scalar.
+
+    Raises:
+        ValueError: the shapes differ, there are no rows, the temperature is not positive and finite, or the teacher
+            requires grad.
+        RuntimeError: a second-order gradient.
     """
     if student_logits.shape != teacher_logits.shape or student_logits.dim() < 1 or not student_logits.numel():
         raise ValueError(
@@ -39,7 +49,7 @@ def distillation_loss(student_logits: Tensor, teacher_logits: Tensor, temperatur
 
 
 class _Divergence(torch.autograd.Function):
-    """The loss, with its gradient made on the way: where a row's probabilities are, its gradient is a subtraction."""
+    """The loss. Forward also computes the gradient, which is only a subtraction once a row has its probabilities."""
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
@@ -54,7 +64,7 @@ class _Divergence(torch.autograd.Function):
                 (t.reshape(rows, classes)[piece].float() / temperature).log_softmax(-1) for t in (student, teacher)
             )
             p = log_p.exp()
-            terms = torch.where(p == 0, 0.0, p * (log_p - log_q))  # a class that the teacher excludes counts nothing
+            terms = torch.where(p == 0, 0.0, p * (log_p - log_q))  # 0 for a class that the teacher excludes
             total += terms.sum(dtype=torch.float64)
             if grad is not None:
                 grad.view(rows, classes)[piece] = (log_q.exp_() - p) * (temperature / rows)
@@ -63,6 +73,6 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, above: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, None, None]:
         (grad,) = ctx.saved_tensors
-        return grad * above.to(grad.dtype), None, None
+        return grad * grad_loss.to(grad.dtype), None, None

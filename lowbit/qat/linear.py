@@ -1,4 +1,4 @@
-"""FakeQuantLinear: a Linear that computes what its quantized layer will compute, and learns."""
+"""FakeQuantLinear: a trainable Linear whose output is bit-identical to its quantized layer's."""
 
 from __future__ import annotations
 
@@ -28,26 +28,34 @@ __all__ = ["FakeQuantLinear"]
 
 
 class FakeQuantLinear(Announced, nn.Module):
-    """``y = x @ weight.T + bias`` as the QuantLinear of ``recipe`` computes it, with gradients: every bit of forward is
-    the deployed layer's, in training and in eval mode.
+    """``y = x @ weight.T + bias`` as the QuantLinear of ``recipe`` computes it, with gradients.
 
-    ``weight [out_features, in_features]`` and ``bias [out_features]``: fp32, bf16 or fp16 parameters. Input
-    ``[..., in_features]``; the result has its dtype (inside autocast: autocast's). Gradients pass straight through
-    rounding where numbers were in range, and are 0 elsewhere.
+    Forward is bit-identical to the deployed layer, in training and in eval mode. The input is ``[..., in_features]``;
+    the result has its dtype, or autocast's. The gradient of rounding is 1 for values in range and 0 elsewhere
+    (straight-through). Source: docs/numerics.md section 12.
 
-    ``recipe.rotation``: the block of the Hadamard transform that inputs and ``weight`` go through before they are
-    quantized, with its gradients; ``weight`` is that of the untransformed inputs.
+    With ``recipe.rotation``, inputs and ``weight`` go through a Hadamard transform in blocks of that size before they
+    are quantized. ``weight`` itself is not transformed.
 
-    ``learn_scale``: scales are parameters too, ``weight_scale`` and ``weight_zero_point``, which start from those that
-    lose least of the weight; with static input scales also ``input_scale`` and ``input_zero_point``. They are fp32
-    numbers ``[R, C]``, of power-of-two scales binary logarithms (lowbit/qat/learned.py). Without it weight scales are
-    made of the weight in each forward. Input scales of recipes without ``scale="static"`` are always made of the input.
+    Static input scales start from the moving average of the extremes of each training batch (``input_range``), over the
+    first ``observe`` batches. They are learned only afterwards. Without ``scale="static"``, input scales are computed
+    from each input.
 
-    Static input scales start from the moving average of the extremes of each training batch (``input_range``): of the
-    first ``observe`` batches; None: of all until ``lowbit.qat.freeze_observers_``. Until then they are not learned.
-    Raises TypeError for inputs of other dtypes; ValueError for another last axis; RuntimeError for static input scales
-    before any training batch, and for a gradient of a gradient.
-    Source: docs/numerics.md section 12.
+    Args:
+        weight: ``[out_features, in_features]``, fp32, bf16 or fp16.
+        bias: ``[out_features]``, fp32, bf16 or fp16, or None.
+        recipe: the recipe of the deployed layer.
+        learn_scale: make scales parameters, ``weight_scale`` and ``weight_zero_point``, which start from the scales
+            with the least error of the weight. With static input scales also ``input_scale`` and ``input_zero_point``.
+            They are fp32 ``[R, C]``; for power-of-two scales, binary logarithms (lowbit/qat/learned.py). Without it
+            each forward computes weight scales from the weight.
+        observe: number of batches to observe. Default None: all until ``lowbit.qat.freeze_observers_``.
+
+    Raises:
+        TypeError: forward got an input of another dtype.
+        ValueError: the weight is not a matrix, ``observe`` is not a positive integer, or forward got an input whose
+            last axis is not ``in_features``.
+        RuntimeError: static input scales are needed before any training batch, or a second-order gradient.
     """
 
     lowbit_kind = "qat"
@@ -70,7 +78,7 @@ class FakeQuantLinear(Announced, nn.Module):
     ) -> None:
         super().__init__()
         if weight.dim() != 2:
-            raise ValueError(f"FakeQuantLinear needs a weight [out, in], got shape {list(weight.shape)}")
+            raise ValueError(f"FakeQuantLinear: expected a weight [out, in], got shape {list(weight.shape)}")
         if observe is not None and (isinstance(observe, bool) or not isinstance(observe, int) or observe < 1):
             raise ValueError(f"FakeQuantLinear: observe counts batches, an integer of at least 1, got {observe!r}")
         self.out_features, self.in_features = weight.shape
@@ -84,8 +92,8 @@ class FakeQuantLinear(Announced, nn.Module):
             self.register_buffer("observations_left", torch.tensor(-1 if observe is None else observe))
 
     def _keep(self, name: str, numbers: Learned | None, learns: bool) -> None:
-        """Make the numbers that stand for scales parameters, or buffers where nothing is learned; a global scale is
-        always a buffer.
+        """Register the learnable numbers for scales as parameters, or as buffers if not ``learns``; global scales are
+        buffers.
         """
         for part, value in zip(Learned._fields, numbers or (None, None, None), strict=True):
             if learns and part != "global_scale":
@@ -94,7 +102,7 @@ class FakeQuantLinear(Announced, nn.Module):
                 self.register_buffer(f"{name}_{part}", value)
 
     def _unseen(self) -> Learned:
-        """Static input scales that no input has set yet, and the buffer of the inputs' range."""
+        """Initial static input scales, before any input; also registers the buffer of input ranges."""
         scheme, device = self.recipe.input, self.weight.device
         assert scheme is not None
         shape = scheme.scale_shape(0, self.in_features)
@@ -102,7 +110,7 @@ class FakeQuantLinear(Announced, nn.Module):
         return Learned(torch.zeros(shape, device=device), torch.zeros(shape, device=device) if scheme.affine else None)
 
     def share_weight(self, other: FakeQuantLinear) -> None:
-        """Hold the very parameters of ``other``'s weight: tied layers have one, and one set of its scales."""
+        """Use the parameters of ``other``'s weight and its scales, for tied layers."""
         for name in ("weight", "weight_scale", "weight_zero_point"):
             if name in other._parameters:
                 self._parameters[name] = other._parameters[name]
@@ -114,31 +122,32 @@ class FakeQuantLinear(Announced, nn.Module):
         scale, zero_point, global_scale = (getattr(self, f"{name}_{part}") for part in Learned._fields)
         if scale is None:
             return Operand(scheme)
-        if name == "input":  # backward needs those of this call, and the next one may write to them
+        if name == "input":  # backward needs the scales of this call, and the next call may overwrite them
             scale, zero_point = scale.clone(), None if zero_point is None else zero_point.clone()
         return Operand(scheme, Learned(scale, zero_point, global_scale))
 
     def _rotated(self) -> Tensor:
-        """The weight as it is quantized."""
+        """The weight before quantization, rotated if the recipe says so."""
         rotation = self.recipe.rotation
         return self.weight if rotation is None else hadamard(self.weight.float(), rotation)
 
     @property
     def quantized_weight(self) -> Quantized:
-        """The weight as the deployed layer has it; with a rotation, that of rotated inputs."""
-        made = quantized(self._rotated(), self._operand("weight", self.recipe.weight))
-        return replace(made, dtype=self.weight.dtype)
+        """The quantized weight of the deployed layer, rotated if the recipe says so."""
+        weight = quantized(self._rotated(), self._operand("weight", self.recipe.weight))
+        return replace(weight, dtype=self.weight.dtype)
 
     def plain_weight(self) -> Tensor:
-        """What ``weight`` becomes in the deployed layer, fp32."""
-        made = self.quantized_weight.dequantize(torch.float32)
-        return made if self.recipe.rotation is None else hadamard(made, self.recipe.rotation)
+        """The decoded weight of the deployed layer without rotation, fp32."""
+        weight = self.quantized_weight.dequantize(torch.float32)
+        return weight if self.recipe.rotation is None else hadamard(weight, self.recipe.rotation)
 
     @property
     def input_scales(self) -> Scales | None:
-        """The static scales by which the deployed layer quantizes inputs; None: it makes them of each input.
+        """The static input scales of the deployed layer; None if it computes them from each input.
 
-        Raises RuntimeError where there are none yet.
+        Raises:
+            RuntimeError: no batch was observed yet.
         """
         if not self.recipe.static:
             return None
@@ -148,10 +157,10 @@ class FakeQuantLinear(Announced, nn.Module):
     def _require_range(self) -> None:
         unseen = self.input_range.isnan().any()
         message = (
-            f"recipe {self.recipe.name!r} has static input scales, and this layer has seen no finite input to make "
-            f"them of; run the model on batches in training mode first"
+            f"recipe {self.recipe.name!r} has static input scales, and this layer has seen no finite input to compute "
+            f"them from; run the model on batches in training mode first"
         )
-        if torch.compiler.is_compiling():  # a graph does not branch on a number: it raises when it runs
+        if torch.compiler.is_compiling():  # a graph cannot branch on a value, so it raises when it runs
             assert_async(~unseen, message)
         elif bool(unseen):
             raise RuntimeError(message)
@@ -186,15 +195,18 @@ class FakeQuantLinear(Announced, nn.Module):
         return multiply(x, quantized(weight, of_weight), self.bias, of_input, dtype, window)
 
     def _may_observe(self) -> bool:
-        """Whether this call observes its input; in a graph always, which keeps all as it is where nothing is left."""
+        """Whether this call observes its input. In a graph always; ``_observe`` then checks ``observations_left`` on
+        the device.
+        """
         return torch.compiler.is_compiling() or (not in_backward() and bool(self.observations_left))
 
     @torch.no_grad()
     def _observe(self, x: Tensor) -> None:
-        """Move the average of the extremes by one batch, and make the input's scales of it, without Inf and NaN.
+        """Update the moving average of the extremes with one batch and compute the input scales from it, ignoring Inf
+        and NaN.
 
-        Nothing branches on a number, so that a graph of one step serves all: with no observations left, and before the
-        first finite input, everything keeps its value.
+        Nothing branches on a value, so one graph serves every step. Without observations left, or before the first
+        finite input, all buffers keep their values.
         """
         scheme = self.recipe.input
         assert scheme is not None
@@ -207,9 +219,9 @@ class FakeQuantLinear(Announced, nn.Module):
         known = observing & ~average.isnan().any()
         ranges = Ranges(scheme, x.shape[-1], histogram=False, device=x.device)
         learned = Learned.of(ranges.scales(average[0, 0], average[1, 0]), scheme)
-        for kept, new in ((self.input_scale, learned.scale), (self.input_zero_point, learned.zero_point)):
+        for current, new in ((self.input_scale, learned.scale), (self.input_zero_point, learned.zero_point)):
             if new is not None:
-                kept.copy_(torch.where(known, new, kept))
+                current.copy_(torch.where(known, new, current))
 
     def extra_repr(self) -> str:
         return (

@@ -1,8 +1,8 @@
-"""Activations in few bits: what norms, activation functions and products of activations keep for backward.
+"""Low-bit activations: save the inputs of norms, activation functions and elementwise products for backward as codes.
 
-A function of the table below keeps its inputs as codes, and backward computes it again from what these decode to. Its
-result keeps its bits; gradients change by the rounding of the inputs.
-Sources: COAT, arXiv 2410.19313; ActNN, arXiv 2104.14129.
+A function of the table ``FUNCTIONS`` saves its inputs as codes, and backward computes it again from the decoded inputs.
+Its result is bit-identical; gradients differ by the rounding of the inputs. Sources: COAT, arXiv 2410.19313; ActNN,
+arXiv 2104.14129.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from lowbit.torch_private import saved_tensors_hooks
 
 __all__ = ["ACTIVATIONS", "FUNCTIONS", "compress_activations_", "uncompress_activations_"]
 
-#: The scheme that is taken where none is named: 8.25 bits a number, and no block is clipped.
+#: The default scheme: 8.25 bits per element, and no block is clipped.
 ACTIVATIONS = "mxfp8:ceil"
 
-#: What keeps its inputs in few bits. Functions that keep their result for backward (softmax, sigmoid) are not here, nor
-#: matrix products, whose operands are the recipe's matter, nor attention.
+#: The functions whose inputs are saved as codes. Not included are functions that save their result (softmax, sigmoid),
+#: matmuls, whose operands the recipe decides, and attention.
 FUNCTIONS = frozenset(
     {
         F.layer_norm, F.rms_norm, F.group_norm,
@@ -46,7 +46,7 @@ FUNCTIONS = frozenset(
         torch.pow, Tensor.pow, Tensor.__pow__, torch.square, Tensor.square,
     }
 )  # fmt: skip
-#: Rows shorter than this stay as they are: factors of a token, and the like.
+#: Shorter rows are saved as they are: they are per-token factors and the like.
 _LEAST_COLS = 16
 
 
@@ -57,27 +57,35 @@ def compress_activations_(
     batch: Any = None,
     loss: Callable[[Any, Any], Tensor] | None = None,
 ) -> Report:
-    """Let norms, activation functions and products in ``model`` keep their inputs for backward as codes, in place.
+    """Make norms, activation functions and products in ``model`` save their inputs for backward as codes, in place.
 
-    ``scheme``: how they are quantized, without a global scale; any shape will do. The functions are those of
-    ``FUNCTIONS``, called in a module without children (a norm) or in one that has a Linear (a SwiGLU). Of
-    ``silu(gate) * up``, gate, silu(gate) and up are kept so. Losses keep their bits; gradients of these functions are
-    those at the decoded inputs. Checkpointed modules recompute the same bits. Compiled code keeps what its partitioner
-    chooses instead, and takes no part.
+    The functions are those of ``FUNCTIONS``, if called in a module without children (a norm) or in a module with a
+    Linear (a SwiGLU). Of ``silu(gate) * up`` the tensors gate, silu(gate) and up are saved as codes. Losses are
+    bit-identical; gradients of these functions are computed at the decoded inputs. Checkpointed modules recompute
+    bit-identically. Compiled code is not affected: its partitioner chooses what to save. Source: COAT, arXiv
+    2410.19313, which uses groups of 16 in E4M3.
 
-    ``batch`` and ``loss``: as ``lb.estimate`` takes them. With a batch the report says what activations are kept
-    for backward, before and after, as estimated.
+    Args:
+        model: the model, which is changed in place.
+        scheme: a scheme without a global scale, for tensors of any shape.
+        batch: a batch as for ``lb.estimate``. With it, the report has the estimated bytes of activations saved for
+            backward, before and after.
+        loss: a loss function as for ``lb.estimate``.
 
-    Raises ValueError for a model whose activations are compressed already, for one without such modules, and for a
-    scheme with a global scale; TypeError for what is no module.
-    Source: COAT, arXiv 2410.19313, which takes groups of 16 in E4M3.
+    Returns:
+        A report of the modules whose functions save codes.
+
+    Raises:
+        ValueError: the activations are compressed already, the model has no such modules, or the scheme has a global
+            scale.
+        TypeError: ``model`` is not a module.
     """
     check_model(model)
-    kind = find_scheme(scheme)
-    if kind.global_scale:
+    resolved = find_scheme(scheme)
+    if resolved.global_scale:
         raise ValueError(
-            f"train.compress_activations_: {kind} has a global scale, which takes a pass over each activation of its "
-            f"own; use {ACTIVATIONS}, or another scheme that has none"
+            f"train.compress_activations_: {resolved} has a global scale, which needs an extra pass over each "
+            f"activation; use {ACTIVATIONS}, or another scheme without a global scale"
         )
     if any(wrapper_of(module, Compressing) for module in model.modules()):
         raise ValueError(
@@ -95,14 +103,15 @@ def compress_activations_(
     kept = Kept(model, batch, loss)
     for module in model.modules():
         if _computes(module) or not isinstance(module, nn.Linear | nn.Embedding | nn.ModuleList | nn.ModuleDict):
-            wrap(module, Compressing(kind if _computes(module) else None))
-    return kept.told(report_on("train.compress_activations_", model, modules, f"inputs kept as {kind}"))
+            wrap(module, Compressing(resolved if _computes(module) else None))
+    return kept.told(report_on("train.compress_activations_", model, modules, f"inputs kept as {resolved}"))
 
 
 def uncompress_activations_(model: nn.Module) -> Report:
     """Undo ``compress_activations_``, in place. A model without compressed activations stays as it is.
 
-    Raises ValueError, with the model untouched, where a forward has been replaced since.
+    Raises:
+        ValueError: a forward was replaced since. The model is unchanged.
     """
     check_model(model)
     removed = unwrap_all(model, "train.uncompress_activations_", Compressing)
@@ -112,16 +121,16 @@ def uncompress_activations_(model: nn.Module) -> Report:
 
 
 def _computes(module: nn.Module) -> bool:
-    """Whether functions of the table may be called in the module's own forward."""
+    """Whether the module's own forward may call functions of the table."""
     children = list(module.children())
     if not children:
         return not isinstance(module, nn.Linear | nn.Embedding)
     return any(isinstance(child, nn.Linear) for child in children)
 
 
-# -- where it is on ----------------------------------------------------------------------------------------------------
+# -- modules that compress ---------------------------------------------------------------------------------------------
 class _Active(threading.local):
-    """Whether the module under way in this thread compresses, and the innermost mode that is there."""
+    """Whether the module that runs in this thread compresses, and the innermost active mode."""
 
     on = False
     mode: _Mode | None = None
@@ -132,7 +141,7 @@ _active = _Active()
 
 @dataclass(eq=False)
 class Compressing(Wrapper):
-    """``scheme`` None: the module is not one of those whose functions keep codes, whatever it is called in."""
+    """Wrapper of a module's forward; ``scheme`` None: its functions do not save codes, whatever module calls it."""
 
     scheme: Scheme | None
 
@@ -142,7 +151,7 @@ class Compressing(Wrapper):
         before = _active.on, _active.mode
         _active.on = self.scheme is not None
         try:
-            # A checkpoint inside the module that has the mode recomputes without it: what is called there has its own.
+            # A checkpoint inside the module that entered the mode recomputes without it, so modules there enter theirs.
             if self.scheme is None or (_active.mode is not None and _active.mode.hooks == saved_tensors_hooks()):
                 return forward(*args, **kwargs)
             _active.mode = _Mode(self.scheme)
@@ -153,7 +162,7 @@ class Compressing(Wrapper):
 
 
 class _Mode(TorchFunctionMode):
-    """Within, functions of the table keep codes. An input that several of them have is encoded once."""
+    """While active, functions of the table save codes. A tensor that several functions read is encoded once."""
 
     def __init__(self, scheme: Scheme) -> None:
         super().__init__()
@@ -167,44 +176,44 @@ class _Mode(TorchFunctionMode):
         if func not in FUNCTIONS or kwargs.get("inplace") or not self._serves():
             return func(*args, **kwargs)
         leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
-        wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not any(_is_activation(leaf) for leaf in wanted) or _keeps_nothing(func, wanted):
+        trainable = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not any(_is_activation(leaf) for leaf in trainable) or _keeps_nothing(func, trainable):
             return func(*args, **kwargs)
         return cast(Any, _FromCodes).apply(self, func, spec, *leaves)
 
     def _serves(self) -> bool:
-        """Whether functions keep codes now. Not in a part of the module's forward that a checkpoint will recompute by
-        itself: the mode will not be on there.
+        """Whether functions save codes now. Not inside a checkpoint in the module: the mode is not active when it
+        recomputes.
         """
         return _active.on and torch.is_grad_enabled() and saved_tensors_hooks() == self.hooks
 
     def encode(self, x: Tensor) -> Quantized:
-        known = self.encoded.get(id(x))
-        if known is not None and known[0]() is x and known[1] == x._version:
-            return known[2]
+        entry = self.encoded.get(id(x))
+        if entry is not None and entry[0]() is x and entry[1] == x._version:
+            return entry[2]
         codes, key = quantize(x, self.scheme), id(x)
         self.encoded[key] = (weakref.ref(x, partial(_forget, weakref.ref(self), key)), x._version, codes)
         return codes
 
 
-def _forget(mode: weakref.ref[_Mode], key: int, x: Any) -> None:
-    """A tensor is gone. A reference to the mode would be a cycle, which keeps what its hooks hold: a block's inputs."""
-    if (found := mode()) is not None:
-        found.encoded.pop(key, None)
+def _forget(mode_ref: weakref.ref[_Mode], key: int, x: Any) -> None:
+    """Drop a freed tensor's codes. The reference is weak because a cycle would keep the inputs of a block alive."""
+    if (mode := mode_ref()) is not None:
+        mode.encoded.pop(key, None)
 
 
 _PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
 
 
-def _keeps_nothing(func: Any, wanted: Sequence[Tensor]) -> bool:
-    """Whether backward needs no activation: of a product with a constant it needs the constant alone."""
-    return func in _PRODUCTS and len(wanted) < 2
+def _keeps_nothing(func: Any, trainable: Sequence[Tensor]) -> bool:
+    """Whether backward needs no activation: for a product with a constant it needs only the constant."""
+    return func in _PRODUCTS and len(trainable) < 2
 
 
 def _is_activation(x: Tensor) -> bool:
-    """Whether ``x`` is kept as codes: no parameter, and long enough rows of floats that ops of lowbit take.
+    """Whether ``x`` is saved as codes: not a parameter, and a float tensor with rows long enough.
 
-    Leaves may be activations: those of a block that a reentrant checkpoint recomputes are.
+    Leaf tensors may be activations: a reentrant checkpoint detaches the inputs of the block that it recomputes.
     """
     return (
         not isinstance(x, nn.Parameter)
@@ -214,71 +223,71 @@ def _is_activation(x: Tensor) -> bool:
     )
 
 
-# -- what is kept, and computed again ----------------------------------------------------------------------------------
+# -- save for backward and recompute -----------------------------------------------------------------------------------
 class _FromCodes(torch.autograd.Function):
-    """``func`` of leaves of a tree of arguments."""
+    """Call ``func`` with the leaves of a pytree of arguments; backward calls it again with decoded leaves."""
 
     @staticmethod
     def forward(ctx: Any, mode: _Mode, func: Callable[..., Any], spec: TreeSpec, *leaves: Any) -> Any:  # type: ignore[override]
         device = next(leaf.device.type for leaf in leaves if isinstance(leaf, Tensor))
         ctx.func, ctx.spec, ctx.backend = func, spec, backend_now()
         ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        kept: list[Tensor | None] = []
+        saved: list[Tensor | None] = []
         ctx.leaves = []
         for leaf in leaves:
-            # In forward tensors require no grad: which of them did is what needs_input_grad says.
+            # Tensors do not require grad inside forward; needs_input_grad says which of them did.
             number = len(ctx.leaves)
             if not isinstance(leaf, Tensor):
                 ctx.leaves.append(leaf)
             elif ctx.needs_input_grad[number + 3] and _is_activation(leaf):
                 codes = mode.encode(leaf)
-                ctx.leaves.append(_Codes(len(kept), codes.scheme, leaf.shape, leaf.dtype))
-                kept += [codes.codes, codes.scale, codes.zero_point]
+                ctx.leaves.append(_Codes(len(saved), codes.scheme, leaf.shape, leaf.dtype))
+                saved += [codes.codes, codes.scale, codes.zero_point]
             else:
-                ctx.leaves.append(_Kept(len(kept)))
-                kept.append(leaf)
-        ctx.save_for_backward(*kept)
+                ctx.leaves.append(_Kept(len(saved)))
+                saved.append(leaf)
+        ctx.save_for_backward(*saved)
         args, kwargs = tree_unflatten(list(leaves), spec)
         return func(*args, **kwargs)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        kept = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[3:]
+        saved = ctx.saved_tensors
+        needed = ctx.needs_input_grad[3:]
         with on_backend(ctx.backend):
-            leaves = [leaf.of(kept) if isinstance(leaf, _Codes | _Kept) else leaf for leaf in ctx.leaves]
+            leaves = [leaf.of(saved) if isinstance(leaf, _Codes | _Kept) else leaf for leaf in ctx.leaves]
         leaves = [
             leaf.detach().requires_grad_(wants) if isinstance(leaf, Tensor) else leaf
-            for leaf, wants in zip(leaves, wanted, strict=True)
+            for leaf, wants in zip(leaves, needed, strict=True)
         ]
         args, kwargs = tree_unflatten(leaves, ctx.spec)
         with torch.enable_grad(), _autocast(*ctx.autocast):
             y = ctx.func(*args, **kwargs)
-        inputs = [leaf for leaf, wants in zip(leaves, wanted, strict=True) if wants]
-        found = iter(torch.autograd.grad([y], inputs, list(grads)))
-        return None, None, None, *(next(found) if wants else None for wants in wanted)
+        inputs = [leaf for leaf, wants in zip(leaves, needed, strict=True) if wants]
+        grads_of_inputs = iter(torch.autograd.grad([y], inputs, list(grads)))
+        return None, None, None, *(next(grads_of_inputs) if wants else None for wants in needed)
 
 
 class _Codes:
-    """A leaf that is kept as codes: from which tensor on, and what they are."""
+    """A leaf that is saved as codes; ``at``: index of its first saved tensor."""
 
     def __init__(self, at: int, scheme: Scheme, shape: torch.Size, dtype: torch.dtype) -> None:
         self.at, self.scheme, self.shape, self.dtype = at, scheme, shape, dtype
 
-    def of(self, kept: Sequence[Tensor]) -> Tensor:
-        codes, scale, zero_point = kept[self.at : self.at + 3]
+    def of(self, saved: Sequence[Tensor]) -> Tensor:
+        codes, scale, zero_point = saved[self.at : self.at + 3]
         return Quantized(codes, scale, zero_point, None, self.scheme, self.shape, self.dtype).dequantize()
 
 
 class _Kept:
-    """A leaf that is kept as it is."""
+    """A leaf that is saved as it is; ``at``: index of the saved tensor."""
 
     def __init__(self, at: int) -> None:
         self.at = at
 
-    def of(self, kept: Sequence[Tensor]) -> Tensor:
-        return kept[self.at]
+    def of(self, saved: Sequence[Tensor]) -> Tensor:
+        return saved[self.at]
 
 
 def _autocast(device: str, dtype: torch.dtype, enabled: bool) -> AbstractContextManager[Any]:

@@ -1,7 +1,7 @@
-"""TrainLinear: a Linear whose three products, one forward and two backward, run in low precision.
+"""TrainLinear: a Linear whose forward matmul and two backward matmuls run in low precision.
 
-The weight stays in high precision for the optimizer and is quantized in each forward. What backward needs of the weight
-and the input is saved as the recipe says: by default as the codes that forward multiplied.
+The weight stays in high precision for the optimizer and is quantized in each forward. The recipe says in which form
+weight and input are saved for backward; the default is the codes that forward multiplied.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit import recipes
 from lowbit.convert.adapters import Adapter
 from lowbit.convert.engine import Task, convert, sync_fused_kernels
 from lowbit.convert.maker import measured, require_float
@@ -22,7 +21,7 @@ from lowbit.convert.select import DEFAULT_SKIP, Skip, plain_layers
 from lowbit.models.wrap import change_class, plain_class, replaced_forward
 from lowbit.nn.base import Announced, announce
 from lowbit.nn.linear import result_dtype
-from lowbit.recipes import Recipe
+from lowbit.recipes import LayerRecipes, Recipe, layer_recipes
 from lowbit.recipes import recipe as find_recipe
 from lowbit.report import Report, report_on
 from lowbit.train.gemms import Products, WeightOperands, low_precision_linear
@@ -38,15 +37,24 @@ _CHILD = "lowbit_state"
 
 
 class TrainLinear(Announced, nn.Linear):
-    """``nn.Linear`` trained in low precision: same parameters, same ``state_dict``, same results in shape and dtype.
+    """``nn.Linear`` trained in low precision, with the same parameters, ``state_dict``, result shape and result dtype.
 
-    Input ``[..., in_features]`` fp32, bf16 or fp16; weight fp32, bf16 or fp16. Gradients have the dtype of what they
-    belong to; the bias's is summed in fp32. Recomputation (checkpointing) gives the same bits. Backward runs on the
-    backend of its forward; inside torch.compile each call chooses anew. Recipes with stochastic rounding or delayed
-    scaling read ``state``, the training state that the layers of a model share (``lowbit.train.state``).
-    Raises ValueError for a recipe that is for inference only or asks for casts that training does not do; RuntimeError
-    for a gradient of a gradient, and for such a recipe without a state.
-    Source: docs/numerics.md sections 9 and 14; recipes.Gemm.
+    Gradients have the dtype of their tensors; the bias gradient is accumulated in fp32. Recomputation (checkpointing)
+    is bit-identical. Backward runs on the backend of its forward; under torch.compile each call chooses its backend
+    anew. Source: docs/numerics.md sections 9 and 14; recipes.Gemm.
+
+    Args:
+        in_features: size of the last axis of the input ``[..., in_features]``, which is fp32, bf16 or fp16.
+        out_features: rows of ``weight [out_features, in_features]``, fp32, bf16 or fp16.
+        bias: whether there is a bias ``[out_features]``.
+        device: as for ``nn.Linear``.
+        dtype: as for ``nn.Linear``.
+        recipe: a training recipe. Recipes with stochastic rounding or delayed scaling read ``state``, the training
+            state that all layers of a model share (``lowbit.train.state``).
+
+    Raises:
+        ValueError: the recipe is for inference only, or has casts that training does not support.
+        RuntimeError: a second-order gradient, or a recipe that needs a training state in a layer without one.
     """
 
     lowbit_kind = "training"
@@ -57,9 +65,9 @@ class TrainLinear(Announced, nn.Linear):
     path: str
     slots: dict[str, OperandSlot]
     reuse: Reuse
-    #: Within the steps that ``lowbit.train.watch`` looks at: makes the view of a call one that shows its casts.
+    #: Set during the steps that ``lowbit.train.watch`` records: makes the view of a call report its casts.
     watcher: Callable[[View | None], View | None] | None = None
-    #: The operands of a weight that comes in codes (``lowbit.distributed.all_gather_``), if it has.
+    #: Returns the operands of a weight that was gathered as codes (``lowbit.distributed.all_gather_``), or None.
     gathered: Callable[[Tensor, Products], WeightOperands | None] | None = None
 
     def __init__(
@@ -78,7 +86,7 @@ class TrainLinear(Announced, nn.Linear):
         vars(self)["state"] = None
 
     def forward(self, input: Tensor) -> Tensor:
-        dtype, view, weight = result_dtype(input), None, self.weight  # which a parametrization computes at each look
+        dtype, view, weight = result_dtype(input), None, self.weight  # read once: a parametrization computes it
         if self.products.stateful:
             view = self._view(input.device)
         x, operands = input.to(dtype) if self.products.input is None else input, None
@@ -98,17 +106,17 @@ class TrainLinear(Announced, nn.Linear):
     def _view(self, device: torch.device) -> View:
         if self.state is None:
             raise RuntimeError(
-                f"recipe {self.recipe.name!r} rounds stochastically or remembers scales, and the layer has no training "
-                f"state; call lowbit.train.state(model) once"
+                f"recipe {self.recipe.name!r} needs a training state for stochastic rounding or delayed scaling, and "
+                f"the layer has no training state; call lowbit.train.state(model) once"
             )
         return self.state.view(self.slots, device)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is not watched."""
+        """Leave out the watcher: a copy is not watched."""
         return {name: value for name, value in vars(self).items() if name != "watcher"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy joins its own model's State."""
+        """Register a copy with the State of its own model."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self.state is not None:
             self.state.layers.join(self)
@@ -119,88 +127,100 @@ class TrainLinear(Announced, nn.Linear):
 
 def prepare_(
     model: nn.Module,
-    recipe: str | Recipe | recipes.LayerRecipes | Mapping[Any, str | Recipe | None] = "fp8",
+    recipe: str | Recipe | LayerRecipes | Mapping[Any, str | Recipe | None] = "fp8",
     *,
     skip: Skip = DEFAULT_SKIP,
     reuse_weights: bool = True,
 ) -> Report:
     """Make the nn.Linear layers of ``model`` train in low precision, in place.
 
-    ``recipe``: one that trains, or such recipes by layer, as for ``quantize_``. Parameters, names, hooks, checkpointing
-    and optimizers that hold them stay as they are. Subclasses that compute what nn.Linear does are taken as well.
-    ``skip`` and what is left as for ``quantize_``; an output layer keeps sharing its weight with an embedding. 4-bit
-    recipes also leave the first and the last blocks (``Recipe.keep_blocks``), unless the option ``keep_blocks=0`` or a
-    recipe for a layer's name says otherwise.
-    ``reuse_weights``: where gradients accumulate, the codes of a weight serve all micro-batches of a step, which takes
-    a byte a number or so until the optimizer steps. False makes them at each forward, as code needs that writes to
-    ``weight.data`` between micro-batches on a GPU.
-    Raises ValueError, with the model untouched: a recipe for inference only, nothing to convert, layers that are
-    prepared or quantized already or whose weight has no shape yet, a pattern without a match. TypeError for a weight
-    in another dtype than fp32, bf16 and fp16.
+    Parameters, names, hooks, checkpointing and existing optimizers stay valid. Subclasses of nn.Linear that compute the
+    same are converted too. An output layer keeps sharing its weight with an embedding. 4-bit recipes skip the first and
+    the last blocks (``Recipe.keep_blocks``), unless the option ``keep_blocks=0`` or a recipe for a layer's name is
+    given.
+
+    Args:
+        model: the model, which is changed in place.
+        recipe: a training recipe, or per-layer recipes ``{pattern: recipe or None}``, as for ``quantize_``.
+        skip: modules to leave as they are, as for ``quantize_``.
+        reuse_weights: with gradient accumulation, reuse the codes of a weight for all micro-batches of a step. They
+            take about one byte per element until the optimizer steps. Pass False for code that writes to
+            ``weight.data`` between micro-batches on a GPU: each forward then quantizes the weight again.
+
+    Returns:
+        A report with one row per layer.
+
+    Raises:
+        ValueError: a recipe for inference only, nothing to convert, layers that are prepared or quantized already or
+            whose weight has no shape yet, or a pattern without a match. The model is unchanged.
+        TypeError: a weight is not fp32, bf16 or fp16. The model is unchanged.
     """
-    chosen = recipes.layer_recipes(recipe)
-    products = {one: Products.of(one) for one in chosen.recipes}
-    names, protect = protections(model, skip, chosen, unties=False)
-    protect = keep_blocks(model, chosen, protect)
+    recipes = layer_recipes(recipe)
+    products = {recipe: Products.of(recipe) for recipe in recipes.recipes}
+    names, protect = protections(model, skip, recipes, unties=False)
+    protect = keep_blocks(model, recipes, protect)
 
     def make(layer: nn.Linear, adapter: Adapter, recipe: Recipe) -> tuple[nn.Linear, Recipe]:
         require_float(layer.weight)
         return layer, recipe
 
-    def measure(layer: nn.Linear, made: Any, recipe: Recipe | None) -> dict[str, Any]:
+    def measure(layer: nn.Linear, _converted: Any, _recipe: Recipe | None) -> dict[str, Any]:
         return measured(layer, layer, layer.weight.numel(), 8.0 * layer.weight.dtype.itemsize)
 
-    def put(model: nn.Module, made: dict[int, Any]) -> None:
-        announce()  # a layer that changes its class is not made anew
+    def put(model: nn.Module, converted: dict[int, Any]) -> None:
+        announce()  # no constructor runs for a layer that changes its class
         paths = {id(module): path for path, module in model.named_modules()}
-        for layer, recipe in made.values():
+        for layer, recipe in converted.values():
             layer._lowbit_class = plain_class(layer)
             change_class(layer, TrainLinear)
             layer.recipe, layer.products, layer.reuse = recipe, products[recipe], Reuse(reuse_weights)
-        _share(State(), model, {paths[id(layer)]: layer for layer, _ in made.values()})
+        _share(State(), model, {paths[id(layer)]: layer for layer, _ in converted.values()})
         sync_fused_kernels(model)
 
     judge = plain_layers(only=(nn.Linear,), replaced=False)
     task = Task("train.prepare_", "nn.Linear", judge, make, measure, put, replaces=False)
-    return convert(model, task, chosen, names, protect)[0]
+    return convert(model, task, recipes, names, protect)[0]
 
 
 def state(model: nn.Module) -> State:
-    """The State that the layers of ``model`` share, whatever wraps it (DDP, torch.compile).
+    """Return the training state that the layers of ``model`` share; the model may be wrapped (DDP, torch.compile).
 
-    ``prepare_`` makes it. TrainLinear layers that were built by hand get it here, with their names in ``model``. Where
-    the layer that it was a child of has been replaced, another layer takes it.
-    Raises ValueError for a model without TrainLinear layers, or with parts that were prepared one by one and need a
-    State each.
+    ``prepare_`` creates the state. TrainLinear layers that were built by hand get it from this function, with their
+    names in ``model``. If the layer that held the state as a child was replaced, another layer takes it.
+
+    Raises:
+        ValueError: the model has no TrainLinear layers, or parts of it were prepared separately and have different
+            States.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, TrainLinear)}
     if not layers:
         raise ValueError("train.state: the model has no TrainLinear layers; call lowbit.train.prepare_(model) first")
-    given = [layer for layer in layers.values() if layer.state is not None]
-    needed = [layer for layer in given if layer.products.stateful] or given[:1]
-    found = list({id(layer.state): layer.state for layer in needed if layer.state is not None}.values())
-    if len(found) > 1:
+    with_state = [layer for layer in layers.values() if layer.state is not None]
+    needed = [layer for layer in with_state if layer.products.stateful] or with_state[:1]
+    states = list({id(layer.state): layer.state for layer in needed if layer.state is not None}.values())
+    if len(states) > 1:
         raise ValueError(
-            f"train.state: {len(found)} parts of the model were prepared one by one, and each has a state; ask for "
-            f"train.state(part), or prepare the whole model"
+            f"train.state: {len(states)} parts of the model were prepared one by one, and each has its own state; call "
+            f"train.state(part) for each, or prepare the whole model at once"
         )
-    shared = found[0] if found else State()
+    shared = states[0] if states else State()
     _share(shared, model, {name: layer for name, layer in layers.items() if layer.state is None})
     return shared
 
 
 def _share(state: State, model: nn.Module, layers: dict[str, TrainLinear]) -> None:
-    """Give the layers of ``model`` that State. Where it is no part of the model yet, and one of them needs it, it
-    becomes a child of the first, and counts the model's forwards."""
+    """Give ``state`` to ``layers``. If a layer needs it and the model does not hold it yet, the first such layer
+    registers it as a child, and a hook of the model counts forwards.
+    """
     if layers:
         state.layers.belong_to(model)
     for path, layer in layers.items():
-        vars(layer)["state"] = state  # no child of this layer, whose state_dict would have it once more
+        vars(layer)["state"] = state  # not as a child: the state_dict would contain it once per layer
         state.layers.join(layer)
         layer.path = path
         layer.slots = state.slots(path, layer.products.casts(layer.recipe)) if layer.products.stateful else {}
     modules = list(model.modules())
-    users = [one for one in modules if isinstance(one, TrainLinear) and one.state is state and one.products.stateful]
+    users = [m for m in modules if isinstance(m, TrainLinear) and m.state is state and m.products.stateful]
     hooked = any(_is_of(state, hook) for module in modules for hook in module._forward_pre_hooks.values())
     if users and (layers or hooked) and all(module is not state for module in modules):
         if not users[0].weight.is_meta:
@@ -211,13 +231,13 @@ def _share(state: State, model: nn.Module, layers: dict[str, TrainLinear]) -> No
 
 
 def _is_of(state: State | None, hook: Any) -> bool:
-    """Whether ``hook`` counts the forwards of a model for ``state``, or for any."""
+    """Whether ``hook`` counts forwards for ``state``; None means any State."""
     owner = getattr(hook, "__self__", None)
     return isinstance(owner, State) if state is None else owner is state
 
 
 def _unshare(model: nn.Module) -> None:
-    """Take every State out of ``model``, with its hooks."""
+    """Remove every State and its hooks from ``model``."""
     for module in list(model.modules()):
         module._modules.pop(_CHILD, None)
         hooks = module._forward_pre_hooks
@@ -226,27 +246,31 @@ def _unshare(model: nn.Module) -> None:
 
 
 def convert_(model: nn.Module) -> Report:
-    """Make every TrainLinear of ``model`` the nn.Linear it was, with what it has learned, and report them.
+    """Turn every TrainLinear of ``model`` back into the nn.Linear it was, in place, with its trained parameters.
 
-    Raises ValueError, with the model untouched, where a layer has got a forward or a class of its own since.
+    Returns:
+        A report with one row per layer.
+
+    Raises:
+        ValueError: the class or the forward of a layer was changed since ``prepare_``. The model is unchanged.
     """
     prepared: dict[str, Any] = {n: module for n, module in model.named_modules() if isinstance(module, TrainLinear)}
-    others = [
-        f"{name or 'the model'} ({type(one).__name__})"
-        for name, one in prepared.items()
-        if plain_class(one) is not TrainLinear
+    subclassed = [
+        f"{name or 'the model'} ({type(layer).__name__})"
+        for name, layer in prepared.items()
+        if plain_class(layer) is not TrainLinear
     ]
-    if others:
+    if subclassed:
         raise ValueError(
-            f"train.convert_: expected layers of the class TrainLinear, got {', '.join(others)}, whose class was made "
-            f"of it since; undo that first, such as a parametrization with "
+            f"train.convert_: expected layers of the class TrainLinear, got {', '.join(subclassed)}; undo the change "
+            f"of class first, for a parametrization with "
             f"torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight'), then call convert_ again"
         )
     hooked = [name or "the model" for name, layer in prepared.items() if replaced_forward(layer) is not None]
     if hooked:
         raise ValueError(
-            f"the forward of {', '.join(hooked)} was replaced on the layer itself (accelerate's hooks do so), and "
-            f"would go on in low precision; remove that first, then call convert_ again"
+            f"the forward of {', '.join(hooked)} was replaced on the layer itself (accelerate's hooks do so) and "
+            f"would still compute in low precision; remove the replacement first, then call convert_ again"
         )
     for layer in prepared.values():
         del layer.recipe, layer.products, layer.reuse, layer.state, layer.path, layer.slots

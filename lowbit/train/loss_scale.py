@@ -1,7 +1,7 @@
-"""Dynamic loss scaling, by which gradients in fp16 neither vanish nor overflow.
+"""Dynamic loss scaling, which keeps fp16 gradients from underflow and overflow.
 
-A loss is multiplied by a scale before its backward pass, and gradients are divided by it before the step. A step whose
-gradients are not finite is skipped, and the scale backs off; after enough steps in succession it grows.
+The loss is multiplied by a scale before backward, and gradients are divided by it before the step. A step with
+non-finite gradients is skipped and the scale is reduced. After enough successful steps in a row the scale grows.
 Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.2.
 """
 
@@ -23,13 +23,13 @@ from lowbit.user_warnings import warn
 
 __all__ = ["LossScaler"]
 
-#: The smallest normal number of fp16. By a smaller scale, gradients of 1 and less lose bits that they have without one.
+#: The smallest normal number of fp16. With a smaller scale, gradients of 1 and less lose bits.
 LEAST = 2.0**-14
 
-#: So many steps in succession whose losses are not finite are not the fault of a batch.
+#: After this many steps in a row without a finite loss, the batch is not the cause.
 PATIENCE = 8
 
-#: The numbers of a state: what each is, and the test that it is one.
+#: The entries of a state, each with the expected value in words and a check.
 _ENTRIES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "scale": ("a finite number above 0", lambda x: x > 0),
     "growth_factor": ("a finite number of at least 1", lambda x: x >= 1),
@@ -42,19 +42,26 @@ _ENTRIES: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 
 class LossScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` for any device, with the same methods and a state that either loads from the other.
+    """``torch.amp.GradScaler`` for any device, with the same methods; each loads the other's state.
 
-    Beyond torch's: no device is named, and gradients may lie on several. The processes of ``group`` (None: all that
-    run) skip a step together, so shards of FSDP2 stay those of one model; each of them must take each step. A skipped
-    step calls no optimizer, a fused one neither, so hooks on its steps do not run: the state of ``train.state`` stays
-    where it is. ``skipped`` counts those steps. ``gave_up`` says that no scale can help, which is a warning too.
+    Differences from torch's scaler:
 
-    ``init_scale``: the first scale. ``growth_interval``: after so many steps in succession without a skip the scale is
-    multiplied by ``growth_factor``. ``backoff_factor``: what it is multiplied by after a skip. Without ``enabled``
-    every method does what it does without scaling, so that one loop serves bf16 too.
+    - It needs no device name, and gradients may lie on several devices. - All processes of ``group`` skip a step
+    together, so FSDP2 shards stay consistent. Every process must take every step. - A skipped step calls no optimizer,
+    not even a fused one. Step hooks do not run, and ``train.state`` does not advance. - ``skipped`` counts the skipped
+    steps. ``gave_up`` is True, with a warning, if no scale can help.
 
-    Raises ValueError for factors that do not fit; and where gradients are to be unscaled, ValueError for gradients in
-    fp16, and for an optimizer that steps in the backward pass, which leaves no gradients to look at.
+    Args:
+        init_scale: the first scale, above 0.
+        growth_factor: the scale is multiplied by it after ``growth_interval`` steps in a row without a skip; above 1.
+        backoff_factor: the scale is multiplied by it after a skip; between 0 and 1.
+        growth_interval: number of steps.
+        enabled: False makes every method act as without scaling, so one loop also works for bf16.
+        group: the process group; None: the default group.
+
+    Raises:
+        ValueError: an argument is out of range. ``step`` and ``unscale_`` raise it for fp16 gradients, and for an
+            optimizer that steps in the backward pass, which leaves no gradients to unscale.
     """
 
     def __init__(
@@ -78,22 +85,22 @@ class LossScaler(torch.amp.GradScaler):
         super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.group = group
         self.skipped = 0
-        self._losses: list[Tensor] = []  # of each since the last update, 1 where it is not finite
-        self._lost: list[Tensor] = []  # the same of all processes, once an optimizer
+        self._losses: list[Tensor] = []  # per loss since the last update: 1 if it is not finite
+        self._lost: list[Tensor] = []  # per optimizer: 1 if a loss of any process is not finite
         self._lost_steps = 0
         self._skips, self._warned = False, False
 
     @property
     def gave_up(self) -> bool:
-        """Whether no scale can help: it is below 2^-14, or no loss was finite in 8 skipped steps in succession.
+        """Whether no scale can help: it is below 2^-14, or 8 skipped steps in a row had a non-finite loss.
 
-        Weights that hold NaN, a forward that overflows fp16 and a learning rate that is too high lead here. A batch
-        with an Inf does not.
+        Causes are NaN in the weights, a forward that overflows fp16, or a too high learning rate. One batch with an Inf
+        is not enough.
         """
         return self._enabled and (self.get_scale() < LEAST or self._lost_steps >= PATIENCE)
 
     def scale(self, outputs: Any) -> Any:
-        """As torch's: a tensor, or an iterable of them, times the scale."""
+        """Multiply a tensor, or an iterable of tensors, by the scale."""
         scaled = super().scale(outputs)
         if self._enabled:
             losses = [scaled] if isinstance(scaled, Tensor) else scaled if isinstance(scaled, list | tuple) else ()
@@ -101,20 +108,22 @@ class LossScaler(torch.amp.GradScaler):
         return scaled
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """``optimizer.step(*args, **kwargs)`` by unscaled gradients; None, and no step, where one is not finite."""
+        """Call ``optimizer.step(*args, **kwargs)`` with unscaled gradients; if one is not finite, skip the step and
+        return None.
+        """
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
-        by_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if by_itself:  # a fused step looks at gradients itself, in this process alone, and runs its hooks all the same
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if fused:  # a fused step would check the gradients of this process only, and run its hooks even if it skips
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         try:
             return super().step(optimizer, *args, **kwargs)
         finally:
-            if by_itself:
+            if fused:
                 optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """As torch's: the scale backs off, grows, or becomes ``new_scale``; warns, once, where none can help."""
+        """Reduce or grow the scale after a step, or set it to ``new_scale``; warn once if no scale can help."""
         super().update(None if new_scale is None else float(new_scale))
         if not self._enabled:
             return
@@ -126,15 +135,15 @@ class LossScaler(torch.amp.GradScaler):
         self._losses, self._lost, self._skips = [], [], False
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's entries, and ``skipped``; empty where scaling is not enabled."""
+        """Return torch's entries and ``skipped``; empty if scaling is disabled."""
         state = super().state_dict()
         return {**state, "skipped": self.skipped, "lost_steps": self._lost_steps} if state else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a LossScaler, or of torch's GradScaler.
+        """Load the state of a LossScaler or of torch's GradScaler.
 
         Raises:
-            ValueError: a number of the state cannot be one of a scaler's; nothing is loaded then.
+            ValueError: an entry is out of range. Nothing is loaded.
         """
         for name, (expected, fits) in _ENTRIES.items() if self._enabled else ():
             value = state_dict.get(name, 1)
@@ -147,9 +156,9 @@ class LossScaler(torch.amp.GradScaler):
         self.skipped = state_dict.get("skipped", 0)
         self._lost_steps = state_dict.get("lost_steps", 0)
 
-    # -- what torch's calls --------------------------------------------------------------------------------------
+    # -- called by torch.amp.GradScaler --------------------------------------------------------------------------
     def _maybe_opt_step(self, optimizer: torch.optim.Optimizer, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(found.item() for found in optimizer_state["found_inf_per_device"].values()):
+        if any(flag.item() for flag in optimizer_state["found_inf_per_device"].values()):
             self.skipped += 1
             self._skips = True
             return None
@@ -158,48 +167,48 @@ class LossScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Divide the gradients; 1 for the scale's device where one was not finite in some process."""
+        """Divide the gradients by the scale; return 1 for the scale's device if one is not finite in any process."""
         _require_gradients(optimizer)
-        found = super()._unscale_grads_(_local_parts(optimizer), inv_scale, found_inf, allow_fp16)
+        by_device = super()._unscale_grads_(_local_parts(optimizer), inv_scale, found_inf, allow_fp16)
         device = inv_scale.device
-        told = [torch.stack([x.to(device) for x in these]).amax() if these else torch.zeros((), device=device)
-                for these in (list(found.values()), self._losses)]  # fmt: skip
+        flags = torch.stack([
+            torch.stack([x.to(device) for x in values]).amax() if values else torch.zeros((), device=device)
+            for values in (list(by_device.values()), self._losses)
+        ])  # fmt: skip
         if processes() > 1:
-            together = torch.stack(told)
-            dist.all_reduce(together, dist.ReduceOp.MAX, self.group)
-            told = list(together)
-        elif not found:
-            return {}  # of which torch's step says that there was no gradient
-        self._lost.append(told[1])
-        return {device: told[0]}
+            dist.all_reduce(flags, dist.ReduceOp.MAX, self.group)
+        elif not by_device:
+            return {}  # torch's step then raises that there is no gradient
+        self._lost.append(flags[1])
+        return {device: flags[0]}
 
     def _complaint(self, lost: bool) -> str:
         skipped = f"LossScaler: {self.skipped} steps were skipped, and the scale is {self.get_scale():g}"
         if lost:
-            why = "the loss itself is not finite, which no scale changes"
+            why = "the loss itself is not finite, which no scale can change"
             remedy = "look for NaN in the weights or the data, or lower the learning rate"
         else:
-            why = "the loss is finite and its gradients are not, which no scale has changed: they are NaN"
+            why = "the loss is finite and its gradients are not, at any scale: they are NaN"
             remedy = "look for a division by 0 or a root of 0 in the backward pass (torch.autograd.detect_anomaly)"
         return f"{skipped}; {why}. Go back to a checkpoint and {remedy}, or train in bf16, which has fp32's range"
 
 
 def _require_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError for an optimizer whose gradients cannot be unscaled."""
+    """Raise ValueError for an optimizer whose gradients cannot be unscaled."""
     if getattr(getattr(optimizer, "optimizer", optimizer), "in_backward", False):
         raise ValueError(refusal("in_backward scaler", "LossScaler"))
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None and param.grad.dtype == torch.float16:
                 raise ValueError(
-                    f"LossScaler: a gradient {list(param.shape)} is float16, in which it vanishes when it is unscaled; "
+                    f"LossScaler: a gradient {list(param.shape)} is float16, and would underflow when it is unscaled; "
                     "keep parameters in fp32, or accumulate their gradients in fp32: "
                     "lowbit.train.mixed_(model, 'fp16', fp32_gradients=True)"
                 )
 
 
 def _local_parts(optimizer: torch.optim.Optimizer) -> Any:
-    """What stands in for the optimizer: a plain tensor for each parameter, with this process' part of its gradient."""
+    """A stand-in for the optimizer: per parameter, a plain tensor with this process's part of its gradient."""
 
     def part(grad: Tensor) -> Tensor:
         stand_in = local(grad)

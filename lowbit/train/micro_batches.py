@@ -1,7 +1,8 @@
-"""Gradient accumulation: a batch in parts, each with the weight that makes their sum the loss of the whole batch.
+"""Gradient accumulation: split a batch into micro-batches, with weights that make their sum the loss of the whole
+batch.
 
-The mean of the parts' mean losses is not the mean over the batch where parts have different numbers of targets.
-Trainers took it for that until 2024: https://unsloth.ai/blog/gradient,
+If micro-batches have different numbers of targets, the mean of their mean losses is not the mean over the batch.
+Trainers had this bug until 2024: https://unsloth.ai/blog/gradient,
 https://github.com/huggingface/transformers/pull/34191.
 """
 
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 __all__ = ["accumulation_weights", "largest_part", "micro_batches", "samples"]
 
-#: Where the targets of a batch are: a key (an index in a tuple), or a function of the batch.
+#: The targets of a batch: its key (an index in a tuple), or a function of the batch.
 Targets = str | int | Callable[[Any], Tensor]
 
 
@@ -32,28 +33,34 @@ def micro_batches(
     ignore_index: int = -100,
     model: nn.Module | None = None,
 ) -> Iterator[tuple[Any, float]]:
-    """The batch in parts along dim 0, each with its weight: the sum of ``weight * mean loss`` is the mean loss of all.
+    """Split a batch along dim 0 and yield each micro-batch with its weight.
 
-    ``parts``: how many, whose sizes differ by one sample at most. ``size``: samples of each part, the last may have
-    fewer. ``batch``: tensors in any nesting of tuples, lists and dicts. Its first tensor with a dimension says how many
-    samples there are. What has no dimension, or is no tensor, is in every part as it is; so is the value of a dict
-    whose dim 0 has another size, such as a mask ``[length, length]`` (where length is the number of samples, give it
-    as ``[1, length, length]``). Parts are views.
-
-    The mean is over samples, or with ``targets`` over the targets that are not ``ignore_index``: a key of the batch, or
-    a function of a part. For a language model that shifts labels itself that is ``lambda part: part["labels"][:, 1:]``.
-    A part without targets is left out, since its mean loss is no number.
-
-    ``model``: DistributedDataParallel or what else has ``no_sync`` and ``process_group``. All but the last part run in
-    ``no_sync``, and the mean is over the batches of all processes, whose gradients the model averages.
-
-    ::
 
         for part, weight in micro_batches(batch, 4, targets="labels"):
             scaler.scale(weight * loss(model, part)).backward()
 
-    Raises ValueError for what cannot be split, and where a process of ``model`` has no targets while others do;
-    TypeError for a model without ``no_sync``.
+    The first tensor with a dimension gives the number of samples. Scalars, non-tensors and dict values with another
+    size in dim 0 (a mask ``[length, length]``) go into every micro-batch unchanged. If length equals the number of
+    samples, pass the mask as ``[1, length, length]``.
+
+    Args:
+        batch: tensors in any nesting of tuples, lists and dicts.
+        parts: number of micro-batches. Their sizes differ by at most one sample.
+        size: samples per micro-batch, instead of ``parts``; the last may have fewer.
+        targets: the mean is over targets that are not ``ignore_index``, instead of over samples. Key of the targets in
+            the batch, or a function of a micro-batch. For a language model that shifts labels itself use ``lambda part:
+            part["labels"][:, 1:]``. A micro-batch without targets is left out, because its mean loss is NaN.
+        ignore_index: the target that does not count.
+        model: DistributedDataParallel, or another module with ``no_sync`` and ``process_group``. All but the last
+            micro-batch run in ``no_sync``. The mean is over the batches of all processes, whose gradients the model
+            averages.
+
+    Returns:
+        An iterator over pairs of a micro-batch (views of the batch) and its weight.
+
+    Raises:
+        ValueError: the batch cannot be split, or a process of ``model`` has no targets while others have some.
+        TypeError: ``model`` has no ``no_sync``, or the targets are not a tensor.
     """
     pieces = _split(batch, parts, size)
     weights = accumulation_weights(pieces, targets=targets, ignore_index=ignore_index, model=model)
@@ -63,10 +70,22 @@ def micro_batches(
 def accumulation_weights(
     batches: Sequence[Any], *, targets: Targets | None = None, ignore_index: int = -100, model: nn.Module | None = None
 ) -> list[float]:
-    """The weight of each of ``batches`` whose gradients one step sums, such as the next four of a DataLoader.
+    """Return the weights of several batches whose gradients one step sums, such as the next four of a DataLoader.
 
-    The arguments are those of ``micro_batches``. A batch without targets has weight 0; where none has targets, the
-    weights are equal, and the loss is no number, as that of the whole batch.
+    Args:
+        batches: at least one batch.
+        targets: as for ``micro_batches``.
+        ignore_index: as for ``micro_batches``.
+        model: as for ``micro_batches``.
+
+    Returns:
+        One weight per batch: 0 for a batch without targets. If no batch has targets, the weights are equal, and the
+            loss is
+        NaN, as it is for the whole batch.
+
+    Raises:
+        ValueError: ``batches`` is empty, or as for ``micro_batches``.
+        TypeError: as for ``micro_batches``.
     """
     if not batches:
         raise ValueError("memory.accumulation_weights: expected at least one batch, got none")
@@ -80,7 +99,7 @@ def accumulation_weights(
     if not all(by_process):
         raise ValueError(
             f"memory.micro_batches: expected targets in every process, got {[int(n) for n in by_process]} by rank; "
-            f"give each rank a batch with targets, or none a step"
+            f"give each rank a batch with targets, or skip the step on all ranks"
         )
     return [count * len(by_process) / sum(by_process) for count in counts]
 
@@ -97,12 +116,13 @@ def _with_weights(pieces: list[Any], weights: list[float], model: nn.Module | No
 def _split(batch: Any, parts: int | None, size: int | None) -> list[Any]:
     if (parts is None) == (size is None):
         raise ValueError(
-            f"memory.micro_batches: expected parts (how many) or size (samples of each), got parts={parts}, size={size}"
+            f"memory.micro_batches: expected parts (number of micro-batches) or size (samples per micro-batch), "
+            f"got parts={parts}, size={size}"
         )
     name, number = ("parts", parts) if parts is not None else ("size", size)
     assert number is not None
     if number < 1:
-        raise ValueError(f"memory.micro_batches: {name} is at least 1, got {number}")
+        raise ValueError(f"memory.micro_batches: {name} must be at least 1, got {number}")
     total = samples(batch)
     count = min(number, total) if parts is not None else -(-total // number)
     if count == 1:
@@ -112,13 +132,13 @@ def _split(batch: Any, parts: int | None, size: int | None) -> list[Any]:
 
 
 def largest_part(batch: Any, parts: int) -> Any:
-    """The largest of so many parts of a batch, which is the last. Raises as ``micro_batches``."""
+    """The largest of ``parts`` micro-batches of a batch, which is the last one. Raises as ``micro_batches``."""
     total = samples(batch)
     return _cut(batch, total, total * (parts - 1) // parts, total)
 
 
 def _cut(batch: Any, total: int, start: int, end: int) -> Any:
-    """The samples of a batch from ``start`` to before ``end``."""
+    """The samples ``start`` to ``end - 1`` of a batch."""
     leaves, structure = pytree.tree_flatten_with_path(dict(batch) if isinstance(batch, Mapping) else batch)
     return pytree.tree_unflatten([_part(path, leaf, total, start, end) for path, leaf in leaves], structure)
 
@@ -131,8 +151,8 @@ def _part(path: Any, leaf: Any, samples: int, start: int, end: int) -> Any:
     if path and isinstance(path[-1], pytree.MappingKey):
         return leaf
     raise ValueError(
-        f"memory.micro_batches: expected {samples} samples in dim 0 as the first tensor of the batch has, got shape "
-        f"{list(leaf.shape)} at batch{pytree.keystr(path)}; pass what has no samples as the value of a dict"
+        f"memory.micro_batches: expected {samples} samples in dim 0 as in the first tensor of the batch, got shape "
+        f"{list(leaf.shape)} at batch{pytree.keystr(path)}; pass a tensor without samples as the value of a dict"
     )
 
 
@@ -141,7 +161,7 @@ def samples(batch: Any) -> int:
         if isinstance(leaf, Tensor) and leaf.dim():
             if len(leaf):
                 return len(leaf)
-            raise ValueError("memory.micro_batches: the batch has no samples, its first tensor has 0 in dim 0")
+            raise ValueError("memory.micro_batches: the batch has no samples: dim 0 of its first tensor is 0")
     raise ValueError(
         f"memory.micro_batches: expected a tensor with samples along dim 0, got a {type(batch).__name__} without one"
     )
@@ -149,12 +169,12 @@ def samples(batch: Any) -> int:
 
 # -- weights -----------------------------------------------------------------------------------------------------------
 def _counts(batches: Sequence[Any], targets: Targets, ignore_index: int) -> list[float]:
-    """How many targets each batch has. Tensors on a device are read once, together."""
-    found = [targets(batch) if callable(targets) else _at(batch, targets) for batch in batches]
-    for value in found:
+    """Number of targets per batch, with one device synchronization for all batches."""
+    labels = [targets(batch) if callable(targets) else _at(batch, targets) for batch in batches]
+    for value in labels:
         if not isinstance(value, Tensor):
             raise TypeError(f"memory.micro_batches: targets are a tensor, got {type(value).__name__}; name their key")
-    counts: list[float] = torch.stack([(value != ignore_index).sum() for value in found]).double().tolist()
+    counts: list[float] = torch.stack([(value != ignore_index).sum() for value in labels]).double().tolist()
     return counts
 
 
@@ -162,25 +182,25 @@ def _at(batch: Any, key: str | int) -> Any:
     try:
         return batch[key]
     except (KeyError, IndexError, TypeError) as error:
-        has = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
+        keys = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise ValueError(
-            f"memory.micro_batches: targets={key!r} names nothing in the batch, which has {has}; "
+            f"memory.micro_batches: targets={key!r} names nothing in the batch, which has {keys}; "
             f"pass a key of it, or a function of the batch"
         ) from error
 
 
-def _by_process(own: float, model: nn.Module | None) -> list[float]:
-    """The targets of each process of the model."""
+def _by_process(count: float, model: nn.Module | None) -> list[float]:
+    """The counts of all processes of the model, by rank."""
     if model is None:
-        return [own]
+        return [count]
     group = getattr(model, "process_group", None)
     if group is None or not hasattr(model, "no_sync"):
         raise TypeError(
-            f"memory.micro_batches: model is what exchanges gradients, with no_sync and process_group, as "
-            f"DistributedDataParallel; got {type(model).__name__}; leave model out where nothing is exchanged"
+            f"memory.micro_batches: expected a model with no_sync and process_group, such as DistributedDataParallel, "
+            f"got {type(model).__name__}; leave model out if no gradients are exchanged"
         )
-    found = torch.zeros(dist.get_world_size(group), dtype=torch.float64, device=next(model.parameters()).device)
-    found[dist.get_rank(group)] = own
-    dist.all_reduce(found, group=group)
-    counts: list[float] = found.tolist()
+    gathered = torch.zeros(dist.get_world_size(group), dtype=torch.float64, device=next(model.parameters()).device)
+    gathered[dist.get_rank(group)] = count
+    dist.all_reduce(gathered, group=group)
+    counts: list[float] = gathered.tolist()
     return counts

@@ -1,7 +1,7 @@
-"""Mixed precision: matrix products in 16 bits, everything else in fp32, of any model in place.
+"""Mixed precision: run matmuls in 16 bits and everything else in fp32, for any model in place.
 
-``PARTS`` is the table of what is computed in what; torch's autocast does it, and a test holds each row against it.
-Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740.
+The table ``PARTS`` says which computations run in which precision. torch's autocast implements it, and a test checks
+each row. Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740.
 """
 
 from __future__ import annotations
@@ -30,15 +30,21 @@ from lowbit.user_warnings import warn
 
 __all__ = ["PARTS", "PRECISIONS", "Part", "mixed_", "unmixed_"]
 
-#: What a model can be mixed with fp32.
+#: The 16-bit dtypes of mixed precision, by name.
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of training: what it gives of fp32 numbers and of 16-bit ones (``on_cuda``: where CUDA differs), and why.
+    """One row of the table of precisions: the results of a kind of computation, and why.
 
-    ``ops``: the functions that it is of, by the names that tests call them by; none where no function decides it.
+    Attributes:
+        name: the kind of computation.
+        of_fp32: precision of the result for fp32 inputs.
+        of_short: precision of the result for 16-bit inputs.
+        why: the reason.
+        ops: names of the functions, as tests call them; empty if the precision does not depend on a function.
+        on_cuda: precision of the result for 16-bit inputs on CUDA, if it differs.
     """
 
     name: str
@@ -51,7 +57,7 @@ class Part:
 
 _SHORT, _FULL = "16 bits", "fp32"
 
-#: What mixed precision computes in what.
+#: The precision of each kind of computation.
 PARTS = (
     Part("matrix products", _SHORT, _SHORT, "nearly all of the time; sums inside are in fp32",
          ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")),
@@ -75,7 +81,7 @@ PARTS = (
     Part("optimizer", _FULL, _FULL, "masters and states of lowbit.optim, which may have fewer bits; steps are in fp32"),
 )  # fmt: skip
 
-#: Layers whose matrices autocast casts in every forward, with the matrices' names.
+#: Layer classes whose matrices autocast casts in every forward, with the names of the matrices.
 _MATRICES: dict[type[nn.Module], tuple[str, ...]] = {
     nn.Linear: ("weight",),
     ConvNd: ("weight",),
@@ -85,8 +91,13 @@ _MATRICES: dict[type[nn.Module], tuple[str, ...]] = {
 
 @dataclass(eq=False)
 class Mixed(Wrapper):
-    """How a model is mixed; ``copies``: by name, what was cut off parameters that were stored in 16 bits.
-    ``context``: makes one of each forward.
+    """Wrapper of the forward of a mixed-precision model.
+
+    Attributes:
+        precision: key of ``PRECISIONS``.
+        copies: for each working copy by name, the bits that rounding to 16 bits cut off.
+        fp32_gradients: whether gradients of 16-bit parameters accumulate in fp32.
+        context: returns a context manager that each forward enters.
     """
 
     precision: str
@@ -96,7 +107,7 @@ class Mixed(Wrapper):
 
     def __call__(self, module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # A copy of the model, and one that has moved, have forgotten what its parameters were given.
+            # Copying or moving the model drops attributes of its parameters.
             if self.fp32_gradients:
                 _refuse_ddp()
                 _widen_gradients(module)
@@ -107,7 +118,7 @@ class Mixed(Wrapper):
 
 
 class _LSTMsWithoutOneDNN(TorchFunctionMode):
-    """LSTMs by torch's own kernels: under autocast oneDNN's raise if the processor has no instructions for 16 bits."""
+    """Run LSTMs with torch's own kernels: under autocast, oneDNN raises on processors without 16-bit instructions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.lstm or not mkldnn.enabled:
@@ -122,35 +133,42 @@ class _LSTMsWithoutOneDNN(TorchFunctionMode):
 def mixed_(
     model: nn.Module, precision: str = "bf16", *, working_copies: bool = False, fp32_gradients: bool | None = None
 ) -> Report:
-    """Make the forward of ``model`` compute in mixed precision, in place, as ``PARTS`` says.
+    """Make the forward of ``model`` compute in mixed precision, in place, as the table ``PARTS`` says.
 
-    ``precision``: ``"bf16"``, or ``"fp16"``, which needs a ``LossScaler``. The forward runs under autocast of the
-    device of its inputs; floats that it returns in 16 bits, also within containers and dataclasses, come back in fp32.
-    Parameters and their names stay, and so do layers of ``prepare_``, checkpointing and DDP. Methods other than
-    ``forward`` run as before.
+    The forward runs under ``torch.autocast`` for the device of the first input tensor. 16-bit outputs, also inside
+    containers and dataclasses, are converted to fp32. Parameters and their names stay, and so do ``prepare_``,
+    checkpointing and DDP. Methods other than ``forward`` are unchanged. Call it on a plain model, before DDP or FSDP2
+    wraps it; ``unmixed_`` undoes it.
 
-    ``working_copies``: the matrices that autocast would cast in each forward (of Linear, convolutions and attention)
-    are stored in 16 bits; norms, embeddings with what shares their table, and biases stay in fp32. Use it with the
-    optimizers of ``lowbit.optim`` and ``master="residual"`` or ``"fp32"``, made afterwards: their masters are then the
-    weights. Until the first step the model keeps the bits that rounding cut off weights that require gradients: in
-    bf16 1 byte per weight (the leading 24 bits of fp32 are kept), in fp16 2. Load fp32 weights before ``mixed_``: later
-    they are rounded as they are copied. Other optimizers lose the bits that rounding cuts off.
-    ``fp32_gradients``: gradients of parameters in 16 bits accumulate in fp32. None: only where the scaler needs it,
-    with working copies in fp16. DDP cannot reduce such gradients, which is an error of the forward.
+    Args:
+        model: the model, which is changed in place.
+        precision: ``"bf16"``, or ``"fp16"``, which needs a ``LossScaler``.
+        working_copies: store the matrices that autocast would cast in each forward (of Linear, convolutions and
+            attention) in 16 bits. Norms, biases, embeddings and layers that share their table stay in fp32. Create an
+            optimizer of ``lowbit.optim`` afterwards with ``master="residual"`` or ``"fp32"``: its masters become the
+            weights. Until its first step the model keeps the bits that rounding cut off trainable weights: in bf16 1
+            byte per weight (the leading 24 bits of fp32), in fp16 2. Other optimizers lose these bits. Load fp32
+            weights before ``mixed_``: afterwards they are rounded as they are copied.
+        fp32_gradients: accumulate gradients of 16-bit parameters in fp32. Default None: only with working copies in
+            fp16, because the scaler needs it. DDP cannot reduce such gradients, and the forward raises an error.
 
-    Call it on a plain model, before DDP or FSDP2 wraps it. ``unmixed_`` is the way back.
-    Raises, with the model untouched: ValueError for another precision, for a model that is mixed already, and for an
-    option that finds nothing to change or parameters that it cannot change; TypeError for what is no module.
+    Returns:
+        A report of the matrices, with their bytes before and after.
+
+    Raises:
+        ValueError: an unknown precision, a model that is mixed already, or an option that has no parameters to change
+            or cannot change them. The model is unchanged.
+        TypeError: ``model`` is not a module.
     """
     check_model(model)
     if hasattr(model, "_orig_mod"):
         raise ValueError("train.mixed_: expected the plain model, got what torch.compile made; call mixed_ before it")
     if precision not in PRECISIONS:
         raise ValueError(f"train.mixed_: precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
-    before = wrapper_of(model, Mixed)
-    if before is not None:
+    mixed = wrapper_of(model, Mixed)
+    if mixed is not None:
         raise ValueError(
-            f"train.mixed_: the model computes in mixed {before.precision} already; call lowbit.train.unmixed_(model) "
+            f"train.mixed_: the model computes in mixed {mixed.precision} already; call lowbit.train.unmixed_(model) "
             f"first"
         )
     dtype, sizes, left = PRECISIONS[precision], _sizes(model), _to_leave(model) if working_copies else {}
@@ -175,12 +193,20 @@ def mixed_(
 
 
 def unmixed_(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Report:
-    """Make the forward of ``model`` what it was before ``mixed_``, in place, with parameters in fp32 again.
+    """Undo ``mixed_`` in place, with parameters in fp32 again.
 
-    ``optimizer``: whose masters the weights of working copies become; without one they are the copies, in fp32, with
-    what rounding cut off if nothing has stepped since. Make another afterwards, which takes this one's ``state_dict``.
-    Raises ValueError, with the model untouched, for a model that is not mixed, whose forward was replaced since, or an
-    optimizer without masters of its working copies.
+    Args:
+        model: a model that ``mixed_`` changed.
+        optimizer: its masters become the weights that were working copies. Without it the copies are converted to fp32,
+            with the bits that rounding cut off if no optimizer has stepped. Create a new optimizer afterwards; it
+            accepts the ``state_dict`` of this one.
+
+    Returns:
+        A report of the matrices, with their bytes before and after.
+
+    Raises:
+        ValueError: the model is not mixed, its forward was replaced since, or the optimizer has no masters of the
+            working copies. The model is unchanged.
     """
     check_model(model)
     mixed = wrapper_of(model, Mixed)
@@ -201,35 +227,35 @@ def unmixed_(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
 
 
 # -- the forward ------------------------------------------------------------------------------------------------------
-def _device_type(model: nn.Module, given: Iterable[Any]) -> str:
-    """Of the first tensor that the forward is given; of the first parameter where there is none."""
-    found = next((x for x in given if isinstance(x, Tensor)), None)
-    found = next(model.parameters(), None) if found is None else found
-    return "cpu" if found is None else found.device.type
+def _device_type(model: nn.Module, inputs: Iterable[Any]) -> str:
+    """Device type of the first tensor among the inputs, or else of the first parameter."""
+    first = next((x for x in inputs if isinstance(x, Tensor)), None)
+    first = next(model.parameters(), None) if first is None else first
+    return "cpu" if first is None else first.device.type
 
 
 def _widened(result: Any) -> Any:
-    """``result`` with its floats of 16 bits in fp32, in the containers that torch knows and in dataclasses."""
+    """Convert 16-bit tensors to fp32, in torch's pytree containers and in dataclasses."""
     return tree_map(_widened_leaf, result)
 
 
 def _widened_leaf(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.float() if x.dtype in PRECISIONS.values() else x
-    if not is_dataclass(x) or isinstance(x, (type, dict)):  # torch knows those of dict that transformers makes
+    if not is_dataclass(x) or isinstance(x, (type, dict)):  # dict subclasses of transformers are pytree containers
         return x
-    held = {field.name: getattr(x, field.name) for field in fields(x) if hasattr(x, field.name)}
-    wide = {name: _widened(value) for name, value in held.items()}
-    if all(wide[name] is held[name] for name in held):
+    values = {field.name: getattr(x, field.name) for field in fields(x) if hasattr(x, field.name)}
+    wide = {name: _widened(value) for name, value in values.items()}
+    if all(wide[name] is values[name] for name in values):
         return x
-    made = object.__new__(type(x))  # __init__ may ask for more than fields, and frozen ones take no setattr
+    copy = object.__new__(type(x))  # __init__ may need more than the fields, and frozen dataclasses reject setattr
     for name, value in {**getattr(x, "__dict__", {}), **wide}.items():
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(copy, name, value)
+    return copy
 
 
 def _refuse_ddp() -> None:
-    """Its buckets have the parameters' dtype, which torch says in words of its own, in the backward pass."""
+    """Raise before torch does: DDP's buckets have the parameters' dtype, and torch's error comes only in backward."""
     if getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None:
         raise ValueError(
             "train.mixed_: DistributedDataParallel reduces gradients in the dtype of their parameters, not in fp32; "
@@ -253,51 +279,51 @@ def _widen_gradients(model: nn.Module) -> None:
 
 # -- parameters -------------------------------------------------------------------------------------------------------
 def _matrices(model: nn.Module) -> dict[str, tuple[nn.Module, list[nn.Parameter]]]:
-    """By name, the layers that autocast runs in 16 bits, with their matrices; not those that have no shape yet."""
-    found = {}
+    """Layers that autocast runs in 16 bits, by name, with their matrices; layers whose weight has no shape yet are left
+    out.
+    """
+    layers = {}
     for path, module in model.named_modules():
         names = next((names for cls, names in _MATRICES.items() if isinstance(module, cls)), ())
-        mine = [p for name in names if (p := module._parameters.get(name)) is not None and not is_lazy(p)]
-        if mine:
-            found[path] = module, mine
-    return found
+        matrices = [p for name in names if (p := module._parameters.get(name)) is not None and not is_lazy(p)]
+        if matrices:
+            layers[path] = module, matrices
+    return layers
 
 
 def _to_leave(model: nn.Module) -> dict[str, str]:
-    """By name, the layers whose matrices other modules compute with too, with the reason to leave them."""
-    others: dict[int, set[str]] = {}
+    """Layers whose matrices other modules use too, by name, with the reason to leave them."""
+    users: dict[int, set[str]] = {}
     for module in model.modules():
         for param in () if isinstance(module, tuple(_MATRICES)) else module._parameters.values():
-            others.setdefault(id(param), set()).add(type(module).__name__)
+            users.setdefault(id(param), set()).add(type(module).__name__)
     return {
-        path: f"its weight is also that of {', '.join(sorted(shared))}, and stays as it is"
-        for path, (_, mine) in _matrices(model).items()
-        if (shared := set().union(*(others.get(id(param), ()) for param in mine)))
+        path: f"its weight is shared with {', '.join(sorted(classes))}, and stays as it is"
+        for path, (_, matrices) in _matrices(model).items()
+        if (classes := set().union(*(users.get(id(param), ()) for param in matrices)))
     }
 
 
 def _to_store(model: nn.Module, left: Container[str], dtype: torch.dtype) -> dict[str, nn.Parameter]:
-    """By name, the parameters that become working copies."""
-    inside = {id(param) for path, (_, mine) in _matrices(model).items() if path not in left for param in mine}
-    found = {name: p for name, p in model.named_parameters() if id(p) in inside and p.dtype == torch.float32}
-    if not found:
+    """The parameters that become working copies, by name."""
+    inside = {id(param) for path, (_, matrices) in _matrices(model).items() if path not in left for param in matrices}
+    copies = {name: p for name, p in model.named_parameters() if id(p) in inside and p.dtype == torch.float32}
+    if not copies:
         raise ValueError(
-            "train.mixed_: working_copies is for matrices in fp32 of Linear, convolutions and attention that no other "
-            "module shares, and the model has none; leave it out, or run a forward first if its layers are lazy"
+            "train.mixed_: expected fp32 matrices of Linear, convolutions or attention that no other module shares for "
+            "working_copies, and the model has none; leave it out, or run a forward first if its layers are lazy"
         )
     largest = torch.finfo(dtype).max
-    for name, param in found.items():
+    for name, param in copies.items():
         if param.grad is not None:
             raise ValueError(f"train.mixed_: {name} has a gradient in fp32; call optimizer.zero_grad() first")
         if not (param.is_meta or is_fake(param)) and bool((local(param).abs() > largest).any()):
-            raise ValueError(
-                f"train.mixed_: {name} holds numbers beyond {dtype}, whose largest is {largest:g}; use 'bf16'"
-            )
-    return found
+            raise ValueError(f"train.mixed_: {name} has values beyond the largest of {dtype}, {largest:g}; use 'bf16'")
+    return copies
 
 
 def _require_plain(model: nn.Module, params: list[Tensor]) -> None:
-    """Raises ValueError for parameters that something else has laid out by their dtype."""
+    """Raise ValueError for parameters whose gradients DTensor or DDP has laid out by dtype."""
     if any(is_dtensor(param) for param in params):
         raise ValueError(
             "train.mixed_: expected plain parameters for working_copies and fp32_gradients, got shards (DTensor); call "
@@ -322,16 +348,16 @@ def _master(optimizer: torch.optim.Optimizer, name: str, param: Tensor) -> Tenso
 
 # -- the report -------------------------------------------------------------------------------------------------------
 def _sizes(model: nn.Module) -> tuple[int, dict[str, int]]:
-    """Bytes of the model, and of each layer by name."""
+    """Bytes of the model, and bytes of each layer by name."""
     layers = {path: (*layer.parameters(), *layer.buffers()) for path, (layer, _) in _matrices(model).items()}
     return model_bytes(model), {path: tensor_bytes(tensors) for path, tensors in layers.items()}
 
 
 def _report(what: str, model: nn.Module, before: tuple[int, dict[str, int]], done: str) -> Report:
     after, rows = _sizes(model), []
-    for path, (layer, mine) in _matrices(model).items():
-        count = sum(p.numel() for p in mine)
-        bits = 8 * tensor_bytes(mine) / max(count, 1)
+    for path, (layer, matrices) in _matrices(model).items():
+        count = sum(p.numel() for p in matrices)
+        bits = 8 * tensor_bytes(matrices) / max(count, 1)
         rows.append(LayerReport(path, type(layer).__name__, None, count, bits, before[1][path], after[1][path]))
     return Report(what, None, tuple(rows), bytes_before=before[0], bytes_after=after[0], done=done)
 
@@ -340,9 +366,9 @@ def _slowness(model: nn.Module, precision: str) -> list[str]:
     if _device_type(model, ()) != "cpu" or multiplies(precision):
         return []
     better = float_precision()
-    told = (
+    message = (
         f"this processor has no instructions that multiply {precision}, so products take longer than in {better}"
         f"{', many times' if precision == 'fp16' else ''}; train in {better}, or on a GPU"
     )
-    warn(f"train.mixed_: {told}")
-    return [told]
+    warn(f"train.mixed_: {message}")
+    return [message]

@@ -173,7 +173,7 @@ def test_processes_exchange_once_and_have_the_gradients_of_all_batches_together(
     [
         (torch.ones(4), {}, "expected parts .* got parts=None, size=None"),
         (torch.ones(4), {"parts": 2, "size": 2}, "got parts=2, size=2"),
-        (torch.ones(4), {"parts": 0}, "parts is at least 1, got 0"),
+        (torch.ones(4), {"parts": 0}, "parts must be at least 1, got 0"),
         (torch.ones(0, 4), {"size": 2}, "no samples"),
         ("text", {"parts": 2}, "expected a tensor with samples along dim 0, got a str"),
         ((torch.ones(4), torch.ones(3)), {"parts": 2}, r"expected 4 samples .* got shape \[3\] at batch\[1\]"),

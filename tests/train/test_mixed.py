@@ -328,7 +328,7 @@ def test_matrices_are_stored_in_16_bits_and_the_rest_in_fp32():
     report = lb.train.mixed_(model, "bf16", working_copies=True)
     short = {name for name, p in model.named_parameters() if p.dtype is torch.bfloat16}
     assert short == {"mix.weight", "attention.in_proj_weight", "attention.out_proj.weight", "conv.weight"}
-    assert report.left == {"head": "its weight is also that of Embedding, and stays as it is"}
+    assert report.left == {"head": "its weight is shared with Embedding, and stays as it is"}
     assert report.bytes_before - report.bytes_after == 2 * sum(model.get_parameter(name).numel() for name in short)
     plain = lb.train.mixed_(same, "bf16")
     assert plain.converted == ("mix", "head", "attention", "attention.out_proj", "conv") and plain.left == {}
@@ -443,7 +443,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
     refused("precision must be one of bf16, fp16, got 'fp8'", model, "fp8")
     refused("the model must be an nn.Module, got list", [], error=TypeError)
     refused("fp32_gradients is for parameters in 16 bits", model, fp32_gradients=True)
-    refused("working_copies is for matrices in fp32", nn.LayerNorm(4), working_copies=True)
+    refused("fp32 matrices of Linear.* for working_copies", nn.LayerNorm(4), working_copies=True)
     refused("run a forward first if its layers are lazy", nn.LazyLinear(4), working_copies=True)
     refused("got what torch.compile made; call mixed_ before it", torch.compile(Model(), backend="eager"))
     model(torch.randn(3, 8)).sum().backward()
@@ -451,7 +451,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
     model.zero_grad()
     with torch.no_grad():
         model.down.weight[0, 0] = 1e6
-    refused(r"down.weight holds numbers beyond torch.float16, whose largest is 65504; use 'bf16'", model, "fp16",
+    refused(r"down.weight has values beyond the largest of torch.float16, 65504; use 'bf16'", model, "fp16",
             working_copies=True)  # fmt: skip
     assert not wrappers(model) and all(p.dtype is torch.float32 for p in model.parameters())
     with pytest.raises(ValueError, match=r"expected a model that lowbit.train.mixed_ changed"):
