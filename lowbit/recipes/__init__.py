@@ -1,7 +1,4 @@
-"""Recipes: how each operand of a layer's matrix products is quantized, by name, as values, and by layer.
-
-No torch is needed here.
-"""
+"""Recipes: how each operand of a layer's matmuls is quantized, by name, as values, and per layer (without torch)."""
 
 from lowbit.recipes.by_layer import LayerRecipes, Pattern, layer_recipes, require_pattern
 from lowbit.recipes.cast import Cast, Gemm

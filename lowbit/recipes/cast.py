@@ -1,4 +1,4 @@
-"""Casts and GEMMs as values: what happens to the operands of a matrix product."""
+"""Cast and Gemm: how one operand, and both operands of one matmul, are quantized."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ __all__ = ["EDEN_BLOCK", "TREATMENTS", "Cast", "Gemm", "checked", "from_data", "
 
 T = TypeVar("T")
 
-#: What each field of a Cast may be. Not every caller supports every value; each refuses the others.
+#: The values of each field of a Cast. Callers that do not support all of them raise ValueError for the rest.
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "rounding": ("nearest", "stochastic", "eden"),
     "transform": (None, "hadamard", "signed-hadamard", "random-hadamard"),
     "scale": ("current", "static", "delayed"),
     "rule": ("amax", "search", "four-over-six"),
 }
-#: The sizes of the blocks that can be transformed.
+#: Block sizes of the Hadamard transform.
 _ROTATIONS = (16, 32, 64, 128)
-#: The vectors that eden turns and corrects.
+#: The length of the vectors that MS-EDEN rotates and corrects.
 EDEN_BLOCK = 128
-#: What can be kept for backward.
 _SAVE = ("codes", "recompute", "high", "operand")
-#: What becomes of an operand of a backward product that forward has quantized, besides a Cast.
+#: How a backward matmul uses an operand that forward has quantized, if it does not quantize it again by a Cast.
 TREATMENTS = ("reuse", "fold", "dequantize")
 
 
@@ -34,18 +33,23 @@ TREATMENTS = ("reuse", "fold", "dequantize")
 class Cast:
     """How one operand is quantized.
 
-    ``scheme``: a Scheme or its name.
-    ``rounding``: ``"nearest"``, ``"stochastic"`` or ``"eden"`` (codes to nearest, and scales that make up for it and
-    are rounded stochastically, arXiv 2601.22813).
-    ``transform``: what multiplies the operand first along the axis that the product contracts: None, ``"hadamard"``,
-    ``"signed-hadamard"`` after fixed signs or ``"random-hadamard"`` after random ones, which eden needs.
-    ``scale``: ``"current"`` (from the tensor itself), ``"delayed"`` (from the largest magnitude of the last ``history``
-    training steps) or ``"static"`` (from calibration).
-    ``rule``: how a block's scale follows from its elements: ``"amax"``, ``"search"`` (least squared error) or
-    ``"four-over-six"`` (the largest becomes FP4's 6 or 4, whichever has the smaller squared error).
-    Raises ValueError for another value, for delayed scaling of a scheme that has more than one fp32 scale for the
-    tensor, for four-over-six of one that is not FP4 with E4M3 scales, and for eden of another than nvfp4; TypeError for
-    a scheme that is none.
+    Args:
+        scheme: A Scheme or its name.
+        rounding: ``"nearest"``, ``"stochastic"`` or ``"eden"``: codes rounded to nearest, with corrected scales that
+            are rounded stochastically (MS-EDEN, arXiv 2601.22813).
+        transform: Hadamard transform of the operand along the axis that the matmul contracts: None, ``"hadamard"``,
+            ``"signed-hadamard"`` (after fixed signs) or ``"random-hadamard"`` (after random signs; ``"eden"`` needs
+            it).
+        scale: ``"current"`` (from the tensor itself), ``"delayed"`` (from the largest magnitude of the last
+            ``history`` training steps) or ``"static"`` (from calibration).
+        rule: How a block's scale is computed from its elements: ``"amax"``, ``"search"`` (least squared error) or
+            ``"four-over-six"`` (the largest element becomes FP4's 6 or 4, whichever has the smaller squared error).
+        history: Training steps that delayed scaling looks back.
+
+    Raises:
+        ValueError: An unknown value; delayed scaling of a scheme with more than one fp32 scale per tensor;
+            four-over-six of a scheme other than FP4 with E4M3 scales; ``"eden"`` of a scheme other than nvfp4.
+        TypeError: ``scheme`` is neither a Scheme nor a name.
     """
 
     scheme: Scheme
@@ -70,32 +74,32 @@ class Cast:
                 raise ValueError(f"Cast: {name} must be one of {listed(_CHOICES[name])}, got {value!r}")
         if not isinstance(history, int) or isinstance(history, bool) or history < 1:
             raise ValueError(f"Cast: history counts training steps, an integer of at least 1, got {history!r}")
-        found = find_scheme(scheme)
-        set_fields(self, scheme=found, **values, history=history)
-        one_scale = found.block == (None, None) and found.scale_format.name == "fp32" and not found.affine
+        scheme = find_scheme(scheme)
+        set_fields(self, scheme=scheme, **values, history=history)
+        one_scale = scheme.block == (None, None) and scheme.scale_format.name == "fp32" and not scheme.affine
         if scale == "delayed" and not one_scale:
             raise ValueError(
-                f"Cast: delayed scaling keeps one fp32 scale for the tensor, and {found} has others; "
-                f"use {found.format.name}:tensor, or scale='current'"
+                f"Cast: delayed scaling needs a scheme with one fp32 scale per tensor, got {scheme}; "
+                f"use {scheme.format.name}:tensor, or scale='current'"
             )
-
-        if rule == "four-over-six" and (found.format.name, found.scale_format.name) != ("fp4_e2m1", "fp8_e4m3"):
+        if rule == "four-over-six" and (scheme.format.name, scheme.scale_format.name) != ("fp4_e2m1", "fp8_e4m3"):
             raise ValueError(
-                f"Cast: four-over-six chooses E4M3 scales of FP4 numbers, got {found}; use nvfp4, or search"
+                f"Cast: four-over-six needs FP4 elements with E4M3 scales, got {scheme}; use nvfp4, or rule='search'"
             )
-
         if (rounding == "eden") != (transform == "random-hadamard"):
             raise ValueError(
-                "Cast: rounding='eden' and transform='random-hadamard' belong together; say both or neither"
+                "Cast: rounding='eden' and transform='random-hadamard' belong together; give both or neither"
             )
-        fits = found.block in ((1, 16), (16, 1)) and found.global_scale == "tensor"
+        fits = scheme.block in ((1, 16), (16, 1)) and scheme.global_scale == "tensor"
         if rounding == "eden" and (not fits or rule != "amax" or scale != "current"):
-            raise ValueError(f"Cast: eden corrects scales of nvfp4 or nvfp4:T by the amax, got {self}")
+            raise ValueError(
+                f"Cast: rounding='eden' needs nvfp4 or nvfp4:T with rule='amax' and scale='current', got {self}"
+            )
 
     def rotation(self, axis: int) -> int | None:
-        """The block of the transform along the operand's ``axis``, which is contracted; None: there is none.
+        """Return the block size of the transform along the contracted ``axis`` of the operand; None without transform.
 
-        It is the block that shares a scale where that is a power of two from 16 to 128, and else 128.
+        It is the number of elements that share a scale if that is a power of two from 16 to 128, otherwise 128.
         """
         if self.transform is None:
             return None
@@ -109,18 +113,18 @@ class Cast:
         return " ".join([self.scheme.name, *more])
 
     def chosen(self) -> dict[str, Any]:
-        """The fields, but the scheme, that are not the default."""
-        mine = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return {name: value for name, value in mine.items() if name != "scheme"}
+        """Return the fields that differ from their defaults, without ``scheme``."""
+        options = [f for f in fields(self) if f.name != "scheme"]
+        return {f.name: getattr(self, f.name) for f in options if getattr(self, f.name) != f.default}
 
     def to_dict(self) -> str | dict[str, Any]:
-        """JSON data: the scheme's name, or a dict where more than the scheme is chosen."""
+        """Return JSON data: the scheme's name, or a dict if other fields differ from their defaults."""
         chosen = self.chosen()
         return {"scheme": self.scheme.name, **chosen} if chosen else self.scheme.name
 
     @classmethod
     def from_dict(cls, data: Any) -> Cast:
-        """The Cast that ``to_dict`` described. Raises ValueError for other data."""
+        """Return the Cast that ``to_dict`` described. Raises ValueError for other data."""
         if isinstance(data, str):
             return cls(data)
         return from_data(cls, data, [f.name for f in fields(cls)], ("scheme",))
@@ -128,28 +132,29 @@ class Cast:
 
 @dataclass(frozen=True, init=False)
 class Gemm:
-    """What happens to both operands of one product. A scheme or its name stands for its Cast; None: it stays float.
+    """How both operands of one matmul are quantized.
 
-    In a backward product ``b`` is an operand that forward had (the weight for grad_input, the input for grad_weight),
-    and it may also be
+    Args:
+        a: A Cast, or a scheme or its name as the Cast with defaults. None: the operand stays float.
+        b: As ``a``. In a backward matmul ``b`` is an operand of forward: the weight for grad_input, the input for
+            grad_weight. A Cast quantizes it again, because the matmul contracts another axis. It may also be
 
-    - ``"reuse"``: the codes of forward are multiplied again, with their scales (reuse codes);
-    - ``"fold"``: these codes are multiplied without their scales, which multiply g before g is quantized (fold
-      scales). It needs scales that are floating-point numbers, one a row;
-    - ``"dequantize"``: the codes are decoded to the dtype of g, and the product is one of floats. ``a`` is None.
+            - ``"reuse"``: multiply the quantized values of forward, codes and scales;
+            - ``"fold"``: multiply the codes of forward, and fold their scales into g before g is quantized. This needs
+              floating-point scales, one per row;
+            - ``"dequantize"``: decode the codes of forward to the dtype of g and multiply floats. ``a`` must be None.
+        save: The form in which ``b`` is saved for backward:
 
-    A Cast there means that the operand is quantized again (requantize), because the product contracts another axis.
-    ``save`` says what of ``b`` is kept from forward to backward:
+            - ``"codes"``: quantized as in forward; a Cast ``b`` quantizes the decoded values;
+            - ``"recompute"``: float, and quantized again in backward, bit-identical to ``"codes"``. It costs time. It
+              costs no memory if the operand is stored anyway, such as a weight that FSDP2 gathers again for backward;
+            - ``"high"``: float; a Cast ``b`` quantizes this directly, with one rounding less;
+            - ``"operand"``: quantized by the Cast ``b`` in forward. It rounds like ``"high"`` and uses the memory of
+              ``"codes"``.
 
-    - ``"codes"``: the codes; a Cast quantizes what these decode to;
-    - ``"recompute"``: the float operand, quantized again in backward, with the bits of ``"codes"``. It costs time, and
-      no memory where the operand is kept anyhow: the weight, which FSDP2 gathers again for backward;
-    - ``"high"``: the float operand; a Cast quantizes this itself, with one rounding less;
-    - ``"operand"``: the codes that the Cast ``b`` makes of the float operand in forward. It rounds as ``"high"`` does,
-      and takes the memory of ``"codes"``.
-
-    Raises TypeError for what is no Cast, scheme or treatment; ValueError for another ``save``, and for an ``a`` or a
-    ``save`` that does not fit ``b``.
+    Raises:
+        TypeError: An operand is not a Cast, a scheme or one of the words above.
+        ValueError: Unknown ``save``; ``a`` or ``save`` does not fit ``b``.
     """
 
     a: Cast | None
@@ -160,27 +165,27 @@ class Gemm:
         if save not in _SAVE:
             raise ValueError(f"Gemm: save must be one of {listed(_SAVE)}, got {save!r}")
         if isinstance(a, str) and a in TREATMENTS:
-            raise ValueError(f"Gemm: a cannot be {a!r}, which says what becomes of an operand of forward: that is b")
+            raise ValueError(f"Gemm: a cannot be {a!r}, which is for an operand of forward; give it as b")
         set_fields(self, a=_as_cast(a), b=b if isinstance(b, str) and b in TREATMENTS else _as_cast(b), save=save)
         if self.b == "dequantize" and self.a is not None:
-            raise ValueError(f"Gemm: b='dequantize' makes a product of floats, so a must be None, got {self.a}")
+            raise ValueError(f"Gemm: b='dequantize' multiplies floats, so a must be None, got {self.a}")
         if save == "operand" and not isinstance(self.b, Cast):
-            raise ValueError(f"Gemm: save='operand' keeps what the Cast b makes, and b is {self.b!r}; give a scheme")
+            raise ValueError(f"Gemm: save='operand' needs a Cast or scheme as b, which quantizes it; got {self.b!r}")
 
     def __str__(self) -> str:
         return f"{self.a or 'float'} x {self.b or 'float'}"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON data."""
+        """Return JSON data."""
         b = self.b.to_dict() if isinstance(self.b, Cast) else self.b
-        made = {"a": None if self.a is None else self.a.to_dict(), "b": b}
-        return made if self.save == "codes" else {**made, "save": self.save}
+        data = {"a": None if self.a is None else self.a.to_dict(), "b": b}
+        return data if self.save == "codes" else {**data, "save": self.save}
 
     @classmethod
     def from_dict(cls, data: Any) -> Gemm:
-        """The Gemm that ``to_dict`` described. Raises ValueError for other data."""
+        """Return the Gemm that ``to_dict`` described. Raises ValueError for other data."""
         values = checked("Gemm", data, ("a", "b", "save"), ("a", "b"))
-        a, b = (None if values[one] is None else values[one] for one in ("a", "b"))
+        a, b = values["a"], values["b"]
         return from_data(
             cls,
             {
@@ -208,7 +213,7 @@ def set_fields(frozen: Any, **values: Any) -> None:
 
 
 def checked(what: str, data: Any, known: Iterable[str], needed: Iterable[str]) -> dict[str, Any]:
-    """``data``, if it is a dict with these keys. Raises ValueError."""
+    """Return ``data`` if it is a dict with these keys. Raises ValueError otherwise."""
     if not isinstance(data, dict):
         raise ValueError(f"{what}: expected a dict, got {data!r}")
     unknown, missing = sorted(map(str, data.keys() - set(known))), sorted(set(needed) - data.keys())
@@ -217,9 +222,9 @@ def checked(what: str, data: Any, known: Iterable[str], needed: Iterable[str]) -
     return data
 
 
-def from_data(kind: type[T], data: Any, known: Iterable[str], needed: Iterable[str]) -> T:
-    """``kind(**data)``; data of other types raises ValueError, because data is what is wrong."""
+def from_data(cls: type[T], data: Any, known: Iterable[str], needed: Iterable[str]) -> T:
+    """``cls(**data)``; values of wrong types raise ValueError, because the data is damaged."""
     try:
-        return kind(**checked(kind.__name__, data, known, needed))
+        return cls(**checked(cls.__name__, data, known, needed))
     except TypeError as error:
         raise ValueError(str(error)) from None

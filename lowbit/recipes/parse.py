@@ -1,8 +1,8 @@
-"""Recipes by name.
+"""Parses recipe names.
 
-A name may carry a scaling for the weight: ``"int4-weight-only:group32"``. Upper case and ``_`` for ``-`` are the same
-name. Names of llm-compressor and compressed-tensors (``"W4A16"``) are aliases, or refused where they mean another thing
-there.
+A name may carry a scaling for the weight: ``"int4-weight-only:group32"``. Case, and ``_`` for ``-``, do not matter.
+Names of llm-compressor and compressed-tensors (``"W4A16"``) are aliases. Those with another meaning there raise an
+error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lowbit.scaling import find_scaling, scheme
 
 __all__ = ["OPTIONS", "recipe"]
 
-#: What the name of a recipe ends with that leaves activations as they are.
+#: Suffix of the names of recipes that leave activations float.
 _WEIGHT_ONLY = "-weight-only"
 
 
@@ -32,18 +32,18 @@ def _keep_blocks(base: Recipe, value: str) -> Recipe:
     try:
         return base.with_keep_blocks(float(value))
     except ValueError as error:
-        raise ValueError(f"recipe {base.name!r}: keep_blocks={value!r} is no share of the blocks; {error}") from None
+        raise ValueError(f"recipe {base.name!r}: keep_blocks={value!r} is not a share of blocks; {error}") from None
 
 
 class Option(NamedTuple):
-    """What the name of a recipe that trains may carry as ``:OPTION=VALUE``, with its values in words."""
+    """An option ``:OPTION=VALUE`` in the name of a recipe that trains."""
 
-    values: str
+    values: str  # in words
     about: str
     change: Callable[[Recipe, str], Recipe]
 
 
-#: By name. A row is a word of recipes' names, and so API.
+#: Options by name. Names are API.
 OPTIONS: dict[str, Option] = {
     "output": Option(
         " | ".join(PRECISIONS[:2]), "how forward is multiplied in training",
@@ -69,16 +69,23 @@ OPTIONS: dict[str, Option] = {
 
 
 def recipe(name: str | Recipe, *, group: int | None = None) -> Recipe:
-    """The recipe of that name; ``group`` (or ``NAME:SCALING``) changes how finely its weight is scaled.
+    """Return the recipe with this name.
 
-    ``SCHEME-weight-only`` is one for every scheme: ``mxfp4-weight-only``, ``int3-weight-only:group128``.
-    ``NAME:hadamard`` transforms weights and inputs before they are quantized (``lowbit.hadamard``): ``nvfp4:hadamard``.
-    ``NAME:OPTION=VALUE`` changes how a recipe trains, as a row of ``OPTIONS`` says, and several may follow one another:
-    ``fp8:grad_weight=high:gradients=e4m3``. Another scaling than the table's is for inference only.
+    Args:
+        name: One of these forms, or a Recipe:
 
-    Raises ValueError for an unknown name, listing the known ones, for one that means another thing elsewhere
-    (``FOREIGN``), for another scaling of a recipe whose weight's scales are not fp32 (MX, NVFP4: the scaling is part of
-    the format), and for an option that is unknown or said twice. TypeError for what is neither.
+            - a name or alias in the table: ``"int8"``, ``"W4A16"``;
+            - ``NAME:SCALING``, with another scaling of the weight, for inference only: ``"int4-weight-only:group32"``;
+            - ``SCHEME-weight-only`` for any scheme: ``"mxfp4-weight-only"``, ``"int3-weight-only:group128"``;
+            - ``NAME:hadamard``, which transforms weights and inputs first (``lowbit.hadamard``): ``"nvfp4:hadamard"``;
+            - ``NAME:OPTION=VALUE``, once or more, with rows of ``OPTIONS``: ``"fp8:grad_weight=high:gradients=e4m3"``.
+        group: Elements per weight scale, the same as ``NAME:groupN``.
+
+    Raises:
+        ValueError: An unknown name; a name with another meaning elsewhere (``FOREIGN``); another scaling if the
+            weight's scales are not fp32 (MX, NVFP4: the scaling is part of the format); an option that is unknown or
+            given twice.
+        TypeError: ``name`` is neither a Recipe nor a string.
     """
     if isinstance(name, Recipe):
         return name if group is None else _rescaled(name, f"group{group}")
@@ -96,7 +103,7 @@ def recipe(name: str | Recipe, *, group: int | None = None) -> Recipe:
     if known is None and spelled(base).endswith(_WEIGHT_ONLY):
         return _weight_only(base.lower()[: -len(_WEIGHT_ONLY)], f"group{group}" if group is not None else scaling)
     if known is None:
-        raise ValueError(f"unknown recipe {name!r}{_meant(name)}; expected one of {_known()}")
+        raise ValueError(f"unknown recipe {name!r}{_suggestion(name)}; expected one of {_known()}")
     if group is not None:
         if scaling:
             raise ValueError(f"recipe {name!r} already says {scaling!r}; leave out group={group} or the suffix")
@@ -105,29 +112,29 @@ def recipe(name: str | Recipe, *, group: int | None = None) -> Recipe:
 
 
 def _with_options(name: str, group: int | None) -> Recipe:
-    """The recipe that ``NAME:OPTION=VALUE...`` means; an option that leaves it as it is is no part of its name."""
+    """The recipe for ``NAME:OPTION=VALUE...``. An option that changes nothing is not in its name."""
     words = name.split(":")
-    made = recipe(":".join(word for word in words if "=" not in word), group=group)
-    given = [word.lower().partition("=") for word in words if "=" in word]
-    asked = {option.replace("-", "_"): value for option, _, value in given}
-    if len(asked) < len(given) or not asked.keys() <= OPTIONS.keys():
+    changed = recipe(":".join(word for word in words if "=" not in word), group=group)
+    pairs = [word.lower().partition("=") for word in words if "=" in word]
+    options = {option.replace("-", "_"): value for option, _, value in pairs}
+    if len(options) < len(pairs) or not options.keys() <= OPTIONS.keys():
         known = ", ".join(f"{option}={row.values}" for option, row in OPTIONS.items())
-        wrong = next((option for option in asked if option not in OPTIONS), None)
-        what = "says an option twice" if wrong is None else f"has an unknown option {wrong!r}"
-        raise ValueError(f"recipe {name!r} {what}; options are {known}")
-    for option, value in asked.items():
-        made = OPTIONS[option].change(made, value)
-    return made
+        wrong = next((option for option in options if option not in OPTIONS), None)
+        problem = "has an option twice" if wrong is None else f"has an unknown option {wrong!r}"
+        raise ValueError(f"recipe {name!r} {problem}; options are {known}")
+    for option, value in options.items():
+        changed = OPTIONS[option].change(changed, value)
+    return changed
 
 
 def _weight_only(weight: str, scaling: str) -> Recipe:
-    """The recipe, without a row of its own, that quantizes nothing but weights, by the scheme ``weight:scaling``."""
+    """A weight-only recipe for the scheme ``weight:scaling``, without a row in the table."""
     suffix = f":{scaling}" if scaling else ""
     name = f"{weight}{_WEIGHT_ONLY}{suffix}"
     try:
         return Recipe(Gemm(None, scheme(weight + suffix)), name=name)
     except ValueError as error:
-        raise ValueError(f"recipe {name!r} names no scheme of a weight: {error}") from None
+        raise ValueError(f"recipe {name!r} has no valid weight scheme: {error}") from None
 
 
 def _rescaled(base: Recipe, scaling: str) -> Recipe:
@@ -136,8 +143,8 @@ def _rescaled(base: Recipe, scaling: str) -> Recipe:
     if base.weight.scale_format.name != "fp32":
         plain = f"{base.weight.format.name}:{scaling}"
         raise ValueError(
-            f"recipe {base.name!r} has scales in {base.weight.scale_format.name}, and another scaling would make it "
-            f"another format; use one with fp32 scales, such as int4-weight-only:{scaling}, "
+            f"recipe {base.name!r} has scales in {base.weight.scale_format.name}, and its scaling is part of the "
+            f"format; use a recipe with fp32 scales, such as int4-weight-only:{scaling}, "
             f"or Recipe(Gemm(None, {plain!r}), name='mine')"
         )
     affine = ":affine" if base.weight.affine and "affine" not in scaling.split(":") else ""
@@ -146,27 +153,27 @@ def _rescaled(base: Recipe, scaling: str) -> Recipe:
         return base
     assert isinstance(base.output.b, Cast)
     output = replace(base.output, b=replace(base.output.b, scheme=weight))
-    # Backward products depend on the scalings of the table.
+    # Without backward matmuls, which depend on the scalings in the table.
     return Recipe(output, about=base.about, name=f"{base.name}:{scaling}")
 
 
 def _known() -> str:
-    """The names of recipes, and what those need that cannot be used at once."""
-    at_once = [name for name, row in RECIPES.items() if row.dynamic]
-    with_data = [name for name, row in RECIPES.items() if row.static]
-    training = [name for name in RECIPES if name not in (*at_once, *with_data)]
+    """The names of recipes, grouped by their use."""
+    dynamic = [name for name, row in RECIPES.items() if row.dynamic]
+    static = [name for name, row in RECIPES.items() if row.static]
+    training = [name for name in RECIPES if name not in (*dynamic, *static)]
     return (
-        f"{', '.join(at_once)}; with calibration data {', '.join(with_data)}; for train.prepare_ alone "
+        f"{', '.join(dynamic)}; with calibration data {', '.join(static)}; for train.prepare_ alone "
         f"{', '.join(training)}"
     )
 
 
-def _meant(name: str) -> str:
-    """What an unknown name may stand for: a scheme or format of a weight, or a near miss of a known name."""
+def _suggestion(name: str) -> str:
+    """The recipe that an unknown name may stand for: of that weight format or scheme, or with a similar name."""
     words = name.split(":")
-    of_format = [row for row in RECIPES.values() if row.input is None and row.weight.format.name == words[0].lower()]
-    if of_format:
-        return f" (did you mean {':'.join([of_format[0].name, *words[1:]])}?)"
+    rows = [row for row in RECIPES.values() if row.input is None and row.weight.format.name == words[0].lower()]
+    if rows:
+        return f" (did you mean {':'.join([rows[0].name, *words[1:]])}?)"
     try:
         weight = scheme(name)
     except ValueError:

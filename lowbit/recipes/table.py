@@ -1,4 +1,4 @@
-"""The table of named recipes, and the names that other projects give to them."""
+"""The table of named recipes, and their names in other projects."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ def _delayed(format: str) -> Cast:
     return Cast(f"{format}:tensor", scale="delayed", history=1024)
 
 
-def _drawn(scheme: str) -> Cast:
-    """For a gradient: the scales of ``scheme`` do not clip, so that the mean over the random bits is the gradient."""
+def _stochastic(scheme: str) -> Cast:
+    """For a gradient. The scales of ``scheme`` must not clip, so that the expected value is the gradient."""
     return Cast(scheme, rounding="stochastic")
 
 
-def _spread(scheme: str, rounding: str = "nearest") -> Cast:
+def _hadamard(scheme: str, rounding: str = "nearest") -> Cast:
     return Cast(scheme, rounding, transform="signed-hadamard")
 
 
-def _eden(scheme: str) -> Cast:
+def _ms_eden(scheme: str) -> Cast:
     return Cast(scheme, "eden", transform="random-hadamard")
 
 
-#: The share of blocks that 4-bit training leaves: of 62 two at the beginning and eight at the end (arXiv 2509.25149).
+#: 4-bit training keeps the first two and the last eight of 62 blocks in high precision (arXiv 2509.25149).
 _KEEP_BLOCKS = 0.16
 
-#: A scale for a row, rounded up to a power of two.
+#: One scale per row, rounded up to a power of two.
 _POW2 = "fp8_e4m3:row:e8m0:ceil"
 
 #: Every named recipe. Names are API; ``register_recipe`` adds one.
@@ -68,7 +68,7 @@ RECIPES: dict[str, Recipe] = {
             Gemm("fp8_e5m2:col", "fold"),
             name="fp8", about="FP8, a scale a row; trains",
         ),
-        # torchao's "rowwise"; its "rowwise_with_gw_hp" is fp8-pow2:grad_weight=high, but for the weight of grad_input.
+        # torchao's "rowwise". Its "rowwise_with_gw_hp" is fp8-pow2:grad_weight=high, except the weight of grad_input.
         Recipe(
             Gemm(_POW2, _POW2),
             Gemm(_POW2, f"{_POW2}:T", save="operand"),
@@ -81,7 +81,7 @@ RECIPES: dict[str, Recipe] = {
             Gemm("fp8_e5m2:tensor", "reuse"),
             name="fp8-tensor", about="FP8, a scale a tensor; trains",
         ),
-        # TransformerEngine's DelayedScaling() in formats, history and the maximum over it, so that runs compare.
+        # Formats and history of TransformerEngine's DelayedScaling(), so that runs can be compared.
         Recipe(
             Gemm(_delayed("fp8_e4m3"), _delayed("fp8_e4m3")),
             Gemm(_delayed("fp8_e5m2"), "reuse"),
@@ -104,30 +104,30 @@ RECIPES: dict[str, Recipe] = {
         Recipe(Gemm("mxfp6", "mxfp6"), name="mxfp6", about="OCP MX, FP6 (E2M3) elements"),
         Recipe(
             Gemm("mxfp4", "mxfp4"),
-            Gemm(_drawn("mxfp4:ceil"), "reuse"),
-            Gemm(_spread("mxfp4:ceil:T", "stochastic"), _spread("mxfp4:nearest:T"), save="operand"),
+            Gemm(_stochastic("mxfp4:ceil"), "reuse"),
+            Gemm(_hadamard("mxfp4:ceil:T", "stochastic"), _hadamard("mxfp4:nearest:T"), save="operand"),
             forward=Gemm("mxfp4:nearest", "fp4_e2m1:block32x32:e8m0:nearest"), keep_blocks=_KEEP_BLOCKS,
             name="mxfp4", about="OCP MX, FP4 elements; trains",
         ),
-        # arXiv 2509.25149: weights in two-dimensional blocks, so that forward and backward multiply the same ones.
+        # arXiv 2509.25149: weights in 2D blocks, so that forward and backward multiply the same quantized weights.
         Recipe(
             Gemm("nvfp4:global_row", "nvfp4"),
-            Gemm(_drawn("nvfp4:ceil"), "reuse"),
-            Gemm(_spread("nvfp4:ceil:T", "stochastic"), _spread("nvfp4:T"), save="operand"),
+            Gemm(_stochastic("nvfp4:ceil"), "reuse"),
+            Gemm(_hadamard("nvfp4:ceil:T", "stochastic"), _hadamard("nvfp4:T"), save="operand"),
             forward=Gemm("nvfp4:global_row", "fp4_e2m1:block16x16:e4m3"), keep_blocks=_KEEP_BLOCKS,
             name="nvfp4", about="NVFP4: FP4 elements, a scale for 16, one for a row of activations or a weight; trains",
         ),
-        # Quartet II, arXiv 2601.22813, which keeps no block in high precision.
+        # Quartet II (arXiv 2601.22813) keeps no block in high precision.
         Recipe(
             Gemm("nvfp4:global_row", "nvfp4"),
-            Gemm(_eden("nvfp4"), _eden("nvfp4:T"), save="operand"),
-            Gemm(_eden("nvfp4:T"), _eden("nvfp4:T"), save="operand"),
+            Gemm(_ms_eden("nvfp4"), _ms_eden("nvfp4:T"), save="operand"),
+            Gemm(_ms_eden("nvfp4:T"), _ms_eden("nvfp4:T"), save="operand"),
             forward=Gemm(Cast("nvfp4:global_row", rule="four-over-six"), Cast("nvfp4", rule="four-over-six")),
             name="nvfp4-eden", about="NVFP4 with gradients by MS-EDEN (Quartet II); trains, deployed as nvfp4",
         ),
         Recipe(Gemm(None, "nvfp4"), name="nvfp4-weight-only", about="NVFP4 weights"),
         Recipe(Gemm("int8:row", "int4:group128"), name="w4a8", about="4-bit weights, 8-bit activations"),
-        # Inputs have static scales: quantize_ needs the calibration that chose them.
+        # Static input scales: quantize_ needs a calibration.
         Recipe(
             Gemm(Cast("int8:tensor", scale="static"), "int8:row"),
             name="int8-static", about="8-bit weights and activations, one scale for all of a layer's activations",
@@ -143,9 +143,9 @@ RECIPES: dict[str, Recipe] = {
     )
 }  # fmt: skip
 
-#: Names of llm-compressor and compressed-tensors (PRESET_SCHEMES of their quant_scheme.py) for the same formats, the
-#: same elements that share a scale, and scales that come from the same place. NVFP4 is ``nvfp4`` by its spelling alone:
-#: there the global scale of activations comes from calibration, here from each row, which needs no data.
+#: Names in llm-compressor and compressed-tensors (PRESET_SCHEMES in quant_scheme.py) with the same formats, blocks and
+#: kinds of scale. NVFP4 needs no alias, as it is ``nvfp4`` in upper case. There the global scale of activations comes
+#: from calibration, here from each row, without data.
 ALIASES: dict[str, str] = {
     "W8A8": "int8",
     "W4A16": "int4-weight-only",
@@ -158,21 +158,28 @@ ALIASES: dict[str, str] = {
     "MXFP8": "mxfp8",
 }
 
-#: Names of theirs that would mean another thing here: what they mean there, and what to say instead.
+#: Their names with another meaning here, and the names to use instead.
 FOREIGN: dict[str, str] = {
-    "W8A16": "W8A16 has groups of 128 in compressed-tensors, and a scale a row in its versions before that: here these "
-    "are 'int8-weight-only:group128' and 'int8-weight-only'",
-    "FP8": "FP8 is static per-tensor in llm-compressor: here that is 'fp8-static:tensor'; 'fp8' has dynamic scales, a "
-    "scale a row, as FP8_DYNAMIC",
+    "W8A16": "W8A16 has groups of 128 in compressed-tensors, and one scale per row in its older versions; use "
+    "'int8-weight-only:group128' or 'int8-weight-only'",
+    "FP8": "FP8 is static per-tensor in llm-compressor; use 'fp8-static:tensor'. 'fp8' has dynamic scales per row, "
+    "like FP8_DYNAMIC",
 }
 
 
 def register_recipe(recipe: Recipe) -> None:
-    """Add a named recipe: ``lowbit.recipe``, ``quantize_`` and the command line know it from now on.
+    """Add a named recipe to the table that ``lowbit.recipe``, ``quantize_`` and the command line use.
 
-    Its name has lower case letters and digits, with dashes between. Models that are saved with it can be loaded without
-    it. Raises ValueError for another name and for one that is taken; TypeError for what is no Recipe.
+    Models saved with it can be loaded without registering it again.
+
+    Args:
+        recipe: A Recipe with a name of lower case letters and digits, separated by dashes.
+
+    Raises:
+        ValueError: The name has another form or is taken.
+        TypeError: ``recipe`` is not a Recipe.
     """
+
     if not isinstance(recipe, Recipe):
         raise TypeError(f"register_recipe: expected a Recipe, got {type(recipe).__name__}")
     register(RECIPES, recipe, (*ALIASES, *FOREIGN), "recipe")

@@ -211,7 +211,7 @@ def test_calibration_adds_the_transform_and_methods_work_in_it():
 
 
 def test_what_does_not_transform_says_so():
-    with pytest.raises(ValueError, match=r"does not do transform='hadamard'|is for inference"):
+    with pytest.raises(ValueError, match=r"does not support transform='hadamard'|is for inference"):
         lb.train.prepare_(model(), "int8:hadamard")
     with pytest.raises(ValueError, match="needs the same of the other"):
         lb.Recipe(lb.Gemm("int8:row", lb.Cast("int8:row", transform="hadamard")))

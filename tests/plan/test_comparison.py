@@ -195,7 +195,10 @@ def test_what_cannot_be_compared_says_why():
     on_meta = compare(Subject(Head().to("meta"), TOKENS, squares), TrainingSettings(precision="bf16"), "bf16", 1 << 40)
     assert "on meta, without numbers" in on_meta.words(True)
     large = compare(
-        Subject(Head().bfloat16(), TOKENS, squares), TrainingSettings(bf16_params=True, loaded="bf16"), "as loaded", 1000
+        Subject(Head().bfloat16(), TOKENS, squares),
+        TrainingSettings(bf16_params=True, loaded="bf16"),
+        "as loaded",
+        1000,
     )
     assert "hold more than a step" in large.words(True)
 

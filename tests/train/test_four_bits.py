@@ -183,9 +183,9 @@ def test_forward_in_high_precision(recipe):
     [
         (
             lambda: lb.recipe("nvfp4:keep_blocks=1"),
-            r"keep_blocks='1' is no share of the blocks; .*from 0 to less than 1, got 1\.0",
+            r"keep_blocks='1' is not a share of blocks; .*from 0 to less than 1, got 1\.0",
         ),
-        (lambda: lb.recipe("nvfp4:keep_blocks=few"), "keep_blocks='few' is no share of the blocks"),
+        (lambda: lb.recipe("nvfp4:keep_blocks=few"), "keep_blocks='few' is not a share of blocks"),
         (lambda: lb.recipe("nvfp4:output=dequantized"), "output must be one of 'low', 'high', got 'dequantized'"),
         (lambda: lb.Recipe(lb.Gemm(None, "nvfp4"), keep_blocks=0.5), "forward and keep_blocks are for training"),
         (
