@@ -1,7 +1,7 @@
-"""Gradient checkpointing by policy: keep what a part of a model is given, and compute its inside again in backward.
+"""Gradient checkpointing by policy: save only the inputs of selected modules, and recompute their forward in backward.
 
-``policies`` says what is checkpointed, ``parts`` finds it in a model, ``apply`` does it, ``frame`` keeps and
-recomputes, ``calls`` is what one call has to be given again, ``selective`` keeps some results besides.
+``policies`` names what is checkpointed, ``parts`` finds it in a model, ``segment`` wraps the modules, ``frame`` saves
+and recomputes. ``calls`` restores the state of a call, and ``selective`` saves some results in addition.
 """
 
 from lowbit.checkpointing.apply import checkpoint_, recomputing, uncheckpoint_

@@ -1,9 +1,8 @@
-"""Training within a memory: what a step holds, and the functions that make it less. docs/memory.md says what each saves
-and costs.
+"""Training within a memory limit: measurement of a step's memory, and the functions that reduce it. See docs/memory.md.
 
-This package counts: ``profile``, ``allocated_peak``, ``saved_bytes`` and the estimator of ``lb.estimate``. Under its
-name are also the techniques of ``lowbit.checkpointing``, ``lowbit.offload`` and ``lowbit.tiled``, which build on it and
-so are imported at their first use.
+The package itself measures: ``profile``, ``allocated_peak``, ``saved_bytes`` and the estimator of ``lb.estimate``. It
+also exports the techniques of ``lowbit.checkpointing``, ``lowbit.offload`` and ``lowbit.tiled``. These build on it, so
+they are imported on first use.
 """
 
 from importlib import import_module as _import_module
@@ -66,7 +65,7 @@ __all__ = [
     "usual_loss",
 ]
 
-#: The module of each name that builds on this package.
+#: Modules of the names that build on this package.
 _ABOVE = {
     "CheckpointPlan": "lowbit.plan.checkpoints",
     "accumulation_weights": "lowbit.train.micro_batches",

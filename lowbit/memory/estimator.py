@@ -1,7 +1,7 @@
-"""An estimate of the memory of a step of training, before anything is allocated.
+"""Estimate of the memory and time of a training step on fake tensors, before anything is allocated.
 
-The step runs on fake tensors, which have shapes and no data: every op that the real step would call is called, and the
-storages that it would make are written down, when they come and when they go.
+Fake tensors have shapes but no data. Every op that the real step would call is called, and the lifetime of every
+storage that it would allocate is recorded.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ from lowbit.torch_private import FakeTensor, current_node, graph_task, has_forea
 
 __all__ = ["Estimate", "Recomputation", "Seen", "can_run", "estimate_step", "scalar"]
 
-#: Forward and backward of a model and a batch by a loss of answer and batch.
+#: Runs forward and backward of a model and a batch; the last argument is the loss of output and batch.
 Accumulate = Callable[[nn.Module, Any, Callable[[Any, Any], Tensor]], object]
 
-#: What to do about a forward that reads values.
+#: Remedy for a forward that reads tensor values.
 _INSTEAD = "profile a real step with memory.profile(model, batch, step)"
 
-#: Makes an optimizer of parameters.
+#: Creates an optimizer for parameters.
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 class Estimate(Usage):
-    """See ``estimate``.
+    """Memory and time of a training step, as returned by ``lb.estimate``.
 
     Attributes:
-        device: Where the step runs.
-        unmeasured: Ops that were not run, with how often they are called in the step. What their kernels allocate
-            beside results is taken from a table, in which most ops have nothing.
+        device: Device of the step.
+        unmeasured: Ops that could not be run, with their number of calls. Scratch memory of their kernels is taken from
+            a table (``lowbit.memory.scratch``), which has 0 for most ops.
     """
 
     def __init__(self, ledger: Ledger, seen: Seen, since: int, run: bool) -> None:
-        found = seen.footprints(ledger.device, run)
-        super().__init__(*_read(ledger, seen, found), since=since)
+        measured = seen.footprints(ledger.device, run)
+        super().__init__(*_read(ledger, seen, measured), since=since)
         self.device = ledger.device
         self.unmeasured = dict(
             Counter(
-                ledger.ops[number].name for number in sorted(seen.done) if number >= since and number not in found
+                ledger.ops[number].name for number in sorted(seen.done) if number >= since and number not in measured
                 and seen.allocates(number)
             ).most_common()
         )  # fmt: skip
@@ -67,7 +67,7 @@ class Estimate(Usage):
         self._selective = {ledger.ops[number].layer for number in seen.selective}
 
     def table(self, layers: int = 12) -> str:
-        """As of ``Usage``, and the ops that were not measured."""
+        """Return the table of ``Usage``, and the ops that were not measured."""
         text = super().table(layers)
         if not self.unmeasured:
             return text
@@ -76,12 +76,12 @@ class Estimate(Usage):
 
     @property
     def seconds(self) -> float:
-        """What the step takes on this machine: the sum of ``op_seconds``."""
+        """Duration of the step on this machine: the sum of ``op_seconds``."""
         return sum(self.op_seconds)
 
     @property
     def seconds_by_phase(self) -> dict[str, float]:
-        """``seconds`` of each phase."""
+        """``seconds`` by phase."""
         sums = dict[str, float]()
         for op, seconds in zip(self.ops, self.op_seconds, strict=True):
             sums[op.phase] = sums.get(op.phase, 0.0) + seconds
@@ -89,55 +89,57 @@ class Estimate(Usage):
 
     @cached_property
     def op_seconds(self) -> list[float]:
-        """What each of ``ops`` takes, see ``lowbit.memory.timing``: the first call for a shape runs the op. Where it
-        cannot be run, its arithmetic and traffic at the rates of this machine (``lowbit.memory.cost``). On the CPU an
-        op that is recomputed takes what its checkpoint takes in Python too; a GPU does not wait for that.
+        """Duration of each of ``ops``, measured by running the op once per shape (``lowbit.memory.timing``).
+
+        If an op cannot be run, its arithmetic and traffic are divided by the rates of this machine
+        (``lowbit.memory.cost``). On the CPU, a recomputed op includes the Python time of its checkpoint; a GPU does not
+        wait for that.
         """
-        kept = timings(self.device)
+        cache = timings(self.device)
 
         def seconds(call: Call | None, work: Work) -> float:
-            measured = None if call is None else kept.seconds(call)
+            measured = None if call is None else cache.seconds(call)
             return work.seconds(rates(self.device)) if measured is None else measured
 
-        def beside(op: Op) -> float:
+        def python_seconds(op: Op) -> float:
             again = op.phase == "recomputation" and self.device.type == "cpu"
-            return sum(one.overhead(op.layer in self._selective) for one in RECOMPUTATIONS) if again else 0.0
+            return sum(costs.overhead(op.layer in self._selective) for costs in RECOMPUTATIONS) if again else 0.0
 
         try:
             return [
-                (0.0 if done is None else seconds(*done)) + beside(op)
+                (0.0 if done is None else seconds(*done)) + python_seconds(op)
                 for op, done in zip(self.ops, self._done, strict=True)
             ]
         finally:
-            kept.save()
+            cache.save()
 
 
 class Recomputation(NamedTuple):
-    """How checkpoints compute again.
+    """Costs of checkpoints beyond the recomputed ops.
 
     Attributes:
-        lookups: How many calls they have looked at, of which some results are kept.
-        overhead: Seconds that an op takes beside its computation, by whether some results are kept.
+        lookups: Returns the number of ops checked so far by checkpoints that save some results.
+        overhead: Returns the seconds of Python time per op. The argument says whether some results are saved.
     """
 
     lookups: Callable[[], int]
     overhead: Callable[[bool], float]
 
 
-#: ``lowbit.checkpointing`` adds itself.
+#: Filled by ``lowbit.checkpointing``.
 RECOMPUTATIONS: list[Recomputation] = []
 
 
 class Seen:
-    """What is noted of each op besides its storages.
+    """Records each op of a step, except its storages.
 
     Attributes:
-        done: By number of the op, its call and its work.
-        table: By number of the op, the bytes that its kernel allocates beside results, by ``lowbit.memory.scratch``.
-        nodes: By number of the op, that of the node of autograd that called it, or -1.
-        sums: Ops that on real tensors write into their first operand.
-        writes: Ops that on real tensors write into their first operand if their node has made it.
-        selective: Ops of which some results are kept by a checkpoint, which computes the others again.
+        done: Call and work, by op number.
+        table: Bytes of scratch memory by the table in ``lowbit.memory.scratch``, by op number.
+        nodes: Sequence number of the autograd node that called the op, or -1, by op number.
+        sums: Ops that write into their first operand when tensors are real.
+        writes: Ops that do so if their autograd node has created that operand.
+        selective: Ops in a checkpoint that saves some results.
     """
 
     def __init__(self) -> None:
@@ -152,16 +154,16 @@ class Seen:
         self._looked_at = _lookups()
 
     def allocates(self, number: int) -> bool:
-        """Whether an op computes anything."""
+        """Return whether an op computes anything."""
         return any(self.done[number][1])
 
     def footprints(self, device: torch.device, run: bool) -> dict[int, Footprint]:
-        """By number of the op, what its kernel was measured to allocate. ``run``: measure those that are not known."""
+        """Return the measured footprints by op number. With ``run``, measure those that are not cached."""
         calls = {number: call for number, (call, _) in self.done.items() if call is not None}
-        apart = {id(call): call for call in calls.values()}  # a call that is repeated is one; its hash takes long
-        known = footprints(device).of(apart.values(), run)
-        found = {key: known[call] for key, call in apart.items() if call in known}
-        return {number: found[id(call)] for number, call in calls.items() if id(call) in found}
+        unique = {id(call): call for call in calls.values()}  # repeated calls share an object; hashing one is slow
+        known = footprints(device).of(unique.values(), run)
+        by_id = {key: known[call] for key, call in unique.items() if call in known}
+        return {number: by_id[id(call)] for number, call in calls.items() if id(call) in by_id}
 
     def __call__(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         node = current_node() if graph_task() != -1 else None
@@ -174,19 +176,19 @@ class Seen:
             self.selective.add(number - 1)
             self._looked_at = _lookups()
         key = signature(func, args, kwargs)
-        found = None if key is None else self._known.get(key)
-        if found is None:
+        record = None if key is None else self._known.get(key)
+        if record is None:
             call = call_of(func, args, kwargs, out, self._sources)
-            found = scratch_bytes(str(func), args, out), call, work(func, args, kwargs, out)
+            record = scratch_bytes(str(func), args, out), call, work(func, args, kwargs, out)
             if key is not None and not any(tensor.dtype == torch.uint8 for tensor in tensors_of(args, kwargs, out)):
-                self._known[key] = found  # bytes may be of a workspace, of which each call has its own
+                self._known[key] = record  # uint8 tensors may be workspaces, which differ per call
             elif call is not None:
                 self._sources |= sources_of(call, out)
-        self.table[number], self.done[number] = found[0], found[1:]
+        self.table[number], self.done[number] = record[0], record[1:]
 
 
 def _lookups() -> int:
-    return sum(one.lookups() for one in RECOMPUTATIONS)
+    return sum(costs.lookups() for costs in RECOMPUTATIONS)
 
 
 def estimate_step(
@@ -200,37 +202,39 @@ def estimate_step(
     device: torch.device | str | None = None,
     accumulate: Accumulate | None = None,
 ) -> Estimate:
-    """The estimate of a step on a fake copy of ``model``; see ``lb.estimate`` for the model, the batch and the loss.
+    """Return the estimate of a step on a fake copy of ``model``, which is not changed. See ``lb.estimate``.
 
     Args:
-        model: Stays as it is.
-        batch: As the model takes it.
-        loss: Of output and batch.
-        optimizer: Makes one of parameters. With None there is no step of an optimizer.
+        model: The model.
+        batch: An example batch, as the model takes it.
+        loss: A function of output and batch.
+        optimizer: Creates an optimizer for parameters. With None, there is no optimizer step.
         prepare: Called on the copy before it runs.
-        micro_batches: So many of ``batch`` are accumulated before the optimizer's step.
-        device: By default the parameters' device, and ``cpu`` for those on meta.
-        accumulate: Does forward and backward in place of ``loss(model(batch), batch).backward()``.
+        micro_batches: Number of forward and backward passes of ``batch`` per optimizer step.
+        device: By default the device of the parameters; ``cpu`` for parameters on ``meta``.
+        accumulate: Runs forward and backward instead of ``loss(model(batch), batch).backward()``.
 
     Raises:
-        ValueError: For a model that has no estimate, or whose forward reads values of tensors.
-        TypeError: For what is no module or no batch.
+        ValueError: The model has no estimate, or its forward reads tensor values.
+        TypeError: ``model`` is not a module, or ``batch`` is not a batch.
     """
     _check_model(model, device)
     with torch.inference_mode(False), torch.enable_grad(), fake_tensors() as fake:
-        copied = fake_model(model, fake, device)
-        place = next((p.device for p in copied.parameters()), torch.device(device or "cpu"))
-        given = fake_batch(batch, fake, place)
-        prepare(copied)
+        fake_copy = fake_model(model, fake, device)
+        target = next((p.device for p in fake_copy.parameters()), torch.device(device or "cpu"))
+        fake_inputs = fake_batch(batch, fake, target)
+        prepare(fake_copy)
         passes = accumulate or partial(_accumulate, rest=loss is not None)
         with _Spared() as spared:
-            answered = _without_data(loss or usual_loss, spared)
-            return _run(copied, given, answered, optimizer, micro_batches, place, passes, can_run(model, place))
+            checked_loss = _without_data(loss or usual_loss, spared)
+            return _run(
+                fake_copy, fake_inputs, checked_loss, optimizer, micro_batches, target, passes, can_run(model, target)
+            )
 
 
-# -- what an estimate can be made of -----------------------------------------------------------------------------------
+# -- supported models --------------------------------------------------------------------------------------------------
 def _check_model(model: Any, device: torch.device | str | None) -> None:
-    """Raises TypeError and ValueError for a model that has no estimate, and for a device that is not there."""
+    """Raise TypeError or ValueError for a model that has no estimate, or a device that does not exist."""
     check_model(model)
     for combination, has in WITHOUT_ESTIMATE.items():
         if has(model):
@@ -241,17 +245,17 @@ def _check_model(model: Any, device: torch.device | str | None) -> None:
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
-            f"estimate: no parameter of {type(model).__name__} asks for a gradient, so there is nothing to "
-            f"train; call requires_grad_() on those that should"
+            f"estimate: no parameter of {type(model).__name__} requires a gradient, so there is nothing to train; "
+            f"call requires_grad_() on the parameters to train"
         )
     if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError("estimate: device='cuda' needs a torch with CUDA and a GPU; estimate for 'cpu' here")
 
 
 def can_run(model: nn.Module, device: torch.device) -> bool:
-    """Whether ops may be run to learn what they allocate: of a model that is here, on a device that is here."""
-    here = device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
-    return here and not any(parameter.is_meta for parameter in model.parameters())
+    """Return whether ops may be run to measure them: the model's data and the device must exist."""
+    exists = device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
+    return exists and not any(parameter.is_meta for parameter in model.parameters())
 
 
 def _exchanges_gradients(model: nn.Module) -> bool:
@@ -264,7 +268,7 @@ def _has_placements(model: nn.Module) -> bool:
     return any(hasattr(parameter, "placements") for parameter in model.parameters())
 
 
-#: Models that have no estimate, by the row of ``lowbit.combinations`` that says why. Techniques add theirs.
+#: Tests for models that have no estimate, by the key of ``lowbit.combinations`` with the reason. Techniques add theirs.
 WITHOUT_ESTIMATE: dict[str, Callable[[nn.Module], bool]] = {
     "wrapped estimate": _exchanges_gradients,
     "dtensor estimate": _has_placements,
@@ -282,7 +286,7 @@ def _run(
     accumulate: Accumulate,
     real: bool,
 ) -> Estimate:
-    """Take two steps, of which the second is told of; one where no optimizer has states to make."""
+    """Run two steps and report the second; one step if there is no optimizer, whose states the first step creates."""
     trained = [p for p in model.parameters() if p.requires_grad]
     stepper = None if make is None else make(trained)
     if stepper is not None:
@@ -304,8 +308,9 @@ def _run(
 
 
 def _step_over_lists(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Let an optimizer of torch that is free to choose do what it would do with real parameters: on CUDA it
-    computes on lists of all parameters, with temporaries as large as they are. A fake tensor would turn it away.
+    """Use the foreach implementation if torch would for real parameters. It has temporaries as large as the parameters.
+
+    On CUDA it is torch's default, but not for fake tensors.
     """
     if has_foreach_kernels(device):
         for group in optimizer.param_groups:
@@ -314,28 +319,26 @@ def _step_over_lists(optimizer: torch.optim.Optimizer, device: torch.device) -> 
 
 
 def _accumulate(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor], rest: bool) -> None:
-    """One micro-batch. The model's output goes before backward, as in ``run.step`` and ``model(**batch).loss``."""
+    """Run one micro-batch. The output is freed before backward, as in ``run.step`` and ``model(**batch).loss``."""
     value = loss(call(model, batch, rest=rest), batch)
     value.backward()  # type: ignore[no-untyped-call]
 
 
 def scalar(value: Any, who: str) -> Tensor:
-    """What a loss answered. Raises ValueError for what is no tensor of one number with a gradient."""
+    """Return ``value``, the result of a loss. Raise ValueError unless it is a tensor of one element with a gradient."""
     if not isinstance(value, Tensor) or value.numel() != 1:
         got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"{who}: loss(output, batch) is a tensor of one number, got {got}; take its mean")
+        raise ValueError(f"{who}: loss(output, batch) must be a tensor of one element, got {got}; take its mean")
     if not value.requires_grad:
         raise ValueError(
             f"{who}: loss(output, batch) has no gradient, so there is nothing to train; compute it from the model's "
-            f"output by ops of torch, without detach() and torch.no_grad()"
+            f"output with torch ops, without detach() or torch.no_grad()"
         )
     return value
 
 
 class _Spared:
-    """Real parameters that a loss depends on, such as those of a discriminator: within, they have no gradients, and
-    afterwards those of before.
-    """
+    """Restores the gradients of real parameters that a loss depends on, such as those of a discriminator."""
 
     def __init__(self) -> None:
         self._gradients: dict[Tensor, Tensor | None] = {}
@@ -344,7 +347,7 @@ class _Spared:
         return self
 
     def note(self, value: Tensor) -> None:
-        """Find them in what the loss was computed by."""
+        """Find the real parameters in the graph of ``value``, and set their gradients to None."""
         nodes, known = [value.grad_fn], set[Any]()
         while nodes:
             node = nodes.pop()
@@ -363,7 +366,7 @@ class _Spared:
 
 
 def _without_data(loss: Callable[[Any, Any], Tensor], spared: _Spared) -> Callable[[Any, Any], Tensor]:
-    """The loss of answers without numbers."""
+    """Wrap a loss with checks, for outputs without data."""
 
     def checked(output: Any, batch: Any) -> Tensor:
         with values_needed("estimate", "the loss", "return a tensor, without item(), float() or if of numbers"):
@@ -371,8 +374,8 @@ def _without_data(loss: Callable[[Any, Any], Tensor], spared: _Spared) -> Callab
                 value = loss(output, batch)
             except TypeError as error:
                 raise TypeError(
-                    f"the loss failed: {error}. It is called with the model's output and the whole batch; of a "
-                    f"criterion of torch make loss=lambda output, batch: criterion(output, batch[1])"
+                    f"the loss failed: {error}. It is called with the model's output and the full batch; wrap a torch "
+                    f"criterion as loss=lambda output, batch: criterion(output, batch[1])"
                 ) from error
             spared.note(scalar(value, "estimate"))
             return value
@@ -381,14 +384,14 @@ def _without_data(loss: Callable[[Any, Any], Tensor], spared: _Spared) -> Callab
 
 
 _aten = torch.ops.aten
-#: By what formulas of gradients fill a tensor that they have made. Of tensors that are subclasses, as fake ones are,
-#: they take these, which return another. Source: torch/csrc/autograd/FunctionsManual.cpp, areAnyTensorSubclassLike.
+#: Gradient formulas fill a new tensor in place. For tensor subclasses, as fake tensors are, they use these ops, which
+#: return a copy. Source: torch/csrc/autograd/FunctionsManual.cpp, areAnyTensorSubclassLike.
 _WRITES = frozenset({
     _aten.scatter, _aten.scatter_add, _aten.scatter_reduce, _aten.index_add, _aten.index_put, _aten.index_fill,
     _aten.masked_fill, _aten.masked_scatter, _aten.slice_scatter, _aten.select_scatter,
 })  # fmt: skip
 
-#: Files whose frames lie between an op and what called it.
+#: Files with frames between an op and its caller.
 _BETWEEN = (
     "/lowbit/memory/ledger", "/lowbit/memory/estimator", "/torch/_compile", "/torch/_dynamo/eval_frame",
     "/torch/_subclasses/", "/torch/utils/_python_dispatch", "/torch/utils/_stats",
@@ -396,10 +399,10 @@ _BETWEEN = (
 
 
 def _sums_in_place(args: tuple[Any, ...]) -> bool:
-    """Whether autograd adds a gradient to the first of ``args``, which it alone holds. Then it does so in place, unless
-    the tensors are fake ones.
+    """Return whether autograd would add a gradient to the first of ``args`` in place if the tensors were real.
 
-    Source: torch/csrc/autograd/input_buffer.cpp of torch 2.13, ``can_accumulate_inplace``.
+    It does so if nothing else references that tensor. Source: torch/csrc/autograd/input_buffer.cpp of torch 2.13,
+    ``can_accumulate_inplace``.
     """
     first, second = args[:2]
     if torch.is_grad_enabled() or not isinstance(second, Tensor) or first.shape != second.shape or first._is_view():
@@ -407,41 +410,41 @@ def _sums_in_place(args: tuple[Any, ...]) -> bool:
     frame: Any = sys._getframe(1)
     while frame is not None and any(part in frame.f_code.co_filename for part in _BETWEEN):
         frame = frame.f_back
-    # No code in Python calls it: backward has been called, or a thread of autograd runs.
+    # Not called by Python code, but by backward or by an autograd thread.
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 
-def _read(ledger: Ledger, seen: Seen, found: Mapping[int, Footprint]) -> tuple[Any, list[float], list[Holding]]:
-    """Ops, their times, and holdings of storages and of scratch memory, which lasts as long as its op."""
+def _read(ledger: Ledger, seen: Seen, measured: Mapping[int, Footprint]) -> tuple[Any, list[float], list[Holding]]:
+    """Return ops, their times, and the holdings of storages and of scratch memory, which lives as long as its op."""
     times = [float(number) for number in range(len(ledger.ops))]
     pieces = ledger.pieces
-    sizes = _sizes(pieces, found)
+    sizes = _sizes(pieces, measured)
     deaths = [math.inf if piece.died is None else piece.died + 0.5 for piece in pieces]
-    made = {piece.born: piece.bytes for piece in pieces if piece.born in seen.sums or piece.born in seen.writes}
+    updates = {piece.born: piece.bytes for piece in pieces if piece.born in seen.sums or piece.born in seen.writes}
     for index, piece in enumerate(pieces):
         if piece.died in seen.writes and seen.nodes.get(piece.born) != seen.nodes[piece.died]:
             continue
-        if piece.died in made and made[piece.died] == piece.bytes and piece.born != piece.died:
-            del made[piece.died]
-            deaths[index] = piece.died - 0.25  # its memory is that of the sum
+        if piece.died in updates and updates[piece.died] == piece.bytes and piece.born != piece.died:
+            del updates[piece.died]
+            deaths[index] = piece.died - 0.25  # the sum reuses its memory
     births = [piece.born for piece in pieces]
     kinds = kinds_of(ledger.ops, births, deaths, [piece.kind for piece in pieces], times)
     rows = zip(pieces, sizes, kinds, births, deaths, strict=True)
     holdings = [Holding(size, kind, piece.layer, born, died) for piece, size, kind, born, died in rows]
     for number, listed in seen.table.items():
-        size = found[number].scratch if number in found else listed
+        size = measured[number].scratch if number in measured else listed
         holdings.append(Holding(size, "temporaries", ledger.ops[number].layer, number, number + 0.25))
     return ledger.ops, times, holdings
 
 
-def _sizes(pieces: Sequence[Piece], found: Mapping[int, Footprint]) -> list[int]:
-    """Bytes of storages: those of the op's results as they were measured, if a rule for fake tensors says less."""
-    made: dict[int, list[int]] = {}
+def _sizes(pieces: Sequence[Piece], measured: Mapping[int, Footprint]) -> list[int]:
+    """Return the bytes of storages, as measured for the op's results if its fake tensors are smaller."""
+    by_birth: dict[int, list[int]] = {}
     for index, piece in enumerate(pieces):
-        made.setdefault(piece.born, []).append(index)
+        by_birth.setdefault(piece.born, []).append(index)
     sizes = [piece.bytes for piece in pieces]
-    for number, indices in made.items():
-        results = found[number].results if number in found else ()
+    for number, indices in by_birth.items():
+        results = measured[number].results if number in measured else ()
         if len(results) == len(indices):
             for index, size in zip(indices, results, strict=True):
                 sizes[index] = max(sizes[index], size)

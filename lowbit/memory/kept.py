@@ -1,4 +1,4 @@
-"""The activations that a function changes: estimates of a step before and after it, for its report."""
+"""Estimates of a model's activations before and after a function changes it, for the function's report."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["Kept"]
 
 
 class Kept:
-    """What a step keeps of a model before a function changes it; ``told`` looks again, and says both in the report.
+    """Estimates activations before a function changes a model; ``told`` adds them to its report.
 
     Args:
-        model: Before the change. It stays as it is.
-        batch: As ``lb.estimate`` takes it. With None nothing is estimated.
-        loss: As ``lb.estimate`` takes it.
+        model: The model before the change. It is not modified.
+        batch: An example batch, as for ``lb.estimate``. With None nothing is estimated.
+        loss: A function of output and batch, as for ``lb.estimate``.
     """
 
     def __init__(self, model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None = None) -> None:
@@ -29,18 +29,18 @@ class Kept:
         self._before = None if batch is None else _step(*self._given)
 
     def told(self, report: Report, layers: bool = True) -> Report:
-        """``report`` with the estimates of before and of now.
+        """Return ``report`` with the estimates from before and after the change.
 
         Args:
-            report: Of the function that has changed the model.
-            layers: Whether each layer says what is made within it. Not if tensors change the layer that makes them.
+            report: The report of the function that has changed the model.
+            layers: Whether to add activations by layer. Use False if the change moves activations to other layers.
         """
         if self._before is None:
             return report
         before, after = self._before, _step(*self._given)
-        for found in (before, after):
-            if isinstance(found, str):
-                return replace(report, notes=(*report.notes, f"activations are not known: {found}"))
+        for step in (before, after):
+            if isinstance(step, str):
+                return replace(report, notes=(*report.notes, f"activations are unknown: {step}"))
         assert not isinstance(before, str) and not isinstance(after, str)
         return replace(
             report,
@@ -53,38 +53,43 @@ class Kept:
 
 
 class _Step(NamedTuple):
-    """Bytes of forward and backward: the peak, and by layer the activations that are kept when the forward ends."""
+    """Memory of forward and backward.
+
+    Attributes:
+        peak: Peak in bytes.
+        kept: Bytes of activations at the end of the forward, by layer.
+    """
 
     peak: int
     kept: Counter[str]
 
 
 def _step(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> _Step | str:
-    """The estimate, or why there is none: the function that is reported does its work without it."""
+    """Return the estimate, or the reason why there is none, since the report must not fail for lack of an estimate."""
     try:
-        found = estimate_step(model, batch, loss)
+        usage = estimate_step(model, batch, loss)
     except Exception as error:
-        said = str(error).splitlines()
-        return ": ".join([type(error).__name__, *said[:1]])
-    ends = next((index for index, op in enumerate(found.ops) if op.phase == "backward"), len(found.ops) - 1)
+        message = str(error).splitlines()
+        return ": ".join([type(error).__name__, *message[:1]])
+    ends = next((index for index, op in enumerate(usage.ops) if op.phase == "backward"), len(usage.ops) - 1)
     kept = Counter[str]()
-    for holding in found.held_at(ends):
+    for holding in usage.held_at(ends):
         if holding.kind == "activations":
             kept[holding.layer] += holding.bytes
-    return _Step(found.peak_bytes, kept)
+    return _Step(usage.peak_bytes, kept)
 
 
 def _by_row(rows: tuple[LayerReport, ...], before: _Step, after: _Step) -> tuple[LayerReport, ...]:
-    """The rows with what is made within their layers. Of nested layers the innermost row has it."""
+    """Return the rows with the activations made within their layers. Of nested rows the innermost has them."""
     names = sorted((row.name for row in rows), key=len, reverse=True)
 
     def sums(step: _Step) -> Counter[str]:
-        found = Counter[str]()
+        totals = Counter[str]()
         for layer, size in step.kept.items():
             row = next((name for name in names if not name or layer == name or layer.startswith(f"{name}.")), None)
             if row is not None:
-                found[row] += size
-        return found
+                totals[row] += size
+        return totals
 
     earlier, later = sums(before), sums(after)
     return tuple(replace(row, activations_before=earlier[row.name], activations_after=later[row.name]) for row in rows)

@@ -1,4 +1,4 @@
-"""What a call takes of memory by torch's own count, which other programs and freed pages do not disturb."""
+"""Memory of a call by torch's own count, which other programs and freed pages do not disturb."""
 
 from __future__ import annotations
 
@@ -15,39 +15,46 @@ __all__ = ["allocated_peak", "allocations", "counting", "saved_bytes"]
 
 
 def counting() -> profile:
-    """torch's profiler for memory, which tells of none of its runs on stderr unless the environment says so."""
+    """Return torch's memory profiler, without its messages on stderr unless the environment asks for them."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
 
 def allocated_peak(run: Callable[[], object], device: torch.device | str = "cpu") -> int:
-    """The most bytes that ``run()`` has allocated on ``device`` at a time, beyond what there was before it.
+    """Return the most bytes that ``run()`` allocates on ``device`` at a time, beyond those allocated before.
 
-    Bytes are those of torch's allocator: on a CPU by the profiler's events, on a CUDA device by the allocator's peak,
-    which starts again from what is held now. What kernels keep outside of it, such as scratch memory, is not seen.
-    ``run`` should free nothing of what there was before: on a CPU that is not seen, on CUDA it counts as less.
-    Raises ValueError for another kind of device.
+    Bytes are those of torch's allocator. On a CPU they come from profiler events, on CUDA from the allocator's peak,
+    which is reset. Scratch memory that kernels allocate elsewhere does not count.
+
+    Args:
+        run: Should not free tensors that existed before: on a CPU these are ignored, on CUDA they are subtracted.
+        device: A CPU or CUDA device.
+
+    Raises:
+        ValueError: The device is neither a CPU nor CUDA.
     """
-    place = torch.device(device)
-    if place.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(place)
-        before = torch.cuda.memory_allocated(place)
+    target = torch.device(device)
+    if target.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(target)
+        before = torch.cuda.memory_allocated(target)
         run()
-        return torch.cuda.max_memory_allocated(place) - before
-    if place.type != "cpu":
+        return torch.cuda.max_memory_allocated(target) - before
+    if target.type != "cpu":
         raise ValueError(
-            f"memory.allocated_peak: allocations are counted on 'cpu' and 'cuda', got {str(place)!r}; measure there"
+            f"memory.allocated_peak: allocations are counted on 'cpu' and 'cuda', got {str(target)!r}; measure there"
         )
-    now = peak = 0
+    current = peak = 0
     for _, change in allocations(run):
-        now += change
-        peak = max(peak, now)
+        current += change
+        peak = max(peak, current)
     return peak
 
 
 def allocations(run: Callable[[], object]) -> list[tuple[int, int]]:
-    """What ``run()`` allocates and frees on the CPU in this thread, in order: when, in nanoseconds of ``time.time_ns``,
-    and how many bytes, negative where they are freed.
+    """Return the CPU allocations and frees of ``run()`` in this thread, in order.
+
+    Returns:
+        Pairs of time (nanoseconds of ``time.time_ns``) and bytes, which are negative for frees.
     """
     with counting() as recorded:
         run()
@@ -58,20 +65,22 @@ def allocations(run: Callable[[], object]) -> list[tuple[int, int]]:
 
 
 def saved_bytes(run: Callable[[], object], model: nn.Module) -> int:
-    """Bytes of the storages that a forward keeps for backward, each once, without the parameters of ``model``.
+    """Return the bytes that a forward saves for backward. Each storage counts once.
 
-    ``run()`` calls the model with gradients on. Copies of parameters, as autocast and recipes make, count; what a
-    checkpoint will recompute does not.
+    Args:
+        run: Calls the model with gradients enabled.
+        model: Its parameters do not count. Copies of them do, such as those of autocast and recipes. Activations that a
+            checkpoint recomputes do not.
     """
-    kept: dict[int, Tensor] = {}
+    saved: dict[int, Tensor] = {}
     parameters = {p.untyped_storage()._cdata for p in model.parameters()}
 
     def pack(t: Tensor) -> Tensor:
         storage = t.untyped_storage()._cdata
         if storage not in parameters:
-            kept[storage] = t  # held, so that no storage comes twice
+            saved[storage] = t  # keeps it alive, so that its address is not used again
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         run()
-    return sum(t.untyped_storage().nbytes() for t in kept.values())
+    return sum(t.untyped_storage().nbytes() for t in saved.values())

@@ -1,4 +1,4 @@
-"""A profile of a model's training: what the allocator held at each moment, by layer and by kind."""
+"""``profile``: bytes that the allocator held at each moment of training, by layer and kind."""
 
 from __future__ import annotations
 
@@ -25,16 +25,21 @@ from lowbit.torch_private import profiling
 
 __all__ = ["Leak", "Profile", "Snapshot", "profile"]
 
-#: How an op is marked among the profiler's events.
+#: Prefix of the profiler events that mark ops.
 _MARK = "lowbit.memory#"
 
-#: Kinds that are meant to stay from step to step.
+#: Kinds that are expected to live from step to step.
 _LASTING = ("parameters", "buffers", "gradients", "optimizer state", "master copies", "inputs")
 
 
 class Snapshot(NamedTuple):
-    """``allocated``: bytes held when it was taken; ``peak``: the most since the profile or the last reset began, known
-    once the profile has ended; ``resident``: what the process had of the system, on CUDA what the allocator reserved.
+    """Memory at a named moment of a profile.
+
+    Attributes:
+        name: As passed to ``Profile.snapshot``.
+        allocated: Bytes held when it was taken.
+        peak: Most bytes held since the profile began or the peak was reset. Known after the profile has ended.
+        resident: Resident bytes of the process; on CUDA the bytes reserved by the allocator.
     """
 
     name: str
@@ -44,7 +49,15 @@ class Snapshot(NamedTuple):
 
 
 class Leak(NamedTuple):
-    """``tensors`` of ``bytes`` that a line of the caller has made in ``steps`` steps and that are still alive."""
+    """Live tensors that a line of the caller's code has made over several steps.
+
+    Attributes:
+        line: ``file:line`` of the caller's code.
+        layer: The layer in which they were made.
+        tensors: Number of live storages.
+        bytes: Their bytes in total.
+        steps: Number of steps that added to them.
+    """
 
     line: str
     layer: str
@@ -60,7 +73,7 @@ class _Allocation(NamedTuple):
 
 
 class Profile(Usage):
-    """See ``profile``. What is read of it is known once its ``with`` block has ended."""
+    """A memory profile, as made by ``profile``. Its results can be read after its ``with`` block has ended."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.device, self._model = device, model
@@ -72,7 +85,7 @@ class Profile(Usage):
     # -- while it runs -------------------------------------------------------------------------------------------
     def __enter__(self) -> Profile:
         if self._begun:
-            raise RuntimeError("memory.profile: this profile has run already; make another with memory.profile(model)")
+            raise RuntimeError("memory.profile: this profile has run already; create another: memory.profile(model)")
         if profiling():
             raise RuntimeError(refusal("profile profiler", "memory.profile"))
         self._begun = True
@@ -96,67 +109,92 @@ class Profile(Usage):
         del self._model, self._profiler, self._ledger  # a profile that has ended keeps no tensor alive
 
     def snapshot(self, name: str) -> Snapshot:
-        """Note what is held now under a name."""
+        """Record under ``name`` how much memory is held now.
+
+        Args:
+            name: A name for the snapshot.
+
+        Returns:
+            The snapshot. Its ``peak`` is final only in ``snapshots``.
+
+        Raises:
+            RuntimeError: The profile is not running.
+        """
         self._require_open("snapshot")
         resident = torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else rss.resident_bytes()
         self._marks.append((name, len(self._ledger.ops), self._ledger.live, resident))
         return Snapshot(name, self._ledger.live, self._ledger.live, resident)
 
     def reset_peak(self) -> None:
-        """Forget what was held at most until now: ``peak_bytes`` and what follows from it count from here."""
+        """Start measuring the peak again from now; ``peak_bytes`` and all that depends on it ignore earlier ops.
+
+        Raises:
+            RuntimeError: The profile is not running.
+        """
         self._require_open("reset_peak")
         self._resets.append(len(self._ledger.ops))
 
     def step(self) -> None:
-        """A step of training ends here, for ``leaks``; without it, those of the optimizer that steps most count."""
+        """Mark the end of a training step for ``leaks``. By default the steps are those of the optimizer that steps
+        most often.
+
+        Raises:
+            RuntimeError: The profile is not running.
+        """
         self._require_open("step")
         self._steps.append(len(self._ledger.ops))
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_ops", "_times", "_holdings", "_since", "_pieces", "_step_ends"):
             raise RuntimeError(
-                "memory.Profile: it is read once its with block has ended; within, take p.snapshot(name)"
+                "memory.Profile: results are available after the with block has ended; within it, call p.snapshot(name)"
             )
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
-    def _require_open(self, what: str) -> None:
+    def _require_open(self, method: str) -> None:
         if not self._begun or self._ended:
-            raise RuntimeError(f"memory.Profile.{what}: the profile is not running; call it within its with block")
+            raise RuntimeError(f"memory.Profile.{method}: the profile is not running; call it within its with block")
 
     # -- afterwards ----------------------------------------------------------------------------------------------
     @property
     def snapshots(self) -> list[Snapshot]:
-        """The snapshots that were taken, in order."""
-        found = []
+        """The snapshots, in order."""
+        snapshots = []
         for name, number, allocated, resident in self._marks:
             first = max((reset for reset in self._resets if reset <= number), default=0)
             peak = int(self._peaks[first:number].max(initial=allocated))
-            found.append(Snapshot(name, allocated, peak, resident))
-        return found
+            snapshots.append(Snapshot(name, allocated, peak, resident))
+        return snapshots
 
     def leaks(self) -> list[Leak]:
-        """Storages that at least two steps have each added to and that are still alive, largest first, by the line
-        of the caller that made them. Parameters, gradients and states of optimizers are no leaks.
+        """Return the storages that at least two steps have added to and that are still alive, largest first.
 
-        Raises ValueError for a profile of fewer than three steps.
+        They are grouped by the line of the caller's code that made them. Parameters, gradients and optimizer states do
+        not count.
+
+        Returns:
+            One entry per line and layer.
+
+        Raises:
+            ValueError: The profile has fewer than three steps.
         """
         ends = self._step_ends
         if len(ends) < 3:
             raise ValueError(
-                f"memory.Profile.leaks: growth is seen over 3 steps or more, got {len(ends)}; train longer within the "
-                f"profile, and call p.step() after each step where no optimizer steps"
+                f"memory.Profile.leaks: expected 3 steps or more, got {len(ends)}; profile more steps, and call "
+                f"p.step() after each one if no optimizer steps"
             )
         groups: dict[tuple[str, str], list[Piece]] = defaultdict(list)
         for piece in self._pieces:
-            # The last step may keep what the next one replaces, such as the loss.
+            # Tensors of the last step may be alive until the next one replaces them, such as the loss.
             if piece.died is None and 0 <= piece.born < ends[-2] and piece.kind not in _LASTING:
                 groups[piece.line, piece.layer].append(piece)
-        found = []
+        leaks = []
         for (line, layer), pieces in groups.items():
             steps = len({bisect_right(ends, piece.born) for piece in pieces})
             if steps > 1:
-                found.append(Leak(line, layer, len(pieces), sum(p.bytes for p in pieces), steps))
-        return sorted(found, key=lambda leak: -leak.bytes)
+                leaks.append(Leak(line, layer, len(pieces), sum(p.bytes for p in pieces), steps))
+        return sorted(leaks, key=lambda leak: -leak.bytes)
 
     def __str__(self) -> str:
         parts = [self.table()]
@@ -192,8 +230,8 @@ class Profile(Usage):
         self._build(times, after, allocations)
 
     def _build(self, times: list[int], after: list[int], allocations: dict[int, list[_Allocation]]) -> None:
-        """Join what the ledger knows of storages with what the allocator knows of memory."""
-        ops, known = self._ledger.ops, {}
+        """Match storages of the ledger with allocations of the allocator."""
+        ops, pieces_by_span = self._ledger.ops, {}
         rows: list[tuple[int, int, float, int, str | None, str]] = []  # bytes, born, died, op, kind, layer
         for piece in self._ledger.pieces:
             if piece.born < 0:
@@ -203,14 +241,14 @@ class Profile(Usage):
             spans = allocations.get(piece.address, [])
             index = bisect_right(spans, after[piece.born], key=lambda span: span.born) - 1
             if index >= 0 and spans[index].died > times[piece.born]:
-                known[piece.address, index] = piece
+                pieces_by_span[piece.address, index] = piece
         for address, spans in allocations.items():
             for index, span in enumerate(spans):
                 op = max(bisect_right(times, span.born) - 1, 0)
-                found = known.get((address, index))
-                gone = math.inf if found is None or found.died is None else after[found.died]
-                layer = found.layer if found else ops[op].layer if ops else OUTSIDE
-                rows.append((span.bytes, span.born, min(span.died, gone), op, found.kind if found else None, layer))
+                owner = pieces_by_span.get((address, index))
+                freed = math.inf if owner is None or owner.died is None else after[owner.died]
+                layer = owner.layer if owner else ops[op].layer if ops else OUTSIDE
+                rows.append((span.bytes, span.born, min(span.died, freed), op, owner.kind if owner else None, layer))
         kinds = kinds_of(ops, [r[3] for r in rows], [r[2] for r in rows], [r[4] for r in rows], times) if ops else []
         holdings = [Holding(r[0], kind, r[5], r[1], r[2]) for r, kind in zip(rows, kinds, strict=False)]
         Usage.__init__(self, ops, times, holdings, since=max(self._resets, default=0))
@@ -225,19 +263,20 @@ def _nodes(tree: list[Any]) -> Iterator[Any]:
 
 
 def _allocations(changes: list[tuple[int, int, int]], origin: int) -> dict[int, list[_Allocation]]:
-    """By address, the allocations that begin within the profile. What another thread frees is not among the events: it
-    has gone when its address is given out again.
+    """Return the allocations that begin within the profile, by address.
+
+    Frees in other threads are not among the events: such an allocation ends when its address is allocated again.
     """
-    found: dict[int, list[_Allocation]] = defaultdict(list)
+    allocations: dict[int, list[_Allocation]] = defaultdict(list)
     for time, address, size in changes:
-        spans = found[address]
+        spans = allocations[address]
         if size > 0:
             if spans and spans[-1].died == math.inf:
                 spans[-1] = spans[-1]._replace(died=time - origin)
-            found[address].append(_Allocation(size, time - origin, math.inf))
-        elif found[address]:
-            found[address][-1] = found[address][-1]._replace(died=time - origin)
-    return found
+            allocations[address].append(_Allocation(size, time - origin, math.inf))
+        elif allocations[address]:
+            allocations[address][-1] = allocations[address][-1]._replace(died=time - origin)
+    return allocations
 
 
 def profile(
@@ -246,41 +285,52 @@ def profile(
     step: Callable[[Any], object] | None = None,
     device: torch.device | str | None = None,
 ) -> Profile:
-    """Profile the memory of what runs within ``with memory.profile(model) as p:``, or of ``step(batch)``.
+    """Profile the memory of ``with memory.profile(model) as p:``, or of ``step(batch)``.
 
     Afterwards ``p.peak_bytes``, ``p.by_kind``, ``p.by_layer``, ``p.by_phase``, ``p.peak_event`` and ``p.timeline`` say
-    what was held, ``print(p)`` shows it, ``p.plot(path)`` draws it, ``p.save(path)`` writes JSON; ``p.leaks()`` names
-    lines whose tensors pile up. Within, ``p.snapshot(name)`` notes what is held and ``p.reset_peak()`` starts the peak
-    again.
+    how much was held and for which purpose. ``print(p)`` shows a table, ``p.plot(path)`` draws a plot and
+    ``p.save(path)`` writes JSON. ``p.leaks()`` names lines of code whose tensors accumulate. Within the block,
+    ``p.snapshot(name)`` records the memory held and ``p.reset_peak()`` restarts the peak.
 
-    Sizes are those of torch's allocator on ``device`` (where the parameters are, unless given), scratch memory of
-    kernels included that is allocated through it. The process itself holds more: malloc rounds up, libraries have their
-    own memory, and pages are given back late (2 to 3 MB for a model of 200 MB on glibc).
-    Every live tensor of the process on that device counts, also in ``p.peak_bytes``. The kind ``other`` has those that
-    existed before and belong neither to the model nor to its optimizer, such as a second model.
-    ``step``: called twice with ``batch``, the second time under the profile, when states of optimizers exist.
-    Every op costs some microseconds more within.
+    Sizes are bytes of torch's allocator on the device, including scratch memory that kernels allocate through it. The
+    process holds more: malloc rounds up, libraries have their own memory, and pages are returned late (2 to 3 MB for a
+    model of 200 MB on glibc).
 
-    Raises TypeError for what is no module, ValueError for a device that is neither a CPU nor CUDA, or for a batch
-    without a step.
+    Every live tensor of the process on the device counts, also in ``p.peak_bytes``. The kind ``other`` has tensors that
+    existed before and belong neither to the model nor to its optimizer, such as a second model. Every op takes some
+    microseconds longer.
+
+    Args:
+        model: The model to profile.
+        batch: The argument of ``step``.
+        step: A function that runs a training step. It is called twice, and the second call is profiled, when optimizer
+            states exist.
+        device: ``"cpu"`` or a CUDA device; by default that of the parameters.
+
+    Returns:
+        A profile: a context manager, or with ``step`` one that has ended.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: The device is neither a CPU nor CUDA, or there is a batch without ``step``.
     """
     check_model(model)
-    place = (
+    target = (
         torch.device(device)
         if device is not None
         else next((p.device for p in model.parameters()), torch.device("cpu"))
     )
-    if place.type not in ("cpu", "cuda"):
+    if target.type not in ("cpu", "cuda"):
         raise ValueError(
-            f"memory.profile: allocations are counted on 'cpu' and 'cuda', got {str(place)!r}; for a model on 'meta' "
+            f"memory.profile: allocations are counted on 'cpu' and 'cuda', got {str(target)!r}; for a model on 'meta' "
             f"use lb.estimate"
         )
-    made = Profile(model, place)
+    result = Profile(model, target)
     if step is None:
         if batch is not None:
-            raise ValueError("memory.profile: a batch needs step=, a function of it; or profile a with block")
-        return made
+            raise ValueError("memory.profile: a batch needs step=, a function of the batch; or use a with block")
+        return result
     step(batch)
-    with made:
+    with result:
         step(batch)
-    return made
+    return result

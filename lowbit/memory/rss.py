@@ -1,4 +1,4 @@
-"""How much memory this process has held at most, and how much there is."""
+"""Resident memory of this process, now and at its peak, and available memory of the system."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ __all__ = ["available_bytes", "peak_bytes", "reset_peak", "resident_bytes"]
 
 
 def reset_peak() -> bool:
-    """Start the high-water mark again from what is held now; False where the system cannot (all but Linux)."""
+    """Reset the peak of ``peak_bytes`` to the resident memory of now.
+
+    Returns:
+        False if the system does not support it (all except Linux).
+    """
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -20,19 +24,21 @@ def reset_peak() -> bool:
 
 
 def peak_bytes() -> int:
-    """The resident set's high-water mark in bytes, since ``reset_peak`` where that works, else since the start."""
+    """Return the peak resident memory in bytes: since ``reset_peak`` if that is supported, else since the process
+    started.
+    """
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    unit = 1 if sys.platform == "darwin" else 1024  # kibibytes but on macOS
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def available_bytes() -> int | None:
-    """What the system can still give without swapping; None where it does not say (all but Linux)."""
+    """Return the bytes that can be allocated without swapping, or None if unknown (all systems except Linux)."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -43,7 +49,7 @@ def available_bytes() -> int | None:
 
 
 def resident_bytes() -> int:
-    """What the process has of memory now; 0 where the system does not say (all but Linux)."""
+    """Return the resident memory in bytes, or 0 if unknown (all systems except Linux)."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:

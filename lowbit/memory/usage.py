@@ -1,4 +1,4 @@
-"""What memory was for: bytes by kind and by layer, at the peak and over time."""
+"""Memory held over a training step, by kind, layer and phase: the results of estimates and profiles."""
 
 from __future__ import annotations
 
@@ -29,19 +29,27 @@ _COLORS = {
     "temporaries": "#d9480f", "other": "#ced4da",
 }  # fmt: skip
 
-#: Of the strip below a plot, in the order of a step.
+#: Colours of the phases in the strip below a plot, in the order of a step.
 _PHASES = {"forward": "#9aa5b1", "recomputation": "#f2c14e", "backward": "#52606d", "step": "#1f2933"}
 
 _Usage = TypeVar("_Usage", bound="Usage")
 
-#: Below the table of kinds.
+#: Printed below the table of kinds.
 _ABOUT_OTHER = (
     "other: tensors of the process that belong neither to the model nor to its optimizer; they count in the peak"
 )
 
 
 class Holding(NamedTuple):
-    """``bytes`` of one kind from the time ``born`` until ``died``, in the unit of the times of ops."""
+    """Memory of one kind that is held for some time.
+
+    Attributes:
+        bytes: Its size.
+        kind: One of the kinds of ``Usage``.
+        layer: Path of the layer that made it.
+        born: When it was allocated, in the unit of the times of ops.
+        died: When it was freed; inf if never.
+    """
 
     bytes: int
     kind: str
@@ -51,7 +59,14 @@ class Holding(NamedTuple):
 
 
 class MemoryEvent(NamedTuple):
-    """A moment of training: ``bytes`` are the most that were held while ``op``, of ``layer``, ran."""
+    """An op of a training step and the memory held while it ran.
+
+    Attributes:
+        bytes: Most bytes held during the op.
+        phase: ``forward``, ``recomputation``, ``backward`` or ``step``.
+        layer: Path of the layer.
+        op: Name of the op.
+    """
 
     bytes: int
     phase: str
@@ -63,12 +78,18 @@ class MemoryEvent(NamedTuple):
 
 
 class Usage:
-    """What was held, when, and for what. Sizes are bytes of the allocator; ``print`` shows a table.
+    """Memory held over time, by purpose. Sizes are bytes of the allocator. ``print`` shows a table.
 
-    ``kinds``: parameters, buffers, gradients, optimizer state, master copies (of weights, in optimizers), weight copies
-    (casts and codes made of weights alone), activations (made in a forward, alive in backward), inputs (of the
-    model), temporaries, other (tensors that were there before and are none of these: of a profile every tensor of the
-    process that is neither the model's nor its optimizer's).
+    Kinds:
+
+    - parameters, buffers, gradients, optimizer state.
+    - master copies: high-precision weights in optimizers.
+    - weight copies: casts and quantized values computed from weights only.
+    - activations: made in a forward and alive in backward.
+    - inputs: tensors passed to the model.
+    - temporaries: all others made during the step.
+    - other: tensors that existed before. In a profile, all tensors of the process that belong neither to the model nor
+      to its optimizer.
     """
 
     def __init__(self, ops: Sequence[Op], times: Sequence[float], holdings: Iterable[Holding], since: int = 0) -> None:
@@ -78,7 +99,7 @@ class Usage:
     # -- sums ----------------------------------------------------------------------------------------------------
     @cached_property
     def _curve(self) -> tuple[np.ndarray, np.ndarray]:
-        """Times at which bytes change, and the bytes held from each on."""
+        """Times at which the number of bytes changes, and the bytes held from each on."""
         changes: Counter[float] = Counter()
         for holding in self._holdings:
             changes[holding.born] += holding.bytes
@@ -88,7 +109,7 @@ class Usage:
 
     @cached_property
     def _peaks(self) -> np.ndarray:
-        """For each op the most bytes from its start until the next one's."""
+        """Most bytes held from the start of each op until the next one starts."""
         times, held = self._curve
         starts = np.searchsorted(times, self._times, side="right") - 1
         ends = np.append(starts[1:], len(times) - 1)[: len(starts)]
@@ -97,7 +118,7 @@ class Usage:
     @cached_property
     def _peak_time(self) -> float:
         times, held = self._curve
-        begins = 0.0 if self._since == 0 else max(times, default=0.0)  # where no op follows: what is held at the end
+        begins = 0.0 if self._since == 0 else max(times, default=0.0)  # without a later op: the bytes held at the end
         if self._since < len(self._times):
             begins = self._times[self._since]
         counted = np.flatnonzero(times >= begins)
@@ -110,19 +131,19 @@ class Usage:
 
     @property
     def holdings(self) -> list[Holding]:
-        """All that was held, in the order of ops."""
+        """All memory that was held, in the order of ops."""
         return list(self._holdings)
 
     def holding(self: _Usage, holdings: Iterable[Holding]) -> _Usage:
-        """The same ops, with other ``holdings``."""
-        made = copy.copy(self)
+        """Return a copy with other ``holdings`` and the same ops."""
+        copied = copy.copy(self)
         for name in ("_curve", "_peaks", "_peak_time"):
-            made.__dict__.pop(name, None)
-        made._holdings = list(holdings)
-        return made
+            copied.__dict__.pop(name, None)
+        copied._holdings = list(holdings)
+        return copied
 
     def held_at(self, index: int) -> list[Holding]:
-        """What is held as the op of that index of ``ops`` begins."""
+        """Return the memory held when op ``index`` of ``ops`` begins."""
         return list(self._at(self._times[self._since + index]))
 
     def _at(self, time: float) -> Iterable[Holding]:
@@ -130,12 +151,12 @@ class Usage:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes held at a time."""
+        """Most bytes held at a time."""
         return sum(holding.bytes for holding in self._at(self._peak_time))
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """The bytes of each kind at the peak, largest first; they sum to ``peak_bytes``."""
+        """Bytes of each kind at the peak, largest first. They sum to ``peak_bytes``."""
         sums: Counter[str] = Counter()
         for holding in self._at(self._peak_time):
             sums[holding.kind] += holding.bytes
@@ -143,7 +164,7 @@ class Usage:
 
     @property
     def by_layer(self) -> dict[str, dict[str, int]]:
-        """The bytes of each layer at the peak, by kind; the layers that hold most come first."""
+        """Bytes of each layer at the peak, by kind. The largest layers come first."""
         layers: dict[str, Counter[str]] = {}
         for holding in self._at(self._peak_time):
             layers.setdefault(holding.layer, Counter())[holding.kind] += holding.bytes
@@ -153,7 +174,7 @@ class Usage:
 
     @property
     def peak_event(self) -> MemoryEvent:
-        """When the peak was: the phase, the layer and the op that ran."""
+        """The op during which the peak occurred, with its phase and layer."""
         index = int(np.searchsorted(self._times, self._peak_time, side="right")) - 1
         op = self._ops[index] if 0 <= index < len(self._ops) else Op("none", OUTSIDE, "forward")
         return MemoryEvent(self.peak_bytes, op.phase, op.layer, op.name)
@@ -169,7 +190,7 @@ class Usage:
 
     @property
     def by_phase(self) -> dict[str, int]:
-        """The peak of each phase: forward, recomputation, backward, step."""
+        """Peak of each phase: forward, recomputation, backward, step."""
         peaks: dict[str, int] = {}
         for peak_event in self.timeline:
             peaks[peak_event.phase] = max(peaks.get(peak_event.phase, 0), peak_event.bytes)
@@ -177,7 +198,11 @@ class Usage:
 
     # -- for people ----------------------------------------------------------------------------------------------
     def table(self, layers: int = 12) -> str:
-        """The peak by kind, and the ``layers`` that hold most of it."""
+        """Return the peak by kind and by layer as text.
+
+        Args:
+            layers: Number of layers to list, largest first.
+        """
         peak = self.peak_bytes
         lines = [f"peak {amount(peak)} in {self.peak_event}", ""]
         phases = ", ".join(f"{phase} {amount(size)}" for phase, size in self.by_phase.items())
@@ -195,7 +220,7 @@ class Usage:
         return self.table()
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
+        """Return all results as plain values, for JSON."""
         return {
             "peak_bytes": self.peak_bytes,
             "peak_event": self.peak_event._asdict(),
@@ -206,15 +231,23 @@ class Usage:
         }
 
     def save(self, path: str | Path) -> Path:
-        """Write ``as_dict()`` as JSON."""
+        """Write ``as_dict()`` as JSON to ``path``, and return the path."""
         target = Path(path)
         text = json.dumps(self.as_dict(), indent=1).encode()
         write_atomically(target, lambda file: file.write(text))
         return target
 
     def plot(self, path: str | Path) -> Path:
-        """Draw the bytes of each kind over the ops, their peak, and the phases below. Raises ImportError without
-        matplotlib.
+        """Draw the bytes of each kind over the ops, the peak, and the phases below.
+
+        Args:
+            path: Image file; the format follows from its suffix.
+
+        Returns:
+            The path.
+
+        Raises:
+            ImportError: matplotlib is not installed.
         """
         try:
             from matplotlib import rc_context
@@ -229,7 +262,7 @@ class Usage:
             self._draw_kinds(axes)
             self._draw_phases(strip)
             style = {"frameon": False, "alignment": "left", "borderaxespad": 0}
-            # As areas are stacked, from top to bottom. The second legend is beside the first panel too: it has room.
+            # In the order of the stacked areas, from top to bottom. Both legends fit next to the first panel only.
             kinds, phases = (part.get_legend_handles_labels() for part in (axes, strip))
             first = axes.legend(
                 kinds[0][::-1], kinds[1][::-1], title="kind", bbox_to_anchor=(1.02, 1), loc="upper left", **style
@@ -255,14 +288,14 @@ class Usage:
         axes.set_ylim(0, 1.08 * peak / 2**20 or 1)
 
     def _draw_phases(self, strip: Axes) -> None:
-        """A strip in the colour of the phase that each op is of."""
+        """Draw a strip in the colours of the phases."""
         phases = [op.phase for op in self.ops]
         starts = [index for index, phase in enumerate(phases) if not index or phase != phases[index - 1]]
         ends = [*starts[1:], len(phases)]
         for phase, colour in _PHASES.items():
             spans = [(start, end - start) for start, end in zip(starts, ends, strict=False) if phases[start] == phase]
             if spans:
-                # Recomputation comes in runs of few ops between those of backward, and would be lost below them.
+                # Recomputation comes in short runs between backward ops, which would cover them.
                 width, order = (0.6, 3) if phase == "recomputation" else (0, 2)
                 strip.broken_barh(spans, (0, 1), color=colour, linewidth=width, zorder=order, label=phase)
         strip.set(xlabel="ops, in the order in which they ran", yticks=[], ylim=(0, 1))
@@ -289,20 +322,20 @@ def kinds_of(
     kinds: Sequence[str | None],
     times: Sequence[float],
 ) -> list[str]:
-    """The kind of each storage: as it is known, else by when it lives.
+    """Return the kind of each storage: the known one, or one that follows from its lifetime.
 
-    Source: what a forward makes and a backward finds alive is an activation (Korthikanti et al., arXiv 2205.05198).
+    A tensor made in a forward and alive in backward is an activation. Source: Korthikanti et al., arXiv 2205.05198.
     """
     following = [math.inf] * (len(ops) + 1)
     for index in range(len(ops) - 1, -1, -1):
         following[index] = times[index] if ops[index].phase == "backward" else following[index + 1]
-    found = []
+    resolved = []
     for born, died, kind in zip(births, deaths, kinds, strict=True):
         if kind is not None:
-            found.append(kind)
+            resolved.append(kind)
         elif born < 0:
-            found.append("other")
+            resolved.append("other")
         else:
             made_forward = ops[born].phase in ("forward", "recomputation")
-            found.append("activations" if made_forward and died > following[born] else "temporaries")
-    return found
+            resolved.append("activations" if made_forward and died > following[born] else "temporaries")
+    return resolved

@@ -1,7 +1,7 @@
-"""Attention whose memory grows with the length of its sequences, not with the square of it.
+"""Attention whose memory grows linearly with sequence length.
 
-Sources: Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory", arXiv 2112.05682; Dao et al.,
-"FlashAttention", arXiv 2205.14135.
+Sources: Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory", arXiv 2112.05682; Dao et al., "FlashAttention",
+arXiv 2205.14135.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ __all__ = [
     "refuse_second_order",
 ]
 
-#: Queries and keys of a tile, where there are as many: products of fewer cost more than their arithmetic.
+#: Queries and keys of a tile, if there are as many. Smaller matmuls cost more than their arithmetic.
 _SIDE = 512
 
-#: Without ``chunk`` a tile has at most this many times the numbers of the largest input, so that memory grows with the
-#: length of short sequences too; and it may have so many numbers in any case.
+#: By default a tile has at most ``_SHARE`` times the elements of the largest input, so that memory is linear for short
+#: sequences too. Up to ``_LEAST`` elements are always allowed.
 _SHARE, _LEAST = 4, 1 << 16
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of ``attention``, and two that its callers in the package have.
+    """The arguments of ``attention``, and two that only callers in this package use.
 
-    ``key_mask``: a second mask, ``[batch, keys]``, of bool or q's dtype, without gradients. ``hides``: what is true in
-    bool masks takes no part.
+    Attributes:
+        key_mask: A second mask, ``[batch, keys]``, bool or in the dtype of ``q``, without gradient.
+        hides: Whether True in bool masks hides a key; otherwise True means that it takes part.
     """
 
     q: Tensor
@@ -64,7 +65,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def tile(self) -> int:
-        """Scores in a tile where nobody says how many."""
+        """Scores per tile by default."""
         return min(TILE, max(_LEAST, _SHARE * int(max(t.numel() for t in self[:3]))))
 
 
@@ -80,33 +81,43 @@ def attention(
     dropout: float = 0.0,
     chunk: int | None = None,
 ) -> Tensor:
-    """``softmax(scale * q k^T + mask) v`` without ever making the scores.
+    """``softmax(scale * q k^T + mask) v`` without allocating all scores.
 
-    ``q`` ``[batch, heads, queries, dim]``, ``k`` ``[batch, kv heads, keys, dim]``, ``v`` ``[batch, kv heads, keys,
-    value dim]``, of one dtype; heads are a multiple of kv heads, and neighbouring heads share one. Returns
-    ``[batch, heads, queries, value dim]`` in that dtype.
+    torch's SDPA computes the call if one of its linear-memory kernels supports it (see ``attention_backends``).
+    Otherwise it is computed in tiles, with sums in fp32 or better. Forward then saves the output and each row's
+    log-sum-exp, and backward computes the scores again. Tiles that ``causal`` or ``window`` hides are skipped.
 
-    ``mask``: bool (true takes part) or of q's dtype (added to scores, may have gradients), broadcast to
-    ``[batch, heads, queries, keys]``. ``causal``: query i sees keys 0 to i, aligned at the beginning as in torch's SDPA
-    also where there are more keys than queries. ``window``: it sees keys nearer than ``window``, on both sides or with
-    ``causal`` the last ``window`` up to i. ``scale``: default ``dim ** -0.5``. ``softcap``: scores become
-    ``softcap * tanh(score / softcap)`` before the mask. ``dropout``: the chance that a probability becomes 0, also in
-    evaluation. A query that sees no key gives zeros.
+    Args:
+        q: ``[batch, heads, queries, dim]``, floating point. ``heads`` is a multiple of ``kv heads``; adjacent heads
+            share a kv head.
+        k: ``[batch, kv heads, keys, dim]``, in the dtype of ``q``.
+        v: ``[batch, kv heads, keys, value dim]``, in the dtype of ``q``.
+        mask: Broadcasts to ``[batch, heads, queries, keys]``. Bool (True takes part), or in the dtype of ``q``, which
+            is added to the scores and may require gradients.
+        causal: Query i attends to keys 0 to i. As in torch's SDPA, this is aligned at the first key even if there are
+            more keys than queries.
+        window: Attend only to keys at a distance below ``window``: on both sides, or with ``causal`` the last
+            ``window`` keys up to i.
+        scale: Factor of the scores; ``dim ** -0.5`` by default.
+        softcap: If given, scores become ``softcap * tanh(score / softcap)`` before the mask.
+        dropout: Probability of zeroing an attention weight, also in evaluation.
+        chunk: Compute in tiles of this many scores. By default a tile has at most 2^22 scores, and at most four times
+            the elements of the largest input.
 
-    torch's SDPA serves what one of its kernels takes in linear memory (``attention_backends`` says which, and why not
-    others). The rest is computed in tiles, with sums in fp32 or better: forward keeps the output and each row's
-    log-sum-exp, backward computes scores again. Tiles that causal or window hide are skipped. ``chunk``: scores in a
-    tile, and tiles in any case. By default a tile has at most 2^22, and four times the numbers of the largest input.
+    Returns:
+        ``[batch, heads, queries, value dim]`` in the dtype of the inputs. A query that attends to no key gives zeros.
 
-    Raises ValueError for shapes and options that do not fit, TypeError for dtypes, RuntimeError for gradients of
-    gradients and for dropout in tiles inside torch.compile.
+    Raises:
+        ValueError: Shapes do not match or an option is out of range.
+        TypeError: A dtype is not supported.
+        RuntimeError: Second-order gradients of tiles are requested, or dropout in tiles inside torch.compile.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return attend(AttentionCall(q, k, v, mask, None, causal, window, scale, softcap, dropout), chunk)
 
 
 def attend(call: AttentionCall, chunk: int | None = None) -> Tensor:
-    """What ``attention`` does, for all that a call may have."""
+    """Like ``attention``, for any ``AttentionCall``."""
     _check(call, chunk)
     call, device = cast_by_autocast(call), call.q.device.type
     if chunk is None and _backends(call).chosen != _TILES:
@@ -119,20 +130,23 @@ def attend(call: AttentionCall, chunk: int | None = None) -> Tensor:
             "memory.attention: dropout in tiles does not compile; leave dropout out, or wrap the call in "
             "torch.compiler.disable"
         )
-    # What has no data needs no random bits either, and may not read a number.
+    # Fake tensors need no random bits, and int() of a fake tensor raises.
     seed = int(torch.randint(1 << 62, ())) if call.dropout and not is_fake(call.q) else 0
     with torch.autocast(device, enabled=False):
         return _Attention.apply(*call, seed, call.tile if chunk is None else chunk)  # type: ignore[no-any-return,no-untyped-call]
 
 
-# -- who serves --------------------------------------------------------------------------------------------------------
+# -- backends ----------------------------------------------------------------------------------------------------------
 _TILES = "tiles"
 
 
 @dataclass(frozen=True)
 class AttentionBackends:
-    """``reasons``: of each backend, in order of preference, why it does not serve, or None. ``chosen``: the first that
-    serves. Prints as a table.
+    """The backends for a call of ``attention``. Prints as a table.
+
+    Attributes:
+        reasons: For each backend, in order of preference, why it does not support the call; None if it does.
+        chosen: The first backend that supports it.
     """
 
     reasons: dict[str, str | None]
@@ -142,7 +156,7 @@ class AttentionBackends:
         return next(name for name, reason in self.reasons.items() if reason is None)
 
     def __str__(self) -> str:
-        return aligned([(name, "serves" if reason is None else reason) for name, reason in self.reasons.items()])
+        return aligned([(name, "supported" if reason is None else reason) for name, reason in self.reasons.items()])
 
 
 def attention_backends(
@@ -156,10 +170,17 @@ def attention_backends(
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> AttentionBackends:
-    """What serves ``attention`` of these arguments in linear memory, and why other backends do not.
+    """Return the linear-memory backends for a call of ``attention``, and why others do not support it.
 
-    Backends are kernels of torch's SDPA on the device (``flash`` on a CPU; ``cudnn``, ``flash`` and ``efficient`` on
-    CUDA), and ``tiles``, which serves everything.
+    Backends are torch's SDPA kernels for the device (``flash`` on a CPU; ``cudnn``, ``flash`` and ``efficient`` on
+    CUDA) and ``tiles``, which supports every call. The arguments are those of ``attention`` without ``chunk``.
+
+    Returns:
+        The reasons by backend, and the chosen one.
+
+    Raises:
+        ValueError: Shapes do not match or an option is out of range.
+        TypeError: A dtype is not supported.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     call = AttentionCall(q, k, v, mask, None, causal, window, scale, softcap, dropout)
@@ -170,28 +191,28 @@ def attention_backends(
 def _backends(call: AttentionCall) -> AttentionBackends:
     kernels = _KERNELS.get(call.q.device.type, {})
     common = next((why for why, holds in _NOT_OF_SDPA if holds(call)), None)
-    found = {name: common or refuses(call) for name, refuses in kernels.items()}
-    return AttentionBackends({**found, _TILES: None})
+    reasons = {name: common or refuses(call) for name, refuses in kernels.items()}
+    return AttentionBackends({**reasons, _TILES: None})
 
 
 def _masked(call: AttentionCall) -> bool:
     return call.mask is not None or call.key_mask is not None
 
 
-#: What no kernel of SDPA takes.
+#: Calls that no SDPA kernel supports.
 _NOT_OF_SDPA: tuple[tuple[str, Callable[[AttentionCall], bool]], ...] = (
     ("has no window", lambda call: call.window is not None),
     ("has no softcap", lambda call: call.softcap is not None),
     ("takes a mask or causal, not both", lambda call: call.causal and _masked(call)),
     ("takes one mask", lambda call: call.mask is not None and call.key_mask is not None),
-    ("takes masks of what takes part", lambda call: call.hides),
+    ("takes masks whose True takes part", lambda call: call.hides),
 )
-#: What the flash kernel for CPUs does not take. Source: ATen/native/transformers/sdp_utils_cpp.cpp.
+#: Calls that the flash kernel for CPUs does not support. Source: ATen/native/transformers/sdp_utils_cpp.cpp.
 _NOT_OF_CPU_FLASH: tuple[tuple[str, Callable[[AttentionCall], bool]], ...] = (
     ("has no dropout", lambda call: call.dropout > 0),
-    ("takes values of the keys' dim", lambda call: call.v.shape[-1] != call.k.shape[-1]),
+    ("needs values and keys of one dim", lambda call: call.v.shape[-1] != call.k.shape[-1]),
     ("takes no empty sequences", lambda call: not call.q.shape[2] or not call.k.shape[2]),
-    ("takes elements of a head side by side", lambda call: any(t.stride(-1) != 1 for t in (call.q, call.k, call.v))),
+    ("needs a contiguous last dimension", lambda call: any(t.stride(-1) != 1 for t in (call.q, call.k, call.v))),
     ("has no gradient of the mask", lambda call: call.mask is not None and call.mask.requires_grad),
     ("takes a mask of 2 or 4 dimensions", lambda call: call.mask is not None and call.mask.dim() not in (2, 4)),
     ("is switched off by sdpa_kernel", lambda call: not (torch.compiler.is_compiling() or cuda.flash_sdp_enabled())),
@@ -205,14 +226,14 @@ def _cpu_flash_refuses(call: AttentionCall) -> str | None:
 def _cuda_refuses(can_use: Callable[[Any, bool], bool]) -> Callable[[AttentionCall], str | None]:
     def refuses(call: AttentionCall) -> str | None:
         if torch.compiler.is_compiling():
-            return None  # what is compiled cannot ask; SDPA itself chooses
+            return None  # compiled code cannot ask; SDPA itself chooses
         params = cuda.SDPAParams(call.q, call.k, call.v, call.mask, call.dropout, call.causal, call.grouped)
         if can_use(params, False):
             return None
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             can_use(params, True)
-        return str(told[-1].message).split(" (Triggered")[0] if told else "torch does not say why not"
+        return str(caught[-1].message).split(" (Triggered")[0] if caught else "torch does not say why not"
 
     return refuses
 
@@ -229,7 +250,7 @@ _KERNELS: dict[str, dict[str, Callable[[AttentionCall], str | None]]] = {
 
 # -- in tiles ----------------------------------------------------------------------------------------------------------
 class _Attention(torch.autograd.Function):
-    """``apply(*call, seed, chunk)``."""
+    """Arguments are those of ``AttentionCall``, then seed and chunk."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -248,7 +269,7 @@ class _Attention(torch.autograd.Function):
         refuse_second_order()
         *inputs, out, log_sum = ctx.saved_tensors
         tiles = _Tiles(AttentionCall(*inputs, *ctx.rest[:-2]), *ctx.rest[-2:])
-        # Compiled code does not know of gradients that tensors have since something was written into them.
+        # Compiled code does not know that a tensor came to require gradients by an in-place write.
         needs = [*(need or ctx.compiled for need in ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]]
         inputs = inputs[:4]  # a key_mask has no gradient
         wanted = [t is not None and need for t, need in zip(inputs, needs, strict=True)]
@@ -256,14 +277,14 @@ class _Attention(torch.autograd.Function):
         # The softmax's gradient subtracts the sum of probabilities times their gradients, which is out * grad.
         inner = (out * grad.to(tiles.sums)).sum(-1, keepdim=True)
         for box, rows in tiles.outer():
-            given = (tiles.rows_of(t, box, rows) for t in (grad, log_sum, inner))
-            _backward_of_rows(tiles, box, rows, grads, *given)
+            parts = (tiles.rows_of(t, box, rows) for t in (grad, log_sum, inner))
+            _backward_of_rows(tiles, box, rows, grads, *parts)
         cast = (None if g is None else g.to(t.dtype) for g, t in zip(grads, inputs, strict=True))
         return (*cast, None, *(None for _ in ctx.rest))
 
 
 def refuse_second_order() -> None:
-    """Raises RuntimeError in a backward pass of which a graph is made."""
+    """Raise RuntimeError in a backward pass with ``create_graph=True``."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
             "memory.attention in tiles has no gradients of gradients, and backward was called with "
@@ -271,14 +292,14 @@ def refuse_second_order() -> None:
         )
 
 
-#: Which batches and which kv heads.
+#: Slices of batches and of kv heads.
 _Box = tuple[slice, slice]
 
 
 class _Tiles:
-    """The scores of a call, of which a tile is some batches and kv heads (a box), some queries, and some keys.
+    """The tiles of a call's scores. A tile is a box (some batches and kv heads), some queries and some keys.
 
-    Tensors of queries ``[batch, heads, queries, n]`` are seen as ``[batch, kv heads, heads of one, queries, n]``.
+    Query tensors ``[batch, heads, queries, n]`` are viewed as ``[batch, kv heads, group, queries, n]``.
     """
 
     def __init__(self, call: AttentionCall, seed: int, chunk: int) -> None:
@@ -290,45 +311,45 @@ class _Tiles:
         self.side = max(1, min(_SIDE, isqrt(chunk // self.group)))
 
     def outer(self) -> Iterator[tuple[_Box, slice]]:
-        """Boxes and rows of queries: as many heads together as fit, and batches where all heads fit."""
+        """Yield boxes and rows of queries: as many heads together as fit, and several batches if all heads fit."""
         per_head = self.group * min(self.queries, self.side) * min(self.keys, self.side)
         heads = max(1, min(self.kv_heads, self.chunk // max(1, per_head)))
         batches = max(1, self.chunk // max(1, per_head * heads)) if heads == self.kv_heads else 1
-        for some in _slices(0, self.batches, batches):
-            for of_heads in _slices(0, self.kv_heads, heads):
+        for batch_slice in _slices(0, self.batches, batches):
+            for head_slice in _slices(0, self.kv_heads, heads):
                 for rows in _slices(0, self.queries, self.side):
-                    yield (some, of_heads), rows
+                    yield (batch_slice, head_slice), rows
 
     def columns(self, rows: slice) -> Iterator[slice]:
-        """Keys that some query of ``rows`` sees."""
+        """Return the keys to which some query of ``rows`` attends."""
         start, stop = 0, self.keys
         if self.call.window is not None:
             start, stop = max(0, rows.start - self.call.window + 1), min(stop, rows.stop - 1 + self.call.window)
         return _slices(start, min(stop, rows.stop) if self.call.causal else stop, self.side)
 
     def rows_of(self, t: Tensor, box: _Box, rows: slice) -> Tensor:
-        """``[batches, kv heads, heads of one, queries, n]``, a view."""
+        """Return a view ``[batches, kv heads, group, queries, n]``."""
         place = (*box, slice(None), rows)
         return t.unflatten(1, (self.kv_heads, self.group))[place]  # type: ignore[no-any-return]
 
     def mask_of(self, mask: Tensor, box: _Box, rows: slice, columns: slice) -> Tensor:
-        """The part of what is broadcast to all scores, a view that broadcasts to a tile."""
+        """Return the part of ``mask`` for a tile, a view that broadcasts to it."""
         full = mask[(None,) * (4 - mask.dim())]
         heads = (self.kv_heads, self.group) if full.shape[1] > 1 else (1, 1)
         parts = (*box, slice(None), rows, columns)
-        seen = full.unflatten(1, heads)
-        return seen[tuple(part if size > 1 else slice(None) for part, size in zip(parts, seen.shape, strict=True))]  # type: ignore[no-any-return]
+        grouped: Tensor = full.unflatten(1, heads)
+        return grouped[tuple(part if n > 1 else slice(None) for part, n in zip(parts, grouped.shape, strict=True))]
 
     def times(self, a: Tensor, b: Tensor) -> Tensor:
-        """``a`` ``[batches, kv heads, heads of one, queries, n]`` by ``b`` ``[batches, kv heads, n, m]``."""
+        """Multiply ``a`` ``[batches, kv heads, group, queries, n]`` by ``b`` ``[batches, kv heads, n, m]``."""
         return product(a.flatten(2, 3), b, self.dtype).unflatten(2, (self.group, -1))  # type: ignore[no-any-return]
 
     def over_rows(self, a: Tensor, b: Tensor) -> Tensor:
-        """Products of columns of ``a`` and of ``b``, both of queries, summed over queries and heads of one."""
+        """Multiply the transpose of ``a`` by ``b``, summed over queries and groups."""
         return product(a.flatten(2, 3).transpose(-2, -1), b.flatten(2, 3), self.dtype)
 
     def scores(self, box: _Box, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
-        """The scores of a tile, -inf where a query does not see a key, and the slope of the cap."""
+        """Return the scores of a tile, -inf for hidden keys, and the derivative of the soft cap."""
         call, part = self.call, (*box, columns)
         scores = self.times(self.rows_of(call.q, box, rows), call.k[part].transpose(-2, -1))
         scores *= call.scale
@@ -350,7 +371,7 @@ class _Tiles:
         return scores.masked_fill_(mask if self.call.hides else ~mask, -torch.inf)
 
     def hidden(self, rows: slice, columns: slice) -> Tensor | None:
-        """Where causal and window hide a key, None where nowhere in the tile."""
+        """Return the keys of a tile that causal and window hide, or None if they hide none."""
         causal, window = self.call.causal, self.call.window
         past = window is not None and rows.stop - 1 - columns.start >= window
         future = columns.stop - 1 > rows.start if causal else window is not None and (
@@ -366,7 +387,7 @@ class _Tiles:
         return hides if window is None else hides | (ahead <= -window)
 
     def dropped(self, weights: Tensor, box: _Box, rows: slice, columns: slice) -> Tensor:
-        """``weights`` after dropout, the same in every call for a tile."""
+        """Return ``weights`` after dropout. Every call for the same tile draws the same random numbers."""
         rate = self.call.dropout
         if not rate:
             return weights
@@ -376,9 +397,11 @@ class _Tiles:
 
 
 def _attend(tiles: _Tiles, box: _Box, rows: slice) -> tuple[Tensor, Tensor]:
-    """Output of some queries, and [..., 2] their highest score and the logarithm of the sum of exponentials beyond it,
-    which are apart because a score may be the least number that there is. What sees no key has 0, and inf for the
-    logarithm, so that its probabilities are 0 again.
+    """Return the output of some queries, and ``[..., 2]``: the highest score, and the log of the sum of ``exp(score -
+    highest)``.
+
+    These two are not added, because a score may be the smallest number of its dtype. A query that attends to no key has
+    0 and inf, so that its weights are 0 in backward.
     """
     q = tiles.rows_of(tiles.call.q, box, rows)
     total = q.new_zeros(*q.shape[:-1], 1, dtype=tiles.sums)
@@ -387,42 +410,42 @@ def _attend(tiles: _Tiles, box: _Box, rows: slice) -> tuple[Tensor, Tensor]:
     for columns in tiles.columns(rows):
         part = (*box, columns)
         scores, _ = tiles.scores(box, rows, columns)
-        now = torch.maximum(highest, scores.amax(-1, keepdim=True))
-        shift = torch.where(now == -torch.inf, 0, now)
-        kept, highest = (highest - shift).exp_(), now
+        maximum = torch.maximum(highest, scores.amax(-1, keepdim=True))
+        shift = torch.where(maximum == -torch.inf, 0, maximum)
+        decay, highest = (highest - shift).exp_(), maximum
         weights = scores.sub_(shift).exp_()
-        total.mul_(kept).add_(weights.sum(-1, keepdim=True))
+        total.mul_(decay).add_(weights.sum(-1, keepdim=True))
         weights = tiles.dropped(weights, box, rows, columns)
-        mixed.mul_(kept).add_(tiles.times(weights, tiles.call.v[part]))
-    none = total == 0
-    sums = torch.cat([torch.where(none, 0, highest), torch.where(none, torch.inf, total.log())], -1)
-    return mixed / torch.where(none, 1, total), sums
+        mixed.mul_(decay).add_(tiles.times(weights, tiles.call.v[part]))
+    empty = total == 0
+    sums = torch.cat([torch.where(empty, 0, highest), torch.where(empty, torch.inf, total.log())], -1)
+    return mixed / torch.where(empty, 1, total), sums
 
 
 def _backward_of_rows(
     tiles: _Tiles, box: _Box, rows: slice, grads: list[Tensor | None], grad: Tensor, log_sum: Tensor, inner: Tensor
 ) -> None:
-    """Adds to ``grads`` of q, k, v and the mask, those that are wanted, what some queries give."""
-    of_q, of_k, of_v, of_mask = grads
+    """Add the contribution of some queries to ``grads``, the wanted gradients of q, k, v and mask."""
+    q_grad, k_grad, v_grad, mask_grad = grads
     q = tiles.rows_of(tiles.call.q, box, rows)
     for columns in tiles.columns(rows):
         part = (*box, columns)
         scores, slope = tiles.scores(box, rows, columns)
         weights = scores.sub_(log_sum[..., :1]).sub_(log_sum[..., 1:]).exp_()
-        if of_v is not None:
-            of_v[part] += tiles.over_rows(tiles.dropped(weights, box, rows, columns), grad)
-        back = tiles.times(grad, tiles.call.v[part].transpose(-2, -1))
-        back = tiles.dropped(back, box, rows, columns).sub_(inner).mul_(weights)
-        if of_mask is not None:
-            target = tiles.mask_of(of_mask, box, rows, columns)
-            target += back.sum_to_size(target.shape)
+        if v_grad is not None:
+            v_grad[part] += tiles.over_rows(tiles.dropped(weights, box, rows, columns), grad)
+        score_grad = tiles.times(grad, tiles.call.v[part].transpose(-2, -1))
+        score_grad = tiles.dropped(score_grad, box, rows, columns).sub_(inner).mul_(weights)
+        if mask_grad is not None:
+            target = tiles.mask_of(mask_grad, box, rows, columns)
+            target += score_grad.sum_to_size(target.shape)
         if slope is not None:
-            back *= slope
-        back *= tiles.call.scale
-        if of_q is not None:
-            tiles.rows_of(of_q, box, rows).add_(tiles.times(back, tiles.call.k[part]))
-        if of_k is not None:
-            of_k[part] += tiles.over_rows(back, q)
+            score_grad *= slope
+        score_grad *= tiles.call.scale
+        if q_grad is not None:
+            tiles.rows_of(q_grad, box, rows).add_(tiles.times(score_grad, tiles.call.k[part]))
+        if k_grad is not None:
+            k_grad[part] += tiles.over_rows(score_grad, q)
 
 
 def _slices(start: int, stop: int, step: int) -> Iterator[slice]:
@@ -447,11 +470,11 @@ def _check(call: AttentionCall, chunk: int | None) -> None:
     if mask is not None:
         if mask.dtype not in (torch.bool, q.dtype) and not autocast:
             raise TypeError(f"{name}: expected a mask of bool or {q.dtype} as q is, got {mask.dtype}; cast it")
-        whole = (*q.shape[:3], k.shape[2])
+        full = (*q.shape[:3], k.shape[2])
         if mask.dim() > 4 or any(
-            size not in (1, of) for size, of in zip(mask.shape[::-1], whole[::-1], strict=False)
+            size not in (1, extent) for size, extent in zip(mask.shape[::-1], full[::-1], strict=False)
         ):  # fmt: skip
-            raise ValueError(f"{name}: expected a mask that broadcasts to {list(whole)}, got {list(mask.shape)}")
+            raise ValueError(f"{name}: expected a mask that broadcasts to {list(full)}, got {list(mask.shape)}")
     for option, value in (("window", call.window), ("softcap", call.softcap), ("chunk", chunk)):
         if value is not None and value <= 0:
             raise ValueError(f"{name}: {option} is positive, got {value}; leave it out for none")
@@ -460,10 +483,12 @@ def _check(call: AttentionCall, chunk: int | None) -> None:
 
 
 def cast_by_autocast(call: AttentionCall) -> AttentionCall:
-    """The call in the dtype of autocast, where that is on."""
+    """Return the call in the dtype of autocast, if that is enabled."""
     if not torch.is_autocast_enabled(call.q.device.type):
         return call
     dtype = torch.get_autocast_dtype(call.q.device.type)
-    mask, key_mask = (one if one is None or one.dtype == torch.bool else one.to(dtype) for one in call[3:5])
+    mask, key_mask = (
+        tensor if tensor is None or tensor.dtype == torch.bool else tensor.to(dtype) for tensor in call[3:5]
+    )
     q, k, v = (t.to(dtype) for t in call[:3])
     return call._replace(q=q, k=k, v=v, mask=mask, key_mask=key_mask)

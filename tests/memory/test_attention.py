@@ -208,7 +208,7 @@ def test_flash_serves_on_a_cpu_what_torch_chooses_it_for(
 
 def test_backends_say_why_not():
     q, k, v = sequences(1, 2, 3, 4, kv=2, keys=3)
-    assert str(attention_backends(q, k, v)) == "flash  serves\ntiles  serves"
+    assert str(attention_backends(q, k, v)) == "flash  supported\ntiles  supported"
     for options, reason in (
         ({"window": 2}, "has no window"),
         ({"softcap": 2.0}, "has no softcap"),

@@ -182,9 +182,9 @@ class Locked(nn.Linear):
         (
             {"loss": lambda output, batch: output},
             ValueError,
-            r"a tensor of one number, got shape \[2, 4\]; take its mean",
+            r"a tensor of one element, got shape \[2, 4\]; take its mean",
         ),
-        ({"loss": lambda output, batch: 1.0}, ValueError, "a tensor of one number, got float"),
+        ({"loss": lambda output, batch: 1.0}, ValueError, "a tensor of one element, got float"),
         ({"model": Locked()}, ValueError, r"Locked cannot be copied, .*_thread.lock.* memory\.profile"),
         ({"model": nn.LazyLinear(4)}, ValueError, "lazy layers without shapes yet; call it once"),
         ({"batch": "tokens"}, TypeError, "a batch is a tensor, a tuple .* got str"),

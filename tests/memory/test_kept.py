@@ -115,7 +115,7 @@ def test_a_model_without_an_estimate_is_changed_and_the_report_says_why_it_is_si
     model = Routed()
     report = lb.memory.checkpoint_(model, batch=torch.randn(8, 32), loss=squares)
     assert len(report.layers) == 4 and report.activations_before is None
-    assert len(report.notes) == 1 and report.notes[0].startswith("activations are not known: ValueError: estimate:")
+    assert len(report.notes) == 1 and report.notes[0].startswith("activations are unknown: ValueError: estimate:")
 
 
 UNWEIGHTED = {

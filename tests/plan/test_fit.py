@@ -370,7 +370,7 @@ def test_the_losses_of_choices_are_those_that_are_recorded():
 
 
 def test_a_model_without_parameters_is_refused():
-    with pytest.raises(ValueError, match="no parameter of Sequential asks for a gradient"):
+    with pytest.raises(ValueError, match="no parameter of Sequential requires a gradient"):
         lb.fit(torch.nn.Sequential(), torch.zeros(2, 3), "50%")
 
 
