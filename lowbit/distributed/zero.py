@@ -30,7 +30,7 @@ SHARES = "_lowbit_shares"
 #: Shares are gathered in pieces of at most so many bytes, but of one parameter at least.
 BUCKET_BYTES = 32 << 20
 #: Methods of optimizers, torch's and those of lowbit, that look at states.
-_OF_STATES = ("state_dict", "load_state_dict", "kept", "torch_state_dict")
+_OF_STATES = ("state_dict", "load_state_dict", "stored_states", "torch_state_dict")
 
 
 def share_states_(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers whose states have few bits: ``torch.optim.Optimizer`` classes, the same in every bit on any sharding."""
+"""Low-bit optimizers: ``torch.optim.Optimizer`` classes whose steps are bit-identical on any sharding."""
 
 from lowbit.optim.adafactor import Adafactor
 from lowbit.optim.adamw import AdamW, AdamW4bit, AdamW8bit

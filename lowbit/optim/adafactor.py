@@ -1,4 +1,7 @@
-"""Adafactor. Source: Shazeer and Stern, arXiv 1804.04235."""
+"""Adafactor with optional low-bit momentum.
+
+Source: Shazeer and Stern, arXiv 1804.04235.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,18 @@ __all__ = ["Adafactor"]
 
 
 class Adafactor(Optimizer):
-    """Adafactor: second moments of a matrix as those of its rows and columns, and steps relative to the weights' size.
+    """Adafactor: second moments factored into rows and columns, and steps relative to the RMS of the weights.
 
-    ``lr``, ``beta2_decay``, ``d``, ``weight_decay``: as torch's. ``eps``: the paper's, added to squared gradients, and
-    the least size of weights. ``beta1``: of a mean of updates, kept as ``bits`` says; None keeps none. A tensor of more
-    axes is the matrix ``[D0, rest]``. ``master``, ``rounding``, ``seed``: see ``Optimizer``. States: ``row_var`` and
-    ``col_var`` in fp32, of vectors ``variance``; ``momentum_buffer`` with ``beta1``.
+    A tensor with more than two axes is treated as the matrix ``[D0, rest]``. States: ``row_var`` and ``col_var`` in
+    fp32 for matrices, ``variance`` for vectors, and ``momentum_buffer`` with ``beta1``.
+
+    Args:
+        params: Parameters, named parameters or parameter groups.
+        lr, beta2_decay, d, weight_decay: As in ``torch.optim.Adafactor``.
+        eps: Two numbers, as in the paper: added to squared gradients, and the lower bound of the weights' RMS.
+        beta1: Coefficient of a moving average of updates, stored as ``bits`` says. None stores no average.
+        maximize: Maximize the objective instead of minimizing it.
+        bits, master, rounding, seed: See ``Optimizer``.
     """
 
     PAIRS = ("eps",)
@@ -58,9 +67,9 @@ class Adafactor(Optimizer):
     def factors(self, group: dict[str, Any], rule: str, step: int) -> tuple[float, ...]:
         return () if rule == "sgd" else mean_of(float(group["beta1"]))
 
-    def kept_as(self, group: dict[str, Any], param: Tensor) -> dict[str, Storage]:
-        own = {} if param.dim() > 1 else {"variance": Storage("fp32", tuple(param.shape) or (1,))}
-        return {**own, **super().kept_as(group, param)}
+    def storages(self, group: dict[str, Any], param: Tensor) -> dict[str, Storage]:
+        variance = {} if param.dim() > 1 else {"variance": Storage("fp32", tuple(param.shape) or (1,))}
+        return {**variance, **super().storages(group, param)}
 
     def replicated(self, param: Tensor) -> dict[str, tuple[int, ...]]:
         if param.dim() < 2:
@@ -68,15 +77,7 @@ class Adafactor(Optimizer):
         return {"row_var": (param.shape[0], 1), "col_var": (1, torch.Size(param.shape[1:]).numel())}
 
     def from_torch(self, param: Tensor, states: dict[str, Any]) -> dict[str, Any]:
-        """States by rows and columns of ``[D0, rest]``, from torch's, which factor the last two axes.
-
-        Args:
-            param: The parameter. Its states are returned as they are unless it has more than two axes.
-            states: By name; those of torch have as many axes as ``param``.
-
-        Returns:
-            The states with ``row_var``, which is exact, and ``col_var`` of the second moment that torch's stand for.
-        """
+        """Factor the second moment along ``[D0, rest]`` if torch factored the last two axes of a larger tensor."""
         rows, cols = (states.get(name) for name in ("row_var", "col_var"))
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in (rows, cols)]
         expected = [(*param.shape[:-1], 1), (*param.shape[:-2], 1, *param.shape[-1:])]
@@ -98,7 +99,7 @@ class Adafactor(Optimizer):
         group, step, state = work.group, float(work.step), work.state
         matrix, new = Matrix(work.part), step ** group["beta2_decay"]
         grad = matrix.of(work.grad).float()
-        tiny = max(group["eps"][0] or 0.0, 1e-30)  # None in a state of torch's; without any, 0 would be divided by 0
+        tiny = max(group["eps"][0] or 0.0, 1e-30)  # torch's state may have None; 0 would be divided by 0
         update = _of_matrix(matrix, grad, state, tiny, new) if work.part.is_matrix else _of_vector(work, tiny, new)
         count = torch.Size(work.part.shape).numel()
         size = float(matrix.squares(update, (0,))[0].sum() / count) ** 0.5
@@ -115,7 +116,7 @@ class Adafactor(Optimizer):
 
 
 def _of_matrix(matrix: Matrix, grad: Tensor, state: dict[str, Any], eps: float, new: float) -> Tensor:
-    """The gradient over the root of its second moment, which is the product of a row's and a column's."""
+    """The gradient divided by the root of its second moment, the product of a row factor and a column factor."""
     rows, cols = matrix.squares(grad)
     for name, total, size in (("row_var", rows, matrix.cols), ("col_var", cols, matrix.rows)):
         state[name].view(-1).lerp_((total / size + eps).float(), new)

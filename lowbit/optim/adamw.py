@@ -1,4 +1,7 @@
-"""AdamW. Source: Loshchilov and Hutter, arXiv 1711.05101; Dettmers et al., arXiv 2110.02861."""
+"""AdamW with low-bit states.
+
+Source: Loshchilov and Hutter, arXiv 1711.05101; Dettmers et al., arXiv 2110.02861.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,14 @@ __all__ = ["AdamW", "AdamW4bit", "AdamW8bit"]
 
 
 class AdamW(Optimizer):
-    """AdamW with decoupled weight decay, whose second moment is kept as its root.
+    """AdamW with decoupled weight decay; it stores the square root of the second moment.
 
-    ``lr``, ``betas``, ``eps``, ``weight_decay``, ``maximize``: as torch's. ``bits``, ``master``, ``rounding``,
-    ``seed``: see ``Optimizer``. States: ``exp_avg`` and ``exp_avg_sq_root``, each with ``_scale`` where it is codes.
+    States: ``exp_avg`` and ``exp_avg_sq_root``. Each has a scale tensor (``..._scale``) if it is quantized.
+
+    Args:
+        params: Parameters, named parameters or parameter groups.
+        lr, betas, eps, weight_decay, maximize: As in ``torch.optim.AdamW``.
+        bits, master, rounding, seed: See ``Optimizer``.
     """
 
     def __init__(

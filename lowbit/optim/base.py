@@ -1,6 +1,6 @@
-"""The optimizer that those of lowbit share: groups, states, masters, and a step that is the same on every sharding.
+"""Base class of the low-bit optimizers: groups, states, master weights, and steps bit-identical on any sharding.
 
-A subclass names the rules of lowbit/ops/optim.py that it steps by, and computes their factors.
+A subclass names its update rules, rows of lowbit/ops/optim.py, and computes their factors.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from lowbit.autograd import uncompiled
 from lowbit.backends import steps
 from lowbit.ops.optim import MASTERS
 from lowbit.optim import load, masters, watch
-from lowbit.optim.kept import Keeping
-from lowbit.optim.roster import Roster, Turn, held
+from lowbit.optim.interface import StatefulOptimizer
+from lowbit.optim.roster import Roster, Turn, shards_of
 from lowbit.optim.shards import Part, local
 from lowbit.optim.states import FEW, find, is_aligned, zeros
 from lowbit.optim.step import ParamLayout, Work, advance, advance_joined, advance_listed
@@ -34,7 +34,7 @@ _MASTERS = (None, *MASTERS, "stochastic")
 _ROUNDINGS = (None, "stochastic", "nearest")
 _INF = float("inf")
 
-#: The least value of a hyperparameter, and the one that it must stay below.
+#: Lower bound (included) and upper bound (excluded) of each hyperparameter.
 _RANGES: dict[str, tuple[float, float]] = {
     "lr": (0, _INF), "betas": (0, 1), "eps": (0, _INF), "weight_decay": (0, _INF), "momentum": (0, _INF),
     "ns_steps": (1, 100), "beta1": (0, 1), "beta2_decay": (-_INF, 0), "d": (0, _INF),
@@ -48,36 +48,45 @@ def _in(value: Any, least: float, most: float) -> bool:
 
 
 def _numbers(counts: list[Tensor]) -> list[int]:
-    """What the counts of steps are; most often all are one number, which is read once."""
+    """The step counts as integers. Usually all are equal, so one read suffices."""
     first = int(counts[0])
-    alike = len(counts) > 4 and len({count.device for count in counts}) == 1
-    if alike and bool((torch.stack(counts) == first).all()):
+    same_device = len(counts) > 4 and len({count.device for count in counts}) == 1
+    if same_device and bool((torch.stack(counts) == first).all()):
         return [first] * len(counts)
     return [first, *map(int, counts[1:])]
 
 
-class Optimizer(Keeping):
-    """A ``torch.optim.Optimizer`` whose states have few bits: 8, unless ``bits`` says otherwise.
+class Optimizer(StatefulOptimizer):
+    """Base class of the low-bit optimizers, a ``torch.optim.Optimizer``.
 
-    ``bits``: what states are kept in, 32, 16, 8, 4 or a row of ``STATES``; tensors of fewer than 4096 elements keep
-    theirs in fp32. ``master``: of parameters of 16 bits, ``"fp32"`` or ``"residual"`` (the 8 bits that bf16 lacks of
-    24) keep what rounding cuts off; ``"stochastic"`` rounds bf16 stochastically, without more memory; None rounds to
-    nearest, as torch does. ``rounding``: of states, ``"stochastic"`` or ``"nearest"``; None is what the row of
-    ``STATES`` says. ``seed``: of all random bits.
-    Each may differ between groups, but the seed; ``bits`` and ``master`` of a group stay as they are once it has
-    stepped.
+    Parameters may be DTensors, replicated or sharded. The step is bit-identical to the step of the full tensor. If
+    other code writes to a parameter, its master weight is updated from it.
 
-    What something else writes to a parameter, its master takes over. Parameters may be DTensors that are replicated or
-    sharded; every bit of a step is that of the whole tensor.
-    Raises TypeError and ValueError for parameters and hyperparameters that do not fit.
+    Args:
+        params: Parameters (fp32, bf16 or fp16), named parameters or parameter groups.
+        defaults: Hyperparameters of the subclass, by name.
+        bits: Bit width of states: 32, 16, 8 (default), 4, or a key of ``STATES``. Tensors with fewer than 4096
+            elements have fp32 states. May differ between groups; fixed after the group's first step.
+        master: How 16-bit parameters keep the bits that rounding cuts off. ``"fp32"`` stores an fp32 copy.
+            ``"residual"`` (bf16 only) stores the next 8 bits of the significand. ``"stochastic"`` (bf16 only) rounds
+            stochastically and stores nothing. None rounds to nearest, as torch does. May differ between groups; fixed
+            after the group's first step.
+        rounding: Rounding of states, ``"stochastic"`` or ``"nearest"``. None uses the default of the row of
+            ``STATES``. May differ between groups.
+        seed: Seed of all random bits, a 64-bit integer, the same in every group.
+
+    Raises:
+        TypeError: A parameter has another dtype.
+        ValueError: A hyperparameter is out of range, or does not suit a parameter.
     """
 
-    #: Rules that see a parameter as a whole: ``apply`` takes each, and none steps together with others.
+    #: Rules that ``apply`` runs for one parameter at a time; parameters with another rule may step together.
     ONE_BY_ONE: frozenset[str] = frozenset()
-    #: Hyperparameters that are two numbers, and those that may be None.
+    #: Hyperparameters with two values.
     PAIRS: tuple[str, ...] = ("betas",)
+    #: Hyperparameters that may be None.
     OPTIONAL: tuple[str, ...] = ()
-    #: The width of a class that has one by its name.
+    #: Bit width of a class that has it in its name.
     BITS: int | None = None
 
     def __init__(
@@ -94,28 +103,36 @@ class Optimizer(Keeping):
             raise ValueError(
                 f"{type(self).__name__} has bits={self.BITS}, got bits={bits!r}; use {base}(..., bits={bits!r})"
             )
-        own = {"bits": bits or self.BITS or 8, "master": master, "rounding": rounding, "seed": seed}
+        storage = {"bits": bits or self.BITS or 8, "master": master, "rounding": rounding, "seed": seed}
         self.in_backward = False  # whether parameters step during the backward pass
-        #: Those that have since step() was last called; None where it never was.
+        #: Parameters that have stepped since the last call of step(); None before the first call.
         self.stepped: set[Tensor] | None = None
         self._watch = watch.Watch(type(self).__name__)
-        self._places: dict[Tensor, int] = {}
+        self._indices: dict[Tensor, int] = {}
         self._layouts: dict[Tensor, tuple[tuple[Any, ...], ParamLayout]] = {}
         self._rosters: dict[int, Roster] = {}  # by the group's id
-        super().__init__(params, {**defaults, **own})
+        super().__init__(params, {**defaults, **storage})
 
-    # -- what a subclass says ------------------------------------------------------------------------------------
+    # -- methods of subclasses -----------------------------------------------------------------------------------
     def factors(self, group: dict[str, Any], rule: str, step: int) -> tuple[float, ...]:
-        """The rule's factors at a step, which counts from 1."""
+        """Factors of the rule at a step, counted from 1."""
         raise NotImplementedError
 
     def apply(self, work: Work, factors: tuple[float, ...]) -> None:
-        """One parameter's step."""
+        """Step one parameter."""
         advance(work, factors)
 
     # -- groups --------------------------------------------------------------------------------------------------
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Raises TypeError and ValueError for parameters and hyperparameters that do not fit."""
+        """Add a parameter group, as in torch.
+
+        Args:
+            param_group: ``params``, and the hyperparameters that differ from the defaults.
+
+        Raises:
+            TypeError: A parameter has an unsupported dtype.
+            ValueError: A hyperparameter is out of range, or does not suit a parameter.
+        """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -124,10 +141,10 @@ class Optimizer(Keeping):
             self.param_groups.pop()
             raise
         for param in group["params"]:
-            self._places.setdefault(param, len(self._places))
+            self._indices.setdefault(param, len(self._indices))
 
     def check(self, group: dict[str, Any]) -> None:
-        """Raises TypeError and ValueError for a group's settings and parameters; ``bits`` becomes the row's name."""
+        """Check a group's settings and parameters, and replace ``bits`` by the name of its row of ``STATES``."""
         who = type(self).__name__
         group["bits"] = find(group["bits"]).name
         for name, allowed in (("master", _MASTERS), ("rounding", _ROUNDINGS)):
@@ -139,21 +156,23 @@ class Optimizer(Keeping):
             values = group[name] if isinstance(group[name], tuple | list) else (group[name],)
             fit = [_in(value, least, most) or (value is None and name in self.OPTIONAL) for value in values]
             if len(values) != 1 + pair or not all(fit):
-                what = "two numbers, each" if pair else "a number"
+                expected = "two numbers, each" if pair else "a number"
                 raise ValueError(
-                    f"{who}: {name} must be {what} at least {least:g} and less than {most:g}, got {group[name]!r}"
+                    f"{who}: {name} must be {expected} at least {least:g} and less than {most:g}, got {group[name]!r}"
                 )
         if not isinstance(group["seed"], int):
-            raise ValueError(f"{who}: seed must be an integer of 64 bits, got {group['seed']!r}")
-        Rounding(group["seed"])  # raises for more bits
+            raise ValueError(f"{who}: seed must be a 64-bit integer, got {group['seed']!r}")
+        Rounding(group["seed"])  # raises for more than 64 bits
         if len(self.param_groups) > 1 and group["seed"] != self.param_groups[0]["seed"]:
-            raise ValueError(f"{who}: every group has one seed, {self.param_groups[0]['seed']}; got {group['seed']}")
-        for place, param in enumerate(group["params"]):
-            name = self.name_of(group, place)
+            raise ValueError(
+                f"{who}: all groups must have the same seed, {self.param_groups[0]['seed']}; got {group['seed']}"
+            )
+        for index, param in enumerate(group["params"]):
+            name = self.name_of(group, index)
             if param.dtype not in _DTYPES:
                 raise TypeError(
-                    f"{who}: {name} is {param.dtype}; parameters are float32, bfloat16 or float16"
-                    + (": give a complex one as torch.view_as_real(param)" if param.is_complex() else "")
+                    f"{who}: {name} is {param.dtype}; parameters must be float32, bfloat16 or float16"
+                    + ("; pass torch.view_as_real(param)" if param.is_complex() else "")
                 )
             if group["master"] in ("residual", "stochastic") and param.dtype == torch.float16:
                 raise ValueError(
@@ -162,50 +181,51 @@ class Optimizer(Keeping):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__.setdefault("in_backward", False)  # of a copy, whose parameters have no hooks
+        self.__dict__.setdefault("in_backward", False)  # the parameters of a copy have no hooks
         self.__dict__.setdefault("stepped", None)
         self._watch = watch.Watch(type(self).__name__)
         params = [param for group in self.param_groups for param in group["params"]]
-        self._places = {param: place for place, param in enumerate(params)}
+        self._indices = {param: index for index, param in enumerate(params)}
         self.settle()
 
     def replaced(self, new: Mapping[Tensor, Tensor]) -> None:
-        """Told that parameters have become others, such as their shards: these keep the random bits of the old."""
-        self._places = {new.get(param, param): place for param, place in self._places.items()}
+        """Use new parameters, such as shards, in place of the old ones, with the same random bits."""
+        self._indices = {new.get(param, param): index for param, index in self._indices.items()}
         for before, after in new.items():
             remainder = masters.of(before)
             if remainder is not None:
                 masters.attach(after, remainder)
         self.settle()
 
-    def _place(self, param: Tensor) -> int:
-        """The place that its random bits are counted by. Accelerate puts shards into groups without a word: each keeps
-        the place of the parameter where it lies. Raises ValueError where states would be left behind.
+    def _index_of(self, param: Tensor) -> int:
+        """Index of the parameter, which selects its random bits.
+
+        Accelerate replaces the parameters of groups by shards without notice, so a new parameter gets the index of the
+        old one at the same position.
         """
-        if param not in self._places:
+        if param not in self._indices:
             params = [param for group in self.param_groups for param in group["params"]]
-            who, known = type(self).__name__, len(self._places)
+            who, known = type(self).__name__, len(self._indices)
             if len(params) != known:
                 raise ValueError(
-                    f"{who}: the groups have {len(params)} parameters, and {known} were given; call add_param_group "
-                    "for more"
+                    f"{who}: expected groups with {known} parameters, got {len(params)}; call add_param_group for more"
                 )
             lost = len(self.state.keys() - set(params))
             if lost:
                 raise ValueError(
-                    f"{who}: the groups have other parameters than the {lost} that have stepped, whose states would be "
-                    "lost; let Accelerator.prepare have the optimizer before its first step, and load states after it"
+                    f"{who}: parameters that have stepped ({lost}) are no longer in the groups, so their states would "
+                    "be lost; call Accelerator.prepare before the optimizer's first step, and load states after it"
                 )
-            self._places = dict(zip(params, self._places.values(), strict=True))
-        return self._places[param]
+            self._indices = dict(zip(params, self._indices.values(), strict=True))
+        return self._indices[param]
 
     def settle(self) -> None:
-        """Holds groups to the settings that their states are kept by, where there are states."""
+        """Record the settings with which existing states are stored, so that later changes raise."""
         self._layouts, self._rosters = {}, {}
         for group in self.param_groups:
-            for place, param in enumerate(group["params"]):
-                if self.state.get(param) and "bits" in group:  # not while torch loads another optimizer's groups
-                    self._layout(group, place, param)
+            for index, param in enumerate(group["params"]):
+                if self.state.get(param) and "bits" in group:  # no "bits" while torch loads another optimizer's groups
+                    self._layout(group, index, param)
 
     # -- a step --------------------------------------------------------------------------------------------------
     @overload
@@ -214,10 +234,17 @@ class Optimizer(Keeping):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of every parameter that has a gradient; answers what ``closure`` does.
+        """Step every parameter that has a gradient. If it raises, nothing has changed.
 
-        Raises, before anything has changed, RuntimeError for a sparse gradient, and ValueError for a sharding that
-        does not fit.
+        Args:
+            closure: Computes the loss again, as in torch.
+
+        Returns:
+            The result of ``closure``.
+
+        Raises:
+            RuntimeError: A gradient is sparse, or a CUDA graph is being captured.
+            ValueError: The sharding of a parameter is not supported.
         """
         loss = None
         if closure is not None:
@@ -228,11 +255,11 @@ class Optimizer(Keeping):
             self.stepped = set()
         return loss
 
-    def advance(self, places: Iterable[tuple[dict[str, Any], int]]) -> None:
-        """One step of those parameters, by their groups and places in them, that have a gradient."""
+    def advance(self, indices: Iterable[tuple[dict[str, Any], int]]) -> None:
+        """Step those of the given parameters that have a gradient. Each is given by its group and index in it."""
         chosen: dict[int, tuple[dict[str, Any], list[int]]] = {}
-        for group, place in places:
-            chosen.setdefault(id(group), (group, []))[1].append(place)
+        for group, index in indices:
+            chosen.setdefault(id(group), (group, []))[1].append(index)
         self._advance(list(chosen.values()))
 
     @uncompiled
@@ -253,16 +280,16 @@ class Optimizer(Keeping):
                     masters.forget(param)
 
     def _advance_alone(self, turn: Turn, steps: Sequence[int]) -> None:
-        """Those that no list takes: each by itself, or small ones joined."""
+        """Step the parameters that are not listed: one at a time, or several small ones in one op."""
         joined: dict[Any, list[Work]] = {}
         settled = self._settled(turn.group)
-        for i in [i for i, kind in enumerate(turn.kinds) if kind is None]:
-            layout, mine = turn.layouts[i], turn.mine[i]
-            key = layout.rule, steps[i], mine.device
+        for i in [i for i, key in enumerate(turn.list_keys) if key is None]:
+            layout, shard = turn.layouts[i], turn.shards[i]
+            key = layout.rule, steps[i], shard.device
             rng, factors = settled(*key)
             work = turn.work(i, steps[i], rng)
             if self._is_small(work):
-                joined.setdefault((key, mine.dtype, work.grad.dtype), []).append(work)
+                joined.setdefault((key, shard.dtype, work.grad.dtype), []).append(work)
             else:
                 with self._watch.moving([work]):
                     self.apply(work, factors)
@@ -272,23 +299,23 @@ class Optimizer(Keeping):
             self._watch.finite_joined(small, moments)
 
     def _advance_listed(self, turn: Turn, steps: Sequence[int]) -> None:
-        """Those that step in one op with all that are like them."""
+        """Step the listed parameters, all similar ones in one op."""
         settled = self._settled(turn.group)
         for (_, step, _), members in turn.alike(steps).items():
-            layout, device = turn.layouts[members[0]], turn.mine[members[0]].device
+            layout, device = turn.layouts[members[0]], turn.shards[members[0]].device
             rng, factors = settled(layout.rule, step, device)
             first = turn.work(members[0], step, rng)
-            looked = [turn.work(i, step, rng) for i in members] if self._watch.looks_at(first) else []
-            with self._watch.moving(looked):
+            watched = [turn.work(i, step, rng) for i in members] if self._watch.looks_at(first) else []
+            with self._watch.moving(watched):
                 columns, places = turn.columns(members), turn.places(members)
                 finite = advance_listed(first, columns, places, factors, self._watch.looks_up_to(first))
             if not finite.all():
-                for i, one in zip(members, finite.tolist(), strict=True):
-                    if not one:
+                for i, is_finite in zip(members, finite.tolist(), strict=True):
+                    if not is_finite:
                         self._watch.finite(turn.work(i, step, rng))
 
     def _settled(self, group: dict[str, Any]) -> Callable[..., tuple[Tensor, tuple[float, ...]]]:
-        """``f(rule, step, device)``: the random seed and the rule's factors, made once for all parameters."""
+        """A cached ``f(rule, step, device)`` that returns the random seed and the rule's factors."""
 
         @cache
         def settled(rule: str, step: int, device: torch.device) -> tuple[Tensor, tuple[float, ...]]:
@@ -298,31 +325,36 @@ class Optimizer(Keeping):
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Make the states of parameters that were fp32 before ``lb.train.mixed_``, so that what they lack is a state:
-        ``offload_`` moves it, a sharding strategy shares it out. Otherwise the first step does so.
+        """Create the states of parameters that ``lb.train.mixed_`` converted from fp32; otherwise the first step does.
+
+        The bits that were cut off are then states, so ``offload_`` moves them and a sharding strategy shards them.
         """
         for group in self.param_groups:
-            for place, param in enumerate(group["params"]):
+            for index, param in enumerate(group["params"]):
                 if param.requires_grad and masters.of(param) is not None and not self.state.get(param):
                     if group["master"] in MASTERS:
-                        self.state[param] = self._init_state(group, param, self._layout(group, place, param))
+                        self.state[param] = self._init_state(group, param, self._layout(group, index, param))
                     masters.forget(param)
 
     def _turns(self, chosen: Sequence[tuple[dict[str, Any], Sequence[int]]]) -> list[Turn]:
-        """What a step is to do; raises before anything has changed."""
+        """The parameters that step now, by group. If it raises, nothing has changed."""
         turns: list[Turn] = []
         begun: dict[Tensor, dict[str, Any]] = {}
-        for group, places in chosen:
-            given = group["params"]
-            now = [i for i in places if given[i].grad is not None and given[i].numel()]
-            params = [given[i] for i in now]
+        for group, indices in chosen:
+            candidates = group["params"]
+            indices = [i for i in indices if candidates[i].grad is not None and candidates[i].numel()]
+            params = [candidates[i] for i in indices]
             grads = [param.grad for param in params]
-            for i, grad in zip(now, grads, strict=True):
+            for i, grad in zip(indices, grads, strict=True):
                 if grad.layout is not torch.strided:
-                    self._refuse_sparse(grad, self.name_of(group, i))
+                    raise RuntimeError(
+                        f"{type(self).__name__}: the gradient of {self.name_of(group, i)} is sparse ({grad.layout}), "
+                        "but low-bit states are updated in whole blocks; create the Embedding with sparse=False, or "
+                        "use torch.optim.SparseAdam for it"
+                    )
             if not params:
                 continue
-            roster = self._roster(group, now, params)
+            roster = self._roster(group, indices, params)
             states: list[Any] = list(map(self.state.get, params))
             for i, (param, state) in enumerate(zip(params, states, strict=True)):
                 if not state:
@@ -330,70 +362,68 @@ class Optimizer(Keeping):
             turns.append(Turn.of(group, roster, grads, states))
         if turns and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"{type(self).__name__} cannot step while a CUDA graph is captured: learning rate, bias correction and "
-                "random seed are numbers of the host, which replays would repeat; capture forward and backward, and "
-                "step outside of the graph"
+                f"{type(self).__name__} cannot step while a CUDA graph is captured: replays would reuse the learning "
+                "rate, bias correction and random seed, which are host values; capture forward and backward only, and "
+                "step outside the graph"
             )
         self.state.update(begun)
         return turns
 
-    def _roster(self, group: dict[str, Any], places: list[int], params: list[Tensor]) -> Roster:
-        """The one of the group's last step, unless what it holds by has changed."""
-        mine, rules = held(params), [self.rule(group, param) for param in params]
-        facts = Roster.facts_of(group, params, mine, rules)
+    def _roster(self, group: dict[str, Any], indices: list[int], params: list[Tensor]) -> Roster:
+        """The roster of the group's last step if it is still valid, else a new one."""
+        shards, rules = shards_of(params), [self.rule(group, param) for param in params]
+        facts = Roster.facts_of(group, params, shards, rules)
         known = self._rosters.get(id(group))
-        if known is None or not known.holds(params, facts):
-            layouts = [self._layout(group, place, param) for place, param in zip(places, params, strict=True)]
-            kinds = [
-                (layout.rule, part.dtype, layout.kinds) if self._is_listed(layout, part) else None
-                for layout, part in zip(layouts, mine, strict=True)
+        if known is None or not known.is_valid(params, facts):
+            layouts = [self._layout(group, index, param) for index, param in zip(indices, params, strict=True)]
+            list_keys = [
+                (layout.rule, shard.dtype, layout.kinds) if self._is_listed(layout, shard) else None
+                for layout, shard in zip(layouts, shards, strict=True)
             ]
-            known = self._rosters[id(group)] = Roster(params, facts, layouts, kinds)
+            known = self._rosters[id(group)] = Roster(params, facts, layouts, list_keys)
         return known
 
-    def _layout(self, group: dict[str, Any], place: int, param: Tensor) -> ParamLayout:
-        """Made once, unless the group's settings change. Raises ValueError where states are kept otherwise by now."""
+    def _layout(self, group: dict[str, Any], index: int, param: Tensor) -> ParamLayout:
+        """The parameter's layout, cached until the group's settings change.
+
+        Raises:
+            ValueError: The parameter has stepped with other settings.
+        """
         rule = self.rule(group, param)
         settings = (rule, group["bits"], group["master"], param.dtype, group["rounding"])
         before, layout = self._layouts.get(param, (None, None))
         if layout is None or before != settings:
-            name, kept = self.name_of(group, place), self.kept_as(group, param)
+            name, storages = self.name_of(group, index), self.storages(group, param)
             if before is not None and before[:4] != settings[:4] and self.state.get(param):
                 raise ValueError(
-                    f"{type(self).__name__}: {name} has stepped with rule, bits, master and dtype {before[:4]}, "
-                    f"and now has {settings[:4]}; make another optimizer and load this one's state_dict, which converts"
+                    f"{type(self).__name__}: {name} has stepped with rule, bits, master and dtype {before[:4]}, and "
+                    f"now has {settings[:4]}; create another optimizer and load this one's state_dict, which converts"
                 )
             rounding = group["rounding"] or find(group["bits"]).rounding
-            stream = 2 * self._place(param)
+            stream = 2 * self._index_of(param)
             part = Part.of(param, name)
-            aligned = all(is_aligned(part, storage) for storage in kept.values())
-            layout = ParamLayout(name, rule, part, kept, rounding, stream, param.numel() < FEW, aligned)
+            aligned = all(is_aligned(part, storage) for storage in storages.values())
+            layout = ParamLayout(name, rule, part, storages, rounding, stream, param.numel() < FEW, aligned)
             self._layouts[param] = settings, layout
         return layout
 
-    def _refuse_sparse(self, grad: Tensor, name: str) -> None:
-        raise RuntimeError(
-            f"{type(self).__name__}: the gradient of {name} is sparse ({grad.layout}), and a step of low-bit states "
-            "moves whole blocks; make the Embedding with sparse=False, or use torch.optim.SparseAdam for it"
-        )
-
     def _init_state(self, group: dict[str, Any], param: Tensor, layout: ParamLayout) -> dict[str, Any]:
-        """The states before the first step: zeros, and the master."""
-        mine = local(param)
+        """The states before the first step: zeros, and the master weight."""
+        device = local(param).device
         state: dict[str, Any] = {"step": torch.tensor(0.0)}
-        for moment, kept in layout.moments.items():
-            made = zeros(layout.part, kept, layout.name, mine.device)
-            state[moment] = made.codes
-            if made.scale is not None:
-                state[f"{moment}_scale"] = made.scale
-        for whole, shape in self.replicated(param).items():
-            state[whole] = torch.zeros(shape, device=mine.device)
+        for moment, storage in layout.moments.items():
+            stored = zeros(layout.part, storage, layout.name, device)
+            state[moment] = stored.codes
+            if stored.scale is not None:
+                state[f"{moment}_scale"] = stored.scale
+        for name, shape in self.replicated(param).items():
+            state[name] = torch.zeros(shape, device=device)
         if group["master"] in MASTERS and param.dtype != torch.float32:
             state["master"] = layout.part.tensor(masters.first(group["master"], param, layout.part), param.shape)
         return state
 
     def _is_listed(self, layout: ParamLayout, param: Tensor) -> bool:
-        """Whether one C++ call steps this parameter and others like it."""
+        """Whether one C++ call can step this parameter together with similar ones."""
         return (
             param.device.type == "cpu"
             and layout.aligned
@@ -404,7 +434,7 @@ class Optimizer(Keeping):
         )
 
     def _is_small(self, work: Work) -> bool:
-        """Whether a step of several parameters that are joined does the same to this one."""
+        """Whether the parameter may be concatenated with others for a step, with the same result."""
         return (
             work.layout.few
             and work.layout.rule not in self.ONE_BY_ONE
@@ -416,16 +446,22 @@ class Optimizer(Keeping):
 
     # -- state on disk -------------------------------------------------------------------------------------------
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, for states of any bits and those of torch's optimizer of this name.
+        """Load states of any bit width, or states of the torch optimizer of the same name.
 
-        What is kept otherwise here is converted, with a warning that says so; ``bits``, ``master`` and ``rounding``
-        stay this optimizer's own. Raises ValueError for states of another rule or shape, and changes nothing then.
+        States that are stored differently are converted, with a warning. ``bits``, ``master`` and ``rounding`` of this
+        optimizer do not change.
+
+        Args:
+            state_dict: From ``state_dict`` of this class or of the torch optimizer.
+
+        Raises:
+            ValueError: States have another rule or shape. Nothing has changed.
         """
         load.into(self, state_dict)
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """The state as torch's optimizer of this name takes it: whole tensors in fp32, second moments as squares.
+        """A state dict that the torch optimizer of the same name loads: full fp32 tensors, without master weights.
 
-        Every process of a sharded model takes part. Masters are left out.
+        If the model is sharded, all processes must call it.
         """
         return load.as_torch(self)

@@ -1,4 +1,7 @@
-"""Lion. Source: Chen et al., arXiv 2302.06675."""
+"""Lion with a low-bit state.
+
+Source: Chen et al., arXiv 2302.06675.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,17 @@ __all__ = ["Lion", "Lion4bit", "Lion8bit"]
 
 
 class Lion(Optimizer):
-    """Lion: steps of one size by the sign of a mean of gradients, with decoupled weight decay.
+    """Lion: updates by the sign of a moving average of gradients, with decoupled weight decay.
 
-    ``lr``, ``betas``, ``weight_decay``: as the paper's; ``lr`` is about a tenth of AdamW's, ``weight_decay`` ten times
-    AdamW's. ``bits``, ``master``, ``rounding``, ``seed``: see ``Optimizer``. State: ``exp_avg``.
+    State: ``exp_avg``.
+
+    Args:
+        params: Parameters, named parameters or parameter groups.
+        lr: Learning rate, about a tenth of AdamW's.
+        betas: Coefficients of the update and of the stored average, as in the paper.
+        weight_decay: Decoupled weight decay, about ten times AdamW's.
+        maximize: Maximize the objective instead of minimizing it.
+        bits, master, rounding, seed: See ``Optimizer``.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Master weights: what is kept beside a 16-bit parameter of the number that it was rounded from.
+"""Master weights of 16-bit parameters: the bits that rounding cuts off.
 
-``store_short`` keeps those bits from the moment a parameter is stored in 16 bits until the optimizer's first step, so
-that masters begin as the fp32 weights and not as the rounded ones.
+``store_short`` saves those bits when an fp32 parameter is converted to 16 bits. The optimizer's first step then
+creates master weights that are equal to the fp32 weights, not to the rounded ones.
 """
 
 from __future__ import annotations
@@ -18,61 +18,63 @@ from lowbit.torch_private import is_fake
 
 __all__ = ["Remainder", "attach", "blank", "first", "forget", "number", "of", "store_short", "stored", "widened"]
 
-#: What each kind of master is, beside a parameter that nothing was cut off yet.
-_MAKE: dict[str, Callable[[Tensor], Tensor]] = {
+#: The master weight of a parameter that was not rounded, by the value of ``master``.
+_BLANK: dict[str, Callable[[Tensor], Tensor]] = {
     "fp32": lambda param: param.float().contiguous(),
     "residual": lambda param: torch.zeros(param.shape, dtype=torch.int8, device=param.device),
 }
 
-#: The attribute of a parameter that has its ``Remainder``.
+#: The attribute of a parameter with its ``Remainder``.
 _REMAINDER = "_lowbit_remainder"
-#: Elements whose patterns are computed at a time: temporaries stay small beside a large weight.
+#: Elements that are processed at a time, so that temporaries stay small compared with a large weight.
 _CHUNK = 1 << 20
 _MAGNITUDE, _INF = 0x7FFFFFFF, 0x7F800000
 
 
 def blank(kind: str, param: Tensor) -> Tensor:
-    """A master of a kind beside a parameter that nothing was cut off."""
-    return _MAKE[kind](param)
+    """The master weight of a parameter that was not rounded."""
+    return _BLANK[kind](param)
 
 
 def number(param: Tensor, master: Tensor) -> Tensor:
-    """The fp32 weight that a parameter and its master stand for."""
+    """The fp32 weight from a parameter and its master weight."""
     return reference.weight(param, master)
 
 
 def stored(kind: str, weight: Tensor) -> Tensor:
-    """The master of a weight in fp32."""
+    """The master weight of an fp32 weight."""
     return weight if kind == "fp32" else reference.split24(weight)[1]
 
 
 # -- from fp32 to 16 bits ----------------------------------------------------------------------------------------------
 @dataclass
 class Remainder:
-    """The bits of fp32 weights that 16 bits lack, until an optimizer has them.
+    """The bits of fp32 weights that 16-bit parameters lack, until an optimizer stores them.
 
     Attributes:
-        bits: Differences of the two fp32 patterns' magnitudes, in the shape of the whole parameter: of bf16 int8, in
-            units of 256 as in a master of ``"residual"``; of fp16 int16, in units of 1. None once handed over.
+        bits: The fp32 bit pattern of the weight minus that of the parameter, without signs, in the full parameter's
+            shape. For bf16, int8 in units of 256, as with ``master="residual"``. For fp16, int16 in units of 1. None
+            after an optimizer took them.
     """
 
     bits: Tensor | None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Remainder:
-        # By an op, so that a copy made within a mode of fake tensors is fake.
+        # An op, so that the copy is fake under a fake tensor mode.
         return Remainder(None if self.bits is None else self.bits.clone())
 
 
 @torch.no_grad()
 def store_short(param: Tensor, dtype: torch.dtype) -> Remainder:
-    """Round an fp32 parameter to nearest in ``dtype``, bf16 or fp16, in place, and keep what was cut off if it trains.
+    """Round an fp32 parameter in place to ``dtype``, bf16 or fp16, and store the cut-off bits if it is trained.
 
-    Of bf16 the two hold the weight's 24 leading bits; of fp16 all 32 where it is at least fp16's least normal number.
+    With bf16, parameter and remainder have the weight's 24 leading bits. With fp16 they have all 32, if the magnitude
+    is at least fp16's smallest normal number.
     """
     weight, like = param.data, torch.int8 if dtype == torch.bfloat16 else torch.int16
     short = weight.to(dtype)
-    keeps = param.requires_grad and not weight.is_meta
-    bits = torch.empty(weight.shape, dtype=like, device=weight.device) if keeps else None
+    stores = param.requires_grad and not weight.is_meta
+    bits = torch.empty(weight.shape, dtype=like, device=weight.device) if stores else None
     if bits is not None and not is_fake(weight):
         pieces = (x.reshape(-1).split(_CHUNK) for x in (weight, short))
         for cut, wide, narrow in zip(bits.view(-1).split(_CHUNK), *pieces, strict=True):
@@ -84,31 +86,31 @@ def store_short(param: Tensor, dtype: torch.dtype) -> Remainder:
 
 
 def _difference(wide: Tensor, narrow: Tensor) -> Tensor:
-    """The pattern of ``wide`` less that of ``narrow``, as ``Remainder.bits``, int32."""
-    whole, rounded = (x.contiguous().view(torch.int32) & _MAGNITUDE for x in (wide, narrow.float()))
-    finite = (whole < _INF) & (rounded < _INF)
+    """The values of ``Remainder.bits`` in int32."""
+    exact, rounded = (x.contiguous().view(torch.int32) & _MAGNITUDE for x in (wide, narrow.float()))
+    finite = (exact < _INF) & (rounded < _INF)
     if narrow.dtype == torch.bfloat16:
         # Rounded to 24 bits, nearest even. At 128 units, a tie, the sum would round to the other neighbour.
-        difference = ((whole + 0x7F + ((whole >> 8) & 1)) >> 8) - (rounded >> 8)
+        difference = ((exact + 0x7F + ((exact >> 8) & 1)) >> 8) - (rounded >> 8)
         return torch.where(finite, difference.clamp(-127, 127), 0)
-    return torch.where(finite, (whole - rounded).clamp(-(1 << 15), (1 << 15) - 1), 0)
+    return torch.where(finite, (exact - rounded).clamp(-(1 << 15), (1 << 15) - 1), 0)
 
 
 def attach(param: Tensor, remainder: Remainder) -> None:
-    """Let a parameter, its copy or its share, have what was cut off, until something writes to it."""
+    """Attach a remainder to a parameter, its copy or its shard. It is valid until the parameter is written to."""
     known = getattr(param, _REMAINDER, None)
     if known is None or known[0] is not remainder:
         setattr(param, _REMAINDER, (remainder, param._version))
 
 
 def of(param: Tensor) -> Remainder | None:
-    """What was cut off a parameter; None where nothing was, or an optimizer has it, or the weight was written to."""
+    """The remainder of a parameter; None if there is none, an optimizer took it, or the parameter was written to."""
     remainder, version = getattr(param, _REMAINDER, (None, 0))
     return None if remainder is None or remainder.bits is None or version != param._version else remainder
 
 
 def forget(param: Tensor) -> None:
-    """Drop what was cut off a parameter: an optimizer has it, or has no use for it."""
+    """Drop the remainder of a parameter: an optimizer took it, or does not need it."""
     known = getattr(param, _REMAINDER, None)
     if known is not None:
         known[0].bits = None
@@ -116,24 +118,24 @@ def forget(param: Tensor) -> None:
 
 
 def widened(param: Tensor) -> Tensor:
-    """The fp32 weight that a parameter was stored in 16 bits from, or the parameter in fp32."""
-    remainder, mine = of(param), local(param)
-    return mine.float() if remainder is None or remainder.bits is None else _wide(mine, remainder.bits)
+    """The fp32 weight that a parameter was rounded from, or the parameter in fp32 if it has no remainder."""
+    remainder, shard = of(param), local(param)
+    return shard.float() if remainder is None or remainder.bits is None else _wide(shard, remainder.bits)
 
 
 def first(kind: str, param: Tensor, part: Part) -> Tensor:
-    """This process' part of a parameter's master of a kind, before the first step."""
-    remainder, mine = of(param), local(param)
+    """This process' shard of a parameter's master weight before the first step."""
+    remainder, shard = of(param), local(param)
     if remainder is None or remainder.bits is None:
-        return blank(kind, mine)
-    bits = remainder.bits.to(mine.device)
-    if bits.shape != mine.shape:
+        return blank(kind, shard)
+    bits = remainder.bits.to(shard.device)
+    if bits.shape != shard.shape:
         bits = part.of_whole(bits).clone()
-    return bits if kind == "residual" else _wide(mine, bits)
+    return bits if kind == "residual" else _wide(shard, bits)
 
 
 def _wide(param: Tensor, bits: Tensor) -> Tensor:
-    """The fp32 numbers of 16-bit ones with what was cut off them."""
+    """The fp32 weight from a 16-bit parameter and its cut-off bits."""
     pattern = param.float().contiguous().view(torch.int32)
     units = 256 if bits.dtype == torch.int8 else 1
     magnitude = torch.add(pattern & _MAGNITUDE, bits.int(), alpha=units).clamp_(min=0)

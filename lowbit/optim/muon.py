@@ -1,4 +1,7 @@
-"""Muon. Source: Jordan et al., 2024; Liu et al., arXiv 2502.16982; with quantized momentum arXiv 2509.23106."""
+"""Muon with low-bit momentum, and AdamW for vectors, embeddings and heads.
+
+Source: Jordan et al., 2024; Liu et al., arXiv 2502.16982; with quantized momentum arXiv 2509.23106.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from lowbit.optim.step import Work, advance, direction, mean_of
 
 __all__ = ["Muon", "Muon8bit"]
 
-#: What the learning rate of a matrix of ``rows`` and ``cols`` is multiplied with.
+#: Factor of the learning rate for a matrix ``[rows, cols]``, by ``adjust_lr_fn``.
 _ADJUST: dict[str | None, Callable[[int, int], float]] = {
     None: lambda rows, cols: max(1.0, rows / cols) ** 0.5,
     "original": lambda rows, cols: max(1.0, rows / cols) ** 0.5,
@@ -25,15 +28,23 @@ _ADJUST: dict[str | None, Callable[[int, int], float]] = {
 
 
 class Muon(Optimizer):
-    """Muon: momentum whose matrix is made orthogonal by Newton-Schulz iterations.
+    """Muon: momentum orthogonalized by Newton-Schulz iterations.
 
-    ``lr``, ``weight_decay``, ``momentum``, ``nesterov``, ``ns_coefficients``, ``eps``, ``ns_steps``,
-    ``adjust_lr_fn``: as torch's. A tensor of more axes is the matrix ``[D0, rest]``; with ``batch_dims=1`` it is a
-    stack of matrices ``[D1, rest]``, as experts are. Vectors, and groups with ``muon=False`` (embeddings and heads),
-    step by AdamW with ``betas`` and ``eps``; ``"match_rms_adamw"`` gives both the same learning rate. ``bits``,
-    ``master``, ``rounding``, ``seed``: see ``Optimizer``. States: ``momentum_buffer``, or those of AdamW.
+    A tensor with more than two axes is treated as the matrix ``[D0, rest]``. Vectors, and groups with ``muon=False``
+    (embeddings and heads), use AdamW. States: ``momentum_buffer``, or the states of ``AdamW``.
 
-    The iterations multiply in bf16 on GPUs, in fp32 elsewhere. A DTensor's matrix is gathered for them on each process.
+    The iterations run in bf16 on GPUs and in fp32 elsewhere. For a DTensor, each process gathers the full matrix.
+
+    Args:
+        params: Parameters, named parameters or parameter groups.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, ns_steps: As in ``torch.optim.Muon``.
+        eps: Lower bound of the norm that a matrix is divided by, as in ``torch.optim.Muon``. Also AdamW's ``eps``.
+        adjust_lr_fn: As in ``torch.optim.Muon``. With ``"match_rms_adamw"``, Muon and AdamW use the same ``lr``.
+        betas: AdamW's ``betas``, for parameters that use AdamW.
+        muon: False makes a group use AdamW.
+        batch_dims: With 1, a tensor is a stack of matrices ``[D1, rest]``, such as the weights of experts.
+        maximize: Maximize the objective instead of minimizing it.
+        bits, master, rounding, seed: See ``Optimizer``.
     """
 
     ONE_BY_ONE = frozenset({"momentum"})
@@ -73,10 +84,9 @@ class Muon(Optimizer):
             raise ValueError(
                 f"Muon: adjust_lr_fn must be one of {', '.join(map(repr, _ADJUST))}, got {group['adjust_lr_fn']!r}"
             )
-
-        given = group["ns_coefficients"]
-        if not isinstance(given, tuple | list) or len(given) != 3 or not all(math.isfinite(x) for x in given):
-            raise ValueError(f"Muon: ns_coefficients must be three finite numbers, got {given!r}")
+        abc = group["ns_coefficients"]
+        if not isinstance(abc, tuple | list) or len(abc) != 3 or not all(math.isfinite(x) for x in abc):
+            raise ValueError(f"Muon: ns_coefficients must be three finite numbers, got {abc!r}")
 
     def rule(self, group: dict[str, Any], param: Tensor) -> str:
         return "momentum" if group["muon"] and param.dim() > 1 + group["batch_dims"] else "adamw"
@@ -96,10 +106,10 @@ class Muon(Optimizer):
         update = direction(work, work.grad, work.layout.moments, factors)
         batch = group["batch_dims"]
         matrix = whole(part.tensor(update, part.shape)).reshape(*part.shape[: batch + 1], -1)
-        moved = orthogonal(matrix, group["ns_steps"], group["ns_coefficients"], group["eps"])
+        orthogonalized = orthogonal(matrix, group["ns_steps"], group["ns_coefficients"], group["eps"])
         lr = float(group["lr"])
         rate = lr * _ADJUST[group["adjust_lr_fn"]](*matrix.shape[-2:])
-        grad = part.of_whole(moved.reshape(part.shape)).contiguous()
+        grad = part.of_whole(orthogonalized.reshape(part.shape)).contiguous()
         advance(work.other("sgd", {}, grad=grad), (1 - lr * float(group["weight_decay"]), 0.0, rate))
 
 
@@ -110,7 +120,7 @@ class Muon8bit(Muon):
 
 
 def orthogonal(matrix: Tensor, steps: int, coefficients: tuple[float, float, float], eps: float) -> Tensor:
-    """Matrices of the shape and dtype of ``matrix``, [..., m, n], with its singular vectors and values near 1."""
+    """Matrices with the shape ``[..., m, n]``, dtype and singular vectors of ``matrix``, and singular values near 1."""
     a, b, c = coefficients
     x: Tensor = matrix.to(torch.bfloat16 if matrix.is_cuda else torch.float32)
     tall = x.shape[-2] > x.shape[-1]
@@ -119,5 +129,4 @@ def orthogonal(matrix: Tensor, steps: int, coefficients: tuple[float, float, flo
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * (gram @ gram)) @ x
-    made: Tensor = x.mT if tall else x
-    return made.to(matrix.dtype)
+    return (x.mT if tall else x).to(matrix.dtype)

@@ -1,4 +1,4 @@
-"""Optimizers by name: ``adamw`` and ``sgd`` are torch's; names that end in bits, as ``adamw8bit``, are lowbit's."""
+"""Table of optimizers by name: ``adamw`` and ``sgd`` are torch's, names with a bit width (``adamw8bit``) lowbit's."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ __all__ = ["OPTIMIZERS", "NamedOptimizer", "find_optimizer"]
 
 @dataclass(frozen=True)
 class NamedOptimizer:
-    """An optimizer, and how its usual settings compare with AdamW's."""
+    """An optimizer, and its usual settings relative to AdamW's."""
 
     family: str
-    """Its name without bits, such as ``adamw`` of ``adamw8bit``."""
+    """Name without bit width: ``adamw`` for ``adamw8bit``."""
     make: Callable[..., torch.optim.Optimizer]
-    """``make(params, **settings)``, with the settings of the optimizer's class."""
+    """``make(params, **settings)`` takes the settings of the optimizer's class."""
     lr: float = 1.0
     """Learning rate relative to AdamW's."""
     decay: float = 1.0
-    """Weight decay relative to AdamW's: ``lr`` times ``decay`` is 1, so that weights shrink as fast as with AdamW."""
+    """Weight decay relative to AdamW's. ``lr * decay`` is 1, so weights shrink as fast as with AdamW."""
 
 
 _SGD = NamedOptimizer("sgd", partial(torch.optim.SGD, lr=1e-3, momentum=0.9), lr=10.0, decay=0.1)
 
-#: Those of lowbit, each for all its bits. Muon takes AdamW's learning rate with ``match_rms_adamw`` alone.
+#: lowbit's optimizers, each for all bit widths. Muon needs ``match_rms_adamw`` to use AdamW's learning rate.
 _FAMILIES = (
     NamedOptimizer("adamw", AdamW),
     NamedOptimizer("lion", Lion, lr=0.1, decay=10.0),
@@ -55,7 +55,11 @@ OPTIMIZERS: dict[str, NamedOptimizer] = {
 
 
 def find_optimizer(name: str) -> NamedOptimizer:
-    """The optimizer of that name. Raises ValueError for an unknown name."""
+    """The row of ``OPTIMIZERS`` with this name.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
     if name not in OPTIMIZERS:
         raise ValueError(
             f"unknown optimizer {name!r}{did_you_mean(name, OPTIMIZERS)}; known are {', '.join(OPTIMIZERS)}"

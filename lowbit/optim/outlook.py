@@ -1,4 +1,4 @@
-"""The states that an optimizer will make in a parameter's first step, found without data and without a step."""
+"""Shapes and dtypes of the states that an optimizer will create in a parameter's first step."""
 
 from __future__ import annotations
 
@@ -16,50 +16,45 @@ from lowbit.optim.watch import Watch
 __all__ = ["states_to_come"]
 
 
-def states_to_come(optimizer: torch.optim.Optimizer, group: dict[str, Any], place: int) -> dict[str, Tensor] | None:
-    """The tensors of a parameter's state after its first step, on the meta device.
+def states_to_come(optimizer: torch.optim.Optimizer, group: dict[str, Any], index: int) -> dict[str, Tensor] | None:
+    """The tensors of a parameter's state after its first step, on the meta device, by name.
 
-    A copy of the optimizer steps a fake parameter, so nothing of the optimizer changes.
-
-    Args:
-        optimizer: Any optimizer whose step is that of its class.
-        group: One of its groups.
-        place: The parameter's place in the group.
+    A copy of the optimizer steps a fake parameter, so the optimizer does not change.
 
     Returns:
-        The tensors by name, or None if the step needs data.
+        The tensors, or None if the step needs data.
     """
-    param = group["params"][place]
+    param = group["params"][index]
     with torch.inference_mode(False), torch.no_grad(), fake_tensors(), numbers_are_one():
         fake = nn.Parameter(torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device))
         fake.grad = torch.empty_like(fake)
-        twin = _twin(optimizer, group, place, fake)
+        twin = _twin(optimizer, group, index, fake)
         try:
             plain_step(twin)
-        except Exception:  # of whatever code the optimizer has
+        except Exception:  # any optimizer's code
             return None
-        found = twin.state[fake]
+        state = twin.state[fake]
     return {
         name: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        for name, value in found.items()
+        for name, value in state.items()
         if isinstance(value, Tensor)
     }
 
 
 def _twin(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], place: int, fake: nn.Parameter
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], index: int, fake: nn.Parameter
 ) -> torch.optim.Optimizer:
-    """An optimizer with the same settings, of one parameter that has not stepped."""
+    """An optimizer with the same settings for one parameter that has not stepped."""
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
     for replaced in ("step", "zero_grad"):
         vars(twin).pop(replaced, None)
-    own = {**group, "params": [fake]}
-    if "param_names" in own:
-        own["param_names"] = [group["param_names"][place]]
-    twin.param_groups, twin.state = [own], defaultdict(dict)
+    twin_group = {**group, "params": [fake]}
+    if "param_names" in twin_group:
+        twin_group["param_names"] = [group["param_names"][index]]
+    twin.param_groups, twin.state = [twin_group], defaultdict(dict)
     if isinstance(twin, Optimizer):
-        twin._places, twin._layouts, twin._rosters = {fake: 0}, {}, {}
+        twin._indices, twin._layouts, twin._rosters = {fake: 0}, {}, {}
         twin._watch = Watch(type(optimizer).__name__)
         twin.stepped = None
     return twin

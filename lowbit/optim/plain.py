@@ -1,4 +1,4 @@
-"""The step of an optimizer's class, and another in its place."""
+"""Calling and replacing the ``step`` method of any optimizer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ __all__ = ["WeakMethod", "plain_step", "replace_step_", "require_own_step", "wit
 
 
 class WeakMethod:
-    """A method set on an object itself, bound weakly: a bound one would be a cycle, and keep the object and all weights
-    that it holds until the garbage collector runs. It has the attributes of a bound method, which schedulers read.
+    """A method that is set on an instance and refers to it weakly.
+
+    A bound method would be a reference cycle, and keep the weights alive until the garbage collector runs. Schedulers
+    read the attributes of bound methods, so this class has them.
     """
 
     def __init__(self, function: Callable[..., Any], owner: object) -> None:
@@ -24,7 +26,7 @@ class WeakMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = self.__self__
         if owner is None:
-            raise ReferenceError("expected the optimizer of this method to be alive, but it is gone; keep it")
+            raise ReferenceError("the optimizer of this method no longer exists; keep a reference to it")
         return self.__func__(owner, *args, **kwargs)
 
     @property
@@ -36,16 +38,16 @@ class WeakMethod:
 
 
 def require_own_step(optimizer: torch.optim.Optimizer, who: str) -> None:
-    """Raises ValueError, for the function ``who``, where something other than a scheduler has replaced the step."""
+    """Raise ValueError, with the caller's name ``who``, if something other than a scheduler has replaced the step."""
     step = vars(optimizer).get("step")
     if step is not None and not getattr(step, "_wrapped_by_lr_sched", False):
         raise ValueError(
-            f"{who}: something has replaced the optimizer's step, and would not be called any more; call it before that"
+            f"{who}: something has replaced the optimizer's step, and would no longer be called; call {who} before that"
         )
 
 
 def plain_step(optimizer: torch.optim.Optimizer) -> None:
-    """The step of the optimizer's class, without the hooks of steps."""
+    """Call the ``step`` of the optimizer's class, without step hooks."""
     step = type(optimizer).step
     plain = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
     plain(optimizer)
@@ -53,9 +55,10 @@ def plain_step(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within, a step is that of the optimizer's class alone, and gradients are put aside: torch steps an optimizer to
-    have states that it can load into. It leaves out what requires no gradient, so within all parameters require one:
-    the states of a layer that is frozen are as dear as the others. An error leaves the learning rates as they were.
+    """A context in which ``step`` has no hooks, no parameter has a gradient, and all parameters require one.
+
+    torch's loading steps the optimizer once, to create states to load into. It skips parameters that require no
+    gradient, but the states of frozen layers must be loaded too. An error restores the learning rates.
     """
     before = vars(optimizer).get("step")
     params = [(param, param.grad, param.requires_grad) for group in optimizer.param_groups for param in group["params"]]
@@ -80,9 +83,10 @@ def without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def replace_step_(optimizer: torch.optim.Optimizer, run: Callable[[torch.optim.Optimizer], object], who: str) -> None:
-    """Have ``optimizer.step`` call ``run(optimizer)``, with hooks of steps and closures as before.
+    """Make ``optimizer.step`` call ``run(optimizer)``; step hooks and closures work as before.
 
-    Raises ValueError, for the function ``who``, where something other than a scheduler has replaced it already.
+    Raises:
+        ValueError: Something other than a scheduler has replaced ``step`` already. The message begins with ``who``.
     """
     require_own_step(optimizer, who)
 
@@ -91,10 +95,10 @@ def replace_step_(optimizer: torch.optim.Optimizer, run: Callable[[torch.optim.O
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # which schedulers want to know
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers read it
         run(optimizer)
         return loss
 
     hooked = torch.optim.Optimizer.profile_hook_step(step)
-    hooked._wrapped_by_lr_sched = False  # type: ignore[attr-defined]  # schedulers made before ask whether it is there
+    hooked._wrapped_by_lr_sched = False  # type: ignore[attr-defined]  # schedulers created before read it
     optimizer.step = WeakMethod(hooked, optimizer)  # type: ignore[method-assign]

@@ -1,6 +1,6 @@
-"""The parameters of a group in a step, by columns: many of few elements would else wait for Python.
+"""Columns of a group's parameters for one step, so that many small parameters need little Python.
 
-What stays from step to step is looked up once, in a ``Roster``; all that may be replaced, in every step.
+A ``Roster`` caches everything that stays the same from step to step.
 """
 
 from __future__ import annotations
@@ -16,86 +16,99 @@ from torch import Tensor, nn
 from lowbit.optim.shards import gradient, local
 from lowbit.optim.step import ParamLayout, Work
 
-__all__ = ["Roster", "Turn", "held"]
+__all__ = ["Roster", "Turn", "shards_of"]
 
-#: Whose parameters are whole; those of other classes may be spread over processes.
-_WHOLE = {nn.Parameter, Tensor}
+#: Tensor classes that are never sharded.
+_UNSHARDED = {nn.Parameter, Tensor}
 
 
-def held(params: list[Tensor]) -> list[Tensor]:
-    """What this process holds of parameters."""
-    return params if _WHOLE.issuperset(map(type, params)) else [local(param) for param in params]
+def shards_of(params: list[Tensor]) -> list[Tensor]:
+    """This process' shards of parameters."""
+    return params if _UNSHARDED.issuperset(map(type, params)) else [local(param) for param in params]
 
 
 @dataclass(frozen=True)
 class Roster:
-    """Parameters with their plans, which hold as long as ``facts`` of them and of their group are the same.
+    """Parameters and their layouts, valid as long as ``facts`` stay the same.
 
-    ``kinds``: what those have in common that one op steps; None of those that step otherwise.
+    Attributes:
+        params: The parameters.
+        facts: Everything that decides layouts and keys, from ``facts_of``.
+        layouts: One per parameter.
+        list_keys: One per parameter; parameters with equal keys may step in one op. None if it does not step so.
     """
 
     params: list[Tensor]
     facts: tuple[Any, ...]
     layouts: list[ParamLayout]
-    kinds: list[Any]
+    list_keys: list[Any]
 
     @staticmethod
-    def facts_of(group: dict[str, Any], params: list[Tensor], mine: list[Tensor], rules: list[str]) -> tuple[Any, ...]:
-        """What decides plans and kinds."""
+    def facts_of(
+        group: dict[str, Any], params: list[Tensor], shards: list[Tensor], rules: list[str]
+    ) -> tuple[Any, ...]:
         return (
             group["bits"], group["master"], group["rounding"], rules, list(map(type, params)),
-            [param.dtype for param in mine], [param.is_cpu for param in mine], [param.numel() for param in mine],
-            [param.is_contiguous() for param in mine],
+            [shard.dtype for shard in shards], [shard.is_cpu for shard in shards], [shard.numel() for shard in shards],
+            [shard.is_contiguous() for shard in shards],
         )  # fmt: skip
 
-    def holds(self, params: list[Tensor], facts: tuple[Any, ...]) -> bool:
+    def is_valid(self, params: list[Tensor], facts: tuple[Any, ...]) -> bool:
         return len(params) == len(self.params) and all(map(is_, params, self.params)) and facts == self.facts
 
 
 @dataclass(frozen=True)
 class Turn:
-    """The parameters of a group that step now. ``mine``: what this process holds of them, and of their ``grads``."""
+    """The parameters of a group that step now.
+
+    Attributes:
+        group: The parameter group.
+        params: The parameters.
+        shards: This process' shards of ``params``.
+        grads: This process' shards of the gradients.
+        states: One dict per parameter.
+        layouts: From the roster.
+        list_keys: From the roster.
+    """
 
     group: dict[str, Any]
     params: list[Tensor]
-    mine: list[Tensor]
+    shards: list[Tensor]
     grads: list[Tensor]
     states: list[dict[str, Any]]
     layouts: list[ParamLayout]
-    kinds: list[Any]
+    list_keys: list[Any]
 
     @classmethod
     def of(cls, group: dict[str, Any], roster: Roster, grads: list[Tensor], states: list[dict[str, Any]]) -> Turn:
-        """All of a roster."""
-        params, mine = roster.params, held(roster.params)
-        if mine is not params:
+        params, shards = roster.params, shards_of(roster.params)
+        if shards is not params:
             grads = [gradient(param) for param in params]
         if group["maximize"]:
             grads = [grad.neg() for grad in grads]
-        return cls(group, params, mine, grads, states, roster.layouts, roster.kinds)
+        return cls(group, params, shards, grads, states, roster.layouts, roster.list_keys)
 
     def work(self, i: int, step: int, rng: Tensor) -> Work:
-        """One of them."""
-        source, mine = self.params[i], self.mine[i].detach()
-        return Work(self.layouts[i], source, mine, self.grads[i], self.states[i], self.group, step, rng)
+        source, shard = self.params[i], self.shards[i].detach()
+        return Work(self.layouts[i], source, shard, self.grads[i], self.states[i], self.group, step, rng)
 
     def alike(self, steps: Sequence[int]) -> dict[Any, list[int]]:
-        """Those that one op steps, by their kind, their step, and whether they have masters."""
-        found: dict[Any, list[int]] = {}
+        """Indices of parameters that may step in one op, by list key, step, and whether they have a master weight."""
+        members: dict[Any, list[int]] = {}
         mastered = ["master" in state for state in self.states]
-        for i, key in enumerate(zip(self.kinds, steps, mastered, strict=True)):
+        for i, key in enumerate(zip(self.list_keys, steps, mastered, strict=True)):
             if key[0] is not None:
-                found.setdefault(key, []).append(i)
-        return found
+                members.setdefault(key, []).append(i)
+        return members
 
     def columns(self, members: list[int]) -> list[list[Tensor]]:
-        """Of some that are alike what ``OptimizerSteps`` begins with."""
+        """The tensor lists of ``OptimizerSteps`` for parameters that are alike."""
         states = [self.states[i] for i in members]
-        columns = [[column[i] for i in members] for column in (self.mine, self.grads)]
+        columns = [[column[i] for i in members] for column in (self.shards, self.grads)]
         moments = self.layouts[members[0]].moments
         for part in ("master", *(part for name in moments for part in (name, f"{name}_scale"))):
-            kept = [state[part] for state in states] if part in states[0] else []
-            columns.append(kept if self.mine is self.params else [local(tensor) for tensor in kept])
+            column = [state[part] for state in states] if part in states[0] else []
+            columns.append(column if self.shards is self.params else [local(tensor) for tensor in column])
         return [*columns, *[[]] * (7 - len(columns))]
 
     def places(self, members: list[int]) -> list[int]:

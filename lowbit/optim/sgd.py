@@ -1,4 +1,7 @@
-"""Stochastic gradient descent with momentum. Source: Sutskever et al., ICML 2013; torch.optim.SGD."""
+"""Stochastic gradient descent with low-bit momentum.
+
+Source: Sutskever et al., ICML 2013; torch.optim.SGD.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,17 @@ __all__ = ["SGD", "SGD8bit"]
 
 
 class SGD(Optimizer):
-    """SGD, with momentum and Nesterov's where asked for; every argument as torch's.
+    """SGD with optional momentum and Nesterov momentum.
 
-    ``bits``, ``master``, ``rounding``, ``seed``: see ``Optimizer``. State: ``momentum_buffer``, with momentum.
-    Raises ValueError for ``nesterov`` without momentum or with dampening.
+    State: ``momentum_buffer`` if ``momentum`` is not 0.
+
+    Args:
+        params: Parameters, named parameters or parameter groups.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: As in ``torch.optim.SGD``.
+        bits, master, rounding, seed: See ``Optimizer``.
+
+    Raises:
+        ValueError: ``nesterov`` without momentum or with dampening.
     """
 
     def __init__(
@@ -43,7 +53,10 @@ class SGD(Optimizer):
         super().check(group)
         momentum, dampening = group["momentum"], group["dampening"]
         if group["nesterov"] and (momentum <= 0 or dampening != 0):
-            raise ValueError(f"SGD: nesterov takes momentum above 0 and dampening 0, got {momentum} and {dampening}")
+            raise ValueError(
+                f"SGD: nesterov needs momentum above 0 and dampening 0, got momentum {momentum} and dampening "
+                f"{dampening}; set momentum, or nesterov=False"
+            )
 
     def rule(self, group: dict[str, Any], param: Tensor) -> str:
         return "momentum" if group["momentum"] else "sgd"

@@ -1,7 +1,7 @@
-"""The part of a parameter that this process holds: its place in the whole tensor, and states that lie as it does.
+"""Shards of parameters: the position of a process' part in the full tensor, and tensors sharded like it.
 
-A parameter is a tensor, or a DTensor that is replicated or cut along its axes. Blocks, random bits and the choice of a
-format are counted along the whole tensor seen flat; so a part says where in it its rows lie.
+A parameter is a tensor, or a DTensor that is replicated or sharded along its axes. Blocks and random bits are counted
+along the full flattened tensor, so a part knows the offsets of its rows there.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ __all__ = ["Part", "gradient", "is_dtensor", "local", "whole"]
 
 
 def is_dtensor(x: Any) -> bool:
-    """Whether a tensor is spread over processes."""
-    module = sys.modules.get("torch.distributed.tensor")  # who has a DTensor has imported it
+    """Whether a tensor is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # imported if there are DTensors
     return module is not None and isinstance(x, module.DTensor)
 
 
 def local(x: Tensor) -> Tensor:
-    """What this process holds of a tensor."""
+    """This process' shard of a tensor, detached."""
     part: Tensor = x.to_local() if is_dtensor(x) else x  # type: ignore[attr-defined]
     return part.detach()
 
 
 def whole(x: Tensor) -> Tensor:
-    """All of a tensor; every process takes part where it is cut."""
+    """The full tensor, detached. If it is sharded, all processes must call this."""
     full: Tensor = x.full_tensor() if is_dtensor(x) else x  # type: ignore[attr-defined]
     return full.detach()
 
 
 def gradient(param: Tensor) -> Tensor:
-    """What this process holds of a parameter's gradient, laid out as the parameter is."""
+    """This process' shard of the gradient, sharded like the parameter."""
     grad = param.grad
     assert grad is not None
     if is_dtensor(param) and grad.placements != param.placements:  # type: ignore[attr-defined]
@@ -47,9 +47,18 @@ def gradient(param: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """``rows`` of ``cols`` elements: row i begins at element ``offset + i * pitch`` of the whole tensor seen flat.
+    """This process' part of a tensor.
 
-    ``cuts``: how each axis is cut that is. ``groups``: the process groups across which the tensor is.
+    Attributes:
+        shape: Of the full tensor; ``(1,)`` for a scalar.
+        rows: Rows of the part.
+        cols: Consecutive elements of each row.
+        offset: Index of the first element in the full flattened tensor.
+        pitch: Row i begins at index ``offset + i * pitch``.
+        cuts: The cut of each sharded axis.
+        groups: Process groups that the tensor is sharded over.
+        mesh: Of a DTensor.
+        placements: Of a DTensor.
     """
 
     shape: tuple[int, ...]
@@ -64,7 +73,11 @@ class Part:
 
     @classmethod
     def of(cls, x: Tensor, name: str) -> Part:
-        """Raises ValueError, for the parameter ``name``, where a DTensor's parts are not rows at even distances."""
+        """The part of the parameter ``x``, called ``name`` in messages.
+
+        Raises:
+            ValueError: The DTensor's placement is not supported.
+        """
         shape = tuple(x.shape) or (1,)
         if not is_dtensor(x):
             return cls(shape, 1, prod(shape), 0, max(prod(shape), 1))
@@ -74,55 +87,55 @@ class Part:
         axes = sorted(cuts)
         if any(prod(shape[:axis]) > 1 for axis in axes[:-1]):
             raise ValueError(
-                f"{name} {list(shape)} is sharded along its axes {axes}; an optimizer of lowbit takes tensors that "
-                "are sharded along one axis, or along the first and another"
+                f"{name} {list(shape)} is sharded along its axes {axes}; lowbit optimizers support sharding along one "
+                "axis, or along the first axis and another one"
             )
         last = axes[-1] if axes else 0
-        held = [cuts[axis].length if axis in cuts else size for axis, size in enumerate(shape)]
+        sizes = [cuts[axis].length if axis in cuts else size for axis, size in enumerate(shape)]
         offset = sum(cuts[axis].start * prod(shape[axis + 1 :]) for axis in axes)
         groups = tuple(
             mesh.get_group(level) for level, p in enumerate(placements) if p.is_shard() and mesh.size(level) > 1
         )
         pitch = max(prod(shape[last:]), 1)
-        return cls(shape, prod(held[:last]), prod(held[last:]), offset, pitch, cuts, groups, mesh, placements)
+        return cls(shape, prod(sizes[:last]), prod(sizes[last:]), offset, pitch, cuts, groups, mesh, placements)
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the whole tensor has more than one axis."""
+        """Whether the full tensor has more than one axis."""
         return len(self.shape) > 1
 
     @property
     def numel(self) -> int:
-        """Elements that this process holds."""
+        """Number of elements on this process."""
         return self.rows * self.cols
 
     def holds_blocks(self, block: int) -> bool:
-        """Whether every block of so many elements, counted along the whole tensor, lies in one process' part."""
+        """Whether no block of ``block`` consecutive elements spans the parts of several processes."""
         last = max(self.cuts, default=0)
         return all(
             cut.chunk * prod(self.shape[axis + 1 :]) % block == 0 and cut.chunk > 0 for axis, cut in self.cuts.items()
         ) and (prod(self.shape[:last]) == 1 or self.pitch % block == 0)
 
     def cuts_alike(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of ``shape``, whose elements stand for several in a row each, is cut at the same places."""
+        """Whether a tensor of ``shape``, with one element per several consecutive elements, has the same cuts."""
         if not self.cuts:
             return True
         if max(self.cuts) >= len(shape):
             return False
-        per, there = prod(self.shape) // max(prod(shape), 1), _cuts(tuple(shape), self.mesh, self.placements)
+        per, cuts = prod(self.shape) // max(prod(shape), 1), _cuts(tuple(shape), self.mesh, self.placements)
         return all(
-            there[axis].chunk * prod(shape[axis + 1 :]) * per == cut.chunk * prod(self.shape[axis + 1 :])
+            cuts[axis].chunk * prod(shape[axis + 1 :]) * per == cut.chunk * prod(self.shape[axis + 1 :])
             and cut.chunk > 0
             for axis, cut in self.cuts.items()
         )
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """What this process holds of a tensor of the whole ``shape`` that is placed as the parameter is."""
+        """Shape of this process' shard of a tensor of ``shape`` with the parameter's placements."""
         cuts = self._cuts_of(shape)
         return tuple(cuts[axis].length if axis in cuts else size for axis, size in enumerate(shape))
 
     def of_whole(self, x: Tensor) -> Tensor:
-        """This process' part of a whole tensor."""
+        """This process' part of a full tensor."""
         for axis, cut in self._cuts_of(x.shape).items():
             x = x.narrow(axis, cut.start, cut.length)
         return x
@@ -130,28 +143,28 @@ class Part:
     def _cuts_of(self, shape: Sequence[int]) -> dict[int, Cut]:
         return _cuts(tuple(shape), self.mesh, self.placements) if self.cuts else {}
 
-    def tensor(self, mine: Tensor, shape: Sequence[int]) -> Tensor:
-        """A tensor of the whole ``shape``, placed as the parameter is, of which this process holds ``mine``."""
+    def tensor(self, shard: Tensor, shape: Sequence[int]) -> Tensor:
+        """The tensor of ``shape`` with the parameter's placements and this process' ``shard``."""
         if self.mesh is None:
-            return mine
+            return shard
         from torch.distributed.tensor import DTensor
 
         strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
         return DTensor.from_local(
-            mine, self.mesh, self.placements, run_check=False, shape=torch.Size(shape), stride=strides
+            shard, self.mesh, self.placements, run_check=False, shape=torch.Size(shape), stride=strides
         )
 
-    def places(self, device: torch.device) -> Tensor:
-        """int64 [rows, cols]: the place of every element in the whole tensor seen flat."""
+    def indices(self, device: torch.device) -> Tensor:
+        """int64 ``[rows, cols]``: the index of every element in the full flattened tensor."""
         rows, cols = (torch.arange(count, device=device) for count in (self.rows, self.cols))
         return self.offset + rows[:, None] * self.pitch + cols
 
 
 @dataclass(frozen=True)
 class Cut:
-    """An axis that is cut: this process holds ``length`` of it from ``start`` on.
+    """A sharded axis: this process has ``length`` entries from ``start`` on.
 
-    ``chunk``: what all processes but the last hold; 0 where they hold different lengths.
+    ``chunk`` is the length on all processes but the last, or 0 if lengths differ.
     """
 
     start: int
@@ -179,6 +192,6 @@ def _require_known(placements: Sequence[Any], name: str) -> None:
     for placement in placements:
         if type(placement) not in (Replicate, Shard):
             raise ValueError(
-                f"{name} is placed as {placement}; an optimizer of lowbit takes Replicate and Shard: redistribute the "
-                "parameter, or shard each of its axes over one axis of the mesh"
+                f"{name} has the placement {placement}; lowbit optimizers support Replicate and Shard: redistribute "
+                "the parameter, or shard each of its axes over one axis of the mesh"
             )

@@ -1,6 +1,6 @@
-"""What states of optimizers are kept in: the rows of STATES, and the shapes of a tensor's codes and scales.
+"""Formats of optimizer states, the rows of STATES, and the shapes of their codes and scales.
 
-All that decides is the whole tensor's shape, so that every sharding of it keeps the same numbers.
+The format depends only on the full tensor's shape, so the numbers are the same with every sharding.
 Source: docs/optimizers.md.
 """
 
@@ -23,16 +23,21 @@ from lowbit.optim.shards import Part, local, whole
 
 __all__ = ["FEW", "STATES", "States", "Storage", "Stored", "encoded", "fill", "find", "is_aligned", "zeros"]
 
-#: Tensors of fewer elements keep their states in fp32, as bitsandbytes and torchao do.
+#: Tensors with fewer elements have fp32 states, as in bitsandbytes and torchao.
 FEW = 4096
 
 
 @dataclass(frozen=True)
 class States:
-    """What the states of ``bits`` are kept in: ``signed`` a first moment, ``root`` the root of a second one.
+    """A format of optimizer states.
 
-    ``rounding``: unless another is asked for. Of 8 bits, stochastic rounding keeps a slow mean moving; of 4, its noise
-    costs more than that saves.
+    Attributes:
+        name: Key of ``STATES``.
+        bits: Bits per element.
+        signed: Format or scheme of first moments.
+        root: Format or scheme of the square roots of second moments.
+        rounding: Default rounding. With 8 bits, stochastic rounding keeps a slow average moving. With 4 bits, its
+            noise costs more than that saves.
     """
 
     name: str
@@ -42,7 +47,7 @@ class States:
     rounding: str = "stochastic"
 
 
-#: Every way to keep states. The first row of a width is what the width's number stands for. Saved states name their
+#: All formats of states. ``bits=8`` and other bit widths select the first row with that width. Saved states name their
 #: row, so a row never changes, nor does ``FEW``.
 STATES: dict[str, States] = {
     row.name: row
@@ -58,24 +63,31 @@ STATES: dict[str, States] = {
 
 
 def find(bits: int | str) -> States:
-    """The row of a width or of a name. Raises ValueError for others."""
+    """The row with this bit width or name.
+
+    Raises:
+        ValueError: There is none.
+    """
     rows = [row for row in STATES.values() if bits in (row.name, row.bits)]
     if rows:
         return rows[0]
     widths = list(dict.fromkeys(row.bits for row in STATES.values()))
     hint = did_you_mean(bits, STATES) if isinstance(bits, str) else ""
-    raise ValueError(f"bits is {', '.join(map(str, widths))}, or one of {', '.join(STATES)}; got {bits!r}{hint}")
+    raise ValueError(f"bits must be {', '.join(map(str, widths))}, or one of {', '.join(STATES)}; got {bits!r}{hint}")
 
 
 class Storage(NamedTuple):
-    """What one state of a tensor of ``shape`` is kept in: a float format, or a scheme on its elements seen flat."""
+    """Format of one state of a tensor of ``shape``.
+
+    ``kind`` is the name of a float format, or of a scheme that quantizes the flattened tensor.
+    """
 
     kind: str
     shape: tuple[int, ...]
 
     @classmethod
     def of(cls, row: States, shape: Sequence[int], signed: bool) -> Storage:
-        """By the row, unless the tensor has few elements, or codes of 4 bits that do not come in pairs."""
+        """The format of the row, unless the tensor has few elements, or 4-bit codes that do not come in pairs."""
         size = tuple(shape)
         if prod(size) < FEW:
             row = STATES["fp32"]
@@ -85,16 +97,16 @@ class Storage(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of a state that is kept as a float; None of codes."""
+        """The dtype of a float state, None if it is quantized."""
         return FLOAT_STATES.get(self.kind)
 
     @property
     def block(self) -> int:
-        """Elements that share a scale, counted along the tensor seen flat; 1 of floats."""
+        """Consecutive elements of the flattened tensor that share a scale; 1 for floats."""
         return 1 if self.dtype is not None else scaling.scheme(self.kind).block[1] or 1
 
     def codes_shape(self) -> tuple[int, ...]:
-        """Of codes: the tensor's own shape; of 4 bits, with half the columns."""
+        """Shape of the codes: the tensor's shape, or with two 4-bit codes per byte half the columns."""
         if self.dtype is not None or scaling.scheme(self.kind).format.bits == 8:
             return self.shape
         packed = _packed(self.shape)
@@ -102,7 +114,7 @@ class Storage(NamedTuple):
         return packed
 
     def scale_shape(self) -> tuple[int, ...]:
-        """A scale for each block: in the tensor's shape where blocks fill its rows, else in one row."""
+        """Shape of the scales, one per block: like the tensor's if blocks fill its rows, else one row."""
         if self.dtype is not None:
             return ()
         return _cut(self.shape, self.block) or (-(-prod(self.shape) // self.block),)
@@ -112,13 +124,13 @@ class Storage(NamedTuple):
         return dtype
 
     def zero_code(self) -> int:
-        """The byte of codes that are 0 with a scale of 0."""
+        """The byte whose codes stand for 0."""
         format = scaling.scheme(self.kind).format
         return format.zero_code if format.bits == 8 else format.zero_code * 17
 
 
 def _cut(shape: tuple[int, ...], size: int) -> tuple[int, ...] | None:
-    """The shape whose last axis counts groups of ``size``, of two axes where only all but the first can be cut."""
+    """The shape with groups of ``size`` along the last axis, or along all axes but the first; None if neither fits."""
     if shape[-1] % size == 0:
         return (*shape[:-1], shape[-1] // size)
     rest = prod(shape[1:])
@@ -130,64 +142,67 @@ def _packed(shape: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 class Stored(NamedTuple):
-    """A state that is kept as ``kept`` says: codes and scales, or floats without scales."""
+    """A state: codes and scales, or floats without scales."""
 
-    kept: Storage
+    storage: Storage
     codes: Tensor
     scale: Tensor | None
 
     def numbers(self) -> Tensor:
-        """fp32, of the whole tensor's shape; every process takes part where it is cut."""
+        """The full state in fp32. If it is sharded, all processes must call this."""
         codes = whole(self.codes)
         if self.scale is None:
             return codes.float()
-        size, scale = prod(self.kept.shape), whole(self.scale).reshape(1, -1)
-        given = (codes.reshape(-1), self.kept.kind, size, scale, None, None, torch.float32)
-        numbers: Tensor = call("dequantize", *given)
-        return numbers.reshape(self.kept.shape)
+        shape, kind = self.storage.shape, self.storage.kind
+        scale = whole(self.scale).reshape(1, -1)
+        numbers: Tensor = call("dequantize", codes.reshape(-1), kind, prod(shape), scale, None, None, torch.float32)
+        return numbers.reshape(shape)
 
 
-def zeros(part: Part, kept: Storage, name: str, device: torch.device) -> Stored:
-    """A state of zeros of the parameter ``name``, placed as its part says.
+def zeros(part: Part, storage: Storage, name: str, device: torch.device) -> Stored:
+    """A zero state of the parameter ``name``, sharded like the parameter.
 
-    Codes and scales are placed as the parameter is; scales of blocks that lie in several parts are on every process.
-    Raises ValueError where codes of 4 bits cannot be cut as the parameter is.
+    Scales of blocks that span several parts are replicated.
+
+    Raises:
+        ValueError: 4-bit codes cannot be sharded like the parameter.
     """
-    if kept.dtype is not None:
-        held = torch.zeros(part.local_shape(kept.shape), dtype=kept.dtype, device=device)
-        return Stored(kept, part.tensor(held, kept.shape), None)
-    shape = kept.codes_shape()
+    if storage.dtype is not None:
+        floats = torch.zeros(part.local_shape(storage.shape), dtype=storage.dtype, device=device)
+        return Stored(storage, part.tensor(floats, storage.shape), None)
+    shape = storage.codes_shape()
     if not part.cuts_alike(shape):
         raise ValueError(
-            f"{name} {list(kept.shape)} is sharded as {part.placements} between codes of {kept.kind} that share a "
-            "byte; use bits=8 in its group, or another sharding"
+            f"{name} {list(storage.shape)} is sharded as {part.placements} between codes of {storage.kind} that share "
+            "a byte; use bits=8 in its group, or another sharding"
         )
-    codes = torch.full(part.local_shape(shape), kept.zero_code(), dtype=torch.uint8, device=device)
-    shape, dtype = kept.scale_shape(), kept.scale_dtype()
-    if not is_aligned(part, kept):
-        return Stored(kept, part.tensor(codes, kept.codes_shape()), torch.zeros(shape, dtype=dtype, device=device))
+    local_codes = torch.full(part.local_shape(shape), storage.zero_code(), dtype=torch.uint8, device=device)
+    codes = part.tensor(local_codes, shape)
+    shape, dtype = storage.scale_shape(), storage.scale_dtype()
+    if not is_aligned(part, storage):
+        return Stored(storage, codes, torch.zeros(shape, dtype=dtype, device=device))
     scale = torch.zeros(part.local_shape(shape), dtype=dtype, device=device)
-    return Stored(kept, part.tensor(codes, kept.codes_shape()), part.tensor(scale, shape))
+    return Stored(storage, codes, part.tensor(scale, shape))
 
 
-def is_aligned(part: Part, kept: Storage) -> bool:
-    """Whether no block lies in several parts, and scales are cut as the parameter is."""
-    return kept.dtype is not None or (part.holds_blocks(kept.block) and part.cuts_alike(kept.scale_shape()))
+def is_aligned(part: Part, storage: Storage) -> bool:
+    """Whether no block spans several parts, and scales can be sharded like the parameter."""
+    return storage.dtype is not None or (part.holds_blocks(storage.block) and part.cuts_alike(storage.scale_shape()))
 
 
-def encoded(part: Part, kept: Storage, name: str, numbers: Tensor) -> Stored:
-    """The numbers of a whole tensor, rounded to nearest, placed as ``zeros`` places them."""
-    made = zeros(part, kept, name, numbers.device)
-    if made.scale is None:
-        local(made.codes).copy_(part.of_whole(numbers))
-        return made
-    q = quantize(numbers.reshape(-1), kept.kind)
-    fill(part, made.codes, q.codes.reshape(kept.codes_shape()))
-    fill(part, made.scale, q.scale.reshape(kept.scale_shape()))
-    return made
+def encoded(part: Part, storage: Storage, name: str, numbers: Tensor) -> Stored:
+    """The numbers of a full tensor, rounded to nearest, sharded as by ``zeros``."""
+    stored = zeros(part, storage, name, numbers.device)
+    if stored.scale is None:
+        local(stored.codes).copy_(part.of_whole(numbers))
+        return stored
+    q = quantize(numbers.reshape(-1), storage.kind)
+    fill(part, stored.codes, q.codes.reshape(storage.codes_shape()))
+    fill(part, stored.scale, q.scale.reshape(storage.scale_shape()))
+    return stored
 
 
 def fill(part: Part, target: Tensor, source: Tensor) -> None:
-    """Copies a whole tensor to one that is placed as the parameter is, or is on every process."""
-    mine = local(target)
-    mine.copy_(part.of_whole(source) if mine.shape != source.shape else source)
+    """Copy a full tensor to one that is sharded like the parameter, or replicated."""
+    shard = local(target)
+    shard.copy_(part.of_whole(source) if shard.shape != source.shape else source)

@@ -1,4 +1,4 @@
-"""The step of one parameter by the op ``optimizer_step``, or of many at once: by ``optimizer_steps_``, or joined.
+"""Optimizer steps by the ops ``optimizer_step`` (one parameter) and ``optimizer_steps_`` (many parameters).
 
 Source: docs/numerics.md section 11.
 """
@@ -26,11 +26,19 @@ __all__ = ["ParamLayout", "Work", "advance", "advance_joined", "advance_listed",
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """What stays of a parameter from step to step: its name and part, its rule, what its states are kept as.
+    """Facts about a parameter and its states that stay the same from step to step.
 
-    ``rounding``: of its states. ``stream``: of the random bits of its moments; the next one is of its weights.
-    ``few``: of elements in all, so that its states are in fp32. ``aligned``: no block lies in several parts.
-    ``place``: see ``OptimizerSteps``. ``kinds``: what its states are kept in.
+    Attributes:
+        name: For messages.
+        rule: Name of the update rule, a key of ``RULES``.
+        part: The part of the parameter on this process.
+        moments: Storage of each moment.
+        rounding: Rounding of the states.
+        stream: Random stream of the moments; the weights use the next stream.
+        few: Whether the tensor has so few elements that its states are fp32.
+        aligned: Whether no block spans several parts.
+        place: Its entry of ``OptimizerSteps.places``.
+        kinds: Format of each moment.
     """
 
     name: str
@@ -47,14 +55,22 @@ class ParamLayout:
     def __post_init__(self) -> None:
         place = self.part.cols, self.stream, self.part.offset, self.part.pitch
         object.__setattr__(self, "place", place)
-        object.__setattr__(self, "kinds", tuple(kept.kind for kept in self.moments.values()))
+        object.__setattr__(self, "kinds", tuple(storage.kind for storage in self.moments.values()))
 
 
 @dataclass(slots=True)
 class Work:
-    """A parameter ``source`` in a step: this process' parts of it and of its gradient, and its states.
+    """One parameter in a step.
 
-    ``rng``: [seed, step].
+    Attributes:
+        layout: Of the parameter.
+        source: The parameter itself.
+        param: This process' shard of it.
+        grad: This process' shard of the gradient.
+        state: States by name.
+        group: Its parameter group.
+        step: Counted from 1.
+        rng: int64 ``[seed, step]``.
     """
 
     layout: ParamLayout
@@ -71,7 +87,7 @@ class Work:
         return self.layout.part
 
     def local(self, name: str) -> Tensor:
-        """What this process holds of a state."""
+        """This process' shard of a state."""
         state: Tensor = self.state[name]
         return state if self.layout.part.mesh is None else local(state)
 
@@ -85,43 +101,44 @@ class Work:
         return self.group["master"] == "stochastic" and self.param.dtype == torch.bfloat16
 
     def other(self, rule: str, moments: dict[str, Storage], **changes: Any) -> Work:
-        """The same parameter in another rule's step."""
+        """The same parameter with another rule."""
         return replace(self, layout=replace(self.layout, rule=rule, moments=moments), **changes)
 
 
 def advance(work: Work, factors: Sequence[float]) -> None:
-    """One step of a parameter and its states by the work's rule, in place."""
+    """Step a parameter and its states in place by the rule of ``work``."""
     part = work.part
-    kept = [Stored(kind, *_stored(work.state, name)) for name, kind in work.layout.moments.items()]
+    moments = [Stored(storage, *_stored(work.state, name)) for name, storage in work.layout.moments.items()]
     if work.layout.aligned:
-        _op(work, factors, kept)
+        _op(work, factors, moments)
         return
-    numbers = [_decoded(part, m) for m in kept]
+    numbers = [_decoded(part, moment) for moment in moments]
     if part.numel:
-        floats = [Stored(Storage("fp32", m.kept.shape), n, None) for m, n in zip(kept, numbers, strict=True)]
+        floats = [Stored(Storage("fp32", m.storage.shape), n, None) for m, n in zip(moments, numbers, strict=True)]
         _op(work, factors, floats)
-    for moment, number in zip(kept, numbers, strict=True):
+    for moment, number in zip(moments, numbers, strict=True):
         _encode(work, moment, number)
 
 
 def direction(work: Work, grad: Tensor, moments: dict[str, Storage], factors: Sequence[float]) -> Tensor:
-    """What the rule ``momentum`` makes of ``grad`` instead of a step: fp32, of this process' part."""
-    made = torch.zeros(grad.shape, device=grad.device)
+    """The update by the rule ``momentum``, fp32, for this process' shard; the parameter stays as it is."""
+    update = torch.zeros(grad.shape, device=grad.device)
     state = {name: value for name, value in work.state.items() if name != "master"}
-    advance(work.other("momentum", moments, param=made, grad=grad, state=state), factors)
-    return made
+    advance(work.other("momentum", moments, param=update, grad=grad, state=state), factors)
+    return update
 
 
 def mean_of(keep: float, nesterov: bool = False) -> tuple[float, ...]:
-    """The factors by which a direction is the mean of gradients, or with Nesterov's look ahead."""
+    """Factors with which ``direction`` returns the moving average of gradients, optionally with Nesterov momentum."""
     shares = (1 - keep, keep) if nesterov else (0.0, 1.0)
     return 0.0, keep, 1 - keep, *shares, -1.0
 
 
 def advance_joined(works: Sequence[Work], factors: Sequence[float]) -> list[Tensor]:
-    """The same of several parameters of one dtype, whose moments are in fp32 and which have no masters: in one op.
+    """Step several parameters in one op. They have one dtype, fp32 moments and no master weights.
 
-    Answers their moments, joined.
+    Returns:
+        Their moments, concatenated.
     """
     flat = [[_flat(work.param) for work in works]]
     flat += [[_flat(work.local(name)) for work in works] for name in works[0].layout.moments]
@@ -139,21 +156,32 @@ def advance_joined(works: Sequence[Work], factors: Sequence[float]) -> list[Tens
 def advance_listed(
     first: Work, columns: Sequence[Sequence[Tensor]], places: Sequence[int], factors: Sequence[float], look: int
 ) -> Tensor:
-    """The same of parameters of one group, dtype and kind of states and masters, no block of which lies in several
-    parts: in one op, which says of which all states are finite (``OptimizerSteps``, which begins with ``columns``).
+    """Step many parameters in one op.
+
+    They have one group, dtype, and format of states and master weights. No block spans several parts.
+
+    Args:
+        first: One of the parameters.
+        columns: The tensor lists that ``OptimizerSteps`` begins with.
+        places: See ``OptimizerSteps``.
+        factors: Of the rule.
+        look: See ``OptimizerSteps``.
+
+    Returns:
+        For each parameter, whether all of its states are finite.
     """
     layout = first.layout
     rounding, weights = _roundings(first, layout.kinds)
     rng = first.rng if "stochastic" in (rounding, weights) else None
     kinds = (*layout.kinds, "fp32", "fp32")[:2]
-    given = OptimizerSteps._make((*columns, places, layout.rule, factors, *kinds, rounding, weights, rng, look))
-    finite: Tensor = call("optimizer_steps_", *given)
-    torch.autograd.graph.increment_version(given.params)  # no graph has states
+    steps = OptimizerSteps._make((*columns, places, layout.rule, factors, *kinds, rounding, weights, rng, look))
+    finite: Tensor = call("optimizer_steps_", *steps)
+    torch.autograd.graph.increment_version(steps.params)  # states are in no graph
     return finite
 
 
 def _roundings(work: Work, kinds: Sequence[str]) -> tuple[str, str]:
-    """How states in ``kinds``, and the parameter, are rounded."""
+    """Rounding of states with formats ``kinds``, and rounding of the parameter."""
     rounding = work.layout.rounding if any(kind != "fp32" for kind in kinds) else "nearest"
     return rounding, "stochastic" if work.rounds_weights else "nearest"
 
@@ -167,25 +195,20 @@ def _stored(state: dict[str, Any], name: str) -> tuple[Tensor, Tensor | None]:
     return local(state[name]), None if scale is None else local(scale)
 
 
-def _op(work: Work, factors: Sequence[float], kept: Sequence[Stored]) -> None:
+def _op(work: Work, factors: Sequence[float], moments: Sequence[Stored]) -> None:
     part = work.part
     if not part.numel:
         return
     rows, cols = part.rows, part.cols
-    given = [
-        (
-            m.kept.kind,
-            m.codes.view(rows, -1),
-            None if m.scale is None else m.scale.view(rows, -1),
-        )
-        for m in kept
+    matrices = [
+        (m.storage.kind, m.codes.view(rows, -1), None if m.scale is None else m.scale.view(rows, -1)) for m in moments
     ]
     param = work.param if work.param.is_contiguous() else work.param.contiguous()
     master = work.master
     step_(
         _arguments(
             work, factors, param.view(rows, cols), work.grad.reshape(rows, cols),
-            None if master is None else master.view(rows, cols), given,
+            None if master is None else master.view(rows, cols), matrices,
         )
     )  # fmt: skip
     if param is not work.param:
@@ -205,38 +228,40 @@ def _arguments(
     )  # fmt: skip
 
 
-# -- blocks that lie in several parts ----------------------------------------------------------------------------------
+# -- blocks that span several parts ------------------------------------------------------------------------------------
 def _each(kind: str) -> str:
-    """The scheme with a scale for every element, which the block that an element is of decides."""
+    """The scheme with one scale per element, so that each element can have the scale of its block."""
     format, _scaling, *options = kind.split(":")
     return ":".join((format, "group1", *options))
 
 
 def _decoded(part: Part, moment: Stored) -> Tensor:
-    """The moment's numbers, fp32 [rows, cols], by scales of the whole tensor's blocks."""
+    """The moment in fp32 ``[rows, cols]``, by the scales of the full tensor's blocks."""
     assert moment.scale is not None  # floats have no blocks
     if not part.numel:
         return moment.scale.new_empty(part.rows, part.cols, dtype=torch.float32)
-    scale = moment.scale.view(-1)[part.places(moment.scale.device) // moment.kept.block]
+    scale = moment.scale.view(-1)[part.indices(moment.scale.device) // moment.storage.block]
     codes = moment.codes.view(part.rows, -1)
-    numbers: Tensor = call("dequantize", codes, _each(moment.kept.kind), part.cols, scale, None, None, torch.float32)
+    kind = _each(moment.storage.kind)
+    numbers: Tensor = call("dequantize", codes, kind, part.cols, scale, None, None, torch.float32)
     return numbers
 
 
 def _encode(work: Work, moment: Stored, numbers: Tensor) -> None:
-    """Stores numbers as the moment is kept, with scales from the blocks of the whole tensor."""
-    part, kept = work.part, moment.kept
+    """Store ``numbers`` in the moment, with the scales of the full tensor's blocks."""
+    part, storage = work.part, moment.storage
     assert moment.scale is not None
-    blocks = part.places(numbers.device) // kept.block
+    blocks = part.indices(numbers.device) // storage.block
     bits = (numbers.view(torch.int32) & 0x7FFFFFFF).view(-1)
     amax = bits.new_zeros(moment.scale.numel()).scatter_reduce_(0, blocks.view(-1), bits, "amax")
     for group in part.groups:
         dist.all_reduce(amax, dist.ReduceOp.MAX, group)  # as integers, of which NaN is the largest
-    scales = quantize(amax.view(torch.float32)[:, None], _each(kept.kind)).scale
+    kind = _each(storage.kind)
+    scales = quantize(amax.view(torch.float32)[:, None], kind).scale
     moment.scale.copy_(scales.view_as(moment.scale))
     if not part.numel:
         return
-    word = work.layout.rounding
-    random = (work.rng, work.layout.stream, part.offset, part.pitch) if word == "stochastic" else (None, 0, 0, None)
-    codes = call("quantize_static", numbers, _each(kept.kind), moment.scale.view(-1)[blocks], None, None, word, *random)
+    rounding = work.layout.rounding
+    random = (work.rng, work.layout.stream, part.offset, part.pitch) if rounding == "stochastic" else (None, 0, 0, None)
+    codes = call("quantize_static", numbers, kind, moment.scale.view(-1)[blocks], None, None, rounding, *random)
     moment.codes.copy_(codes.view_as(moment.codes))

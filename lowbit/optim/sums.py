@@ -1,7 +1,7 @@
-"""Sums of squares of the rows and columns of a matrix that no order of adding and no sharding changes.
+"""Sums of squares of matrix rows and columns, bit-identical in any order and on any sharding.
 
-Every term is an integer: a square relative to the largest of its row (or column), by the op ``square_sums``. Integers
-add exactly, so each process adds its own and their sums are those of the whole matrix.
+Every term is an integer: a square relative to the largest one of its row (or column), by the op ``square_sums``.
+Integer sums are exact, so the sums of all processes add up to those of the full matrix.
 """
 
 from __future__ import annotations
@@ -23,58 +23,58 @@ _LINES = ("int8:row", "int8:col")
 
 
 class Matrix:
-    """A parameter as the matrix ``[D0, rest]``: which of its rows and columns this process holds."""
+    """A parameter as the matrix ``[D0, rest]``, with the rows and columns of this process."""
 
     def __init__(self, part: Part) -> None:
         shape = part.shape
         self.part, self.rows, self.cols = part, shape[0], max(torch.Size(shape[1:]).numel(), 1)
-        held = torch.arange(self.cols).view(shape[1:] or (1,))
+        cols = torch.arange(self.cols).view(shape[1:] or (1,))
         for axis, cut in part.cuts.items():
             if axis > 0:
-                held = held.narrow(axis - 1, cut.start, cut.length)
+                cols = cols.narrow(axis - 1, cut.start, cut.length)
         first = part.cuts.get(0)
-        self._places = (
+        self._indices = (
             torch.arange(self.rows) if first is None else torch.arange(first.start, first.start + first.length),
-            held.reshape(-1),
+            cols.reshape(-1),
         )
 
-    def of(self, x: Tensor) -> Tensor:
-        """What this process holds of the matrix, from what it holds of the tensor."""
-        return x.reshape(len(self._places[0]), len(self._places[1]))
+    def of(self, shard: Tensor) -> Tensor:
+        """A shard of the tensor as a matrix."""
+        return shard.reshape(len(self._indices[0]), len(self._indices[1]))
 
     def here(self, vector: Tensor, axis: int) -> Tensor:
-        """The elements of a vector over all rows (axis 0) or columns (1) that are of this process' ones."""
-        return vector[self._places[axis].to(vector.device)]
+        """The elements for this process, of a vector over all rows (axis 0) or columns (axis 1)."""
+        return vector[self._indices[axis].to(vector.device)]
 
-    def squares(self, mine: Tensor, axes: Sequence[int] = (0, 1)) -> list[Tensor]:
-        """fp64 sums of squares of all rows (0) and columns (1); ``mine``: fp32 or 16 bits, of this process."""
-        tops = [self._reduced(_amax(mine, axis), axis, dist.ReduceOp.MAX) for axis in axes]
+    def squares(self, shard: Tensor, axes: Sequence[int] = (0, 1)) -> list[Tensor]:
+        """fp64 sums of squares of all rows (axis 0) and columns (axis 1), from fp32 or 16-bit shards."""
+        tops = [self._reduced(_amax(shard, axis), axis, dist.ReduceOp.MAX) for axis in axes]
         exponents = [torch.frexp(top)[1] for top in tops]
-        wholes = [
-            self._reduced(call("square_sums", mine, self.here(e, axis), axis), axis, dist.ReduceOp.SUM)
+        sums = [
+            self._reduced(call("square_sums", shard, self.here(e, axis), axis), axis, dist.ReduceOp.SUM)
             for axis, e in zip(axes, exponents, strict=True)
         ]
         return [
-            torch.where(top.isfinite(), torch.ldexp(whole.double(), 2 * e - SQUARE_BITS), torch.nan)
-            for whole, e, top in zip(wholes, exponents, tops, strict=True)
+            torch.where(top.isfinite(), torch.ldexp(total.double(), 2 * e - SQUARE_BITS), torch.nan)
+            for total, e, top in zip(sums, exponents, tops, strict=True)
         ]
 
-    def _reduced(self, mine: Tensor, axis: int, how: dist.ReduceOp.RedOpType) -> Tensor:
-        """A vector over all rows or columns, from each process' part of it; the order of processes does not matter."""
-        full = mine.new_zeros((self.rows, self.cols)[axis])
-        full[self._places[axis].to(mine.device)] = mine
+    def _reduced(self, values: Tensor, axis: int, op: dist.ReduceOp.RedOpType) -> Tensor:
+        """The vector over all rows or columns, reduced over processes from the ``values`` of each."""
+        full = values.new_zeros((self.rows, self.cols)[axis])
+        full[self._indices[axis].to(values.device)] = values
         for group in self.part.groups:
-            dist.all_reduce(full, how, group)
+            dist.all_reduce(full, op, group)
         return full
 
 
-def _amax(mine: Tensor, axis: int) -> Tensor:
-    """The largest magnitude of each row (0) or column (1); Inf where NaN is among them, whose maximum gloo loses."""
-    if not mine.numel():
-        return mine.new_zeros(mine.shape[axis], dtype=torch.float32)
-    if mine.shape[1 - axis] == 1:
-        tops = mine.abs().float()
+def _amax(shard: Tensor, axis: int) -> Tensor:
+    """Largest magnitude of each row (axis 0) or column (axis 1). NaN becomes Inf, since a maximum by gloo drops NaN."""
+    if not shard.numel():
+        return shard.new_zeros(shard.shape[axis], dtype=torch.float32)
+    if shard.shape[1 - axis] == 1:
+        tops = shard.abs().float()
     else:
-        low, high = call("block_range", mine, _LINES[axis])
+        low, high = call("block_range", shard, _LINES[axis])
         tops = torch.maximum(high, -low)
     return tops.reshape(-1).nan_to_num(torch.inf, torch.inf)

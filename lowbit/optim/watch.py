@@ -1,4 +1,4 @@
-"""What an optimizer warns of: parameters that do not move, states that are not finite; and counts of ends of codes."""
+"""Warnings of optimizers (parameters that do not move, states with Inf or NaN), and saturation of quantized states."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from torch import Tensor
 
 from lowbit import scaling, user_warnings
 from lowbit.functional import decode, unpack
-from lowbit.optim.kept import Keeping
+from lowbit.optim.interface import StatefulOptimizer
 from lowbit.optim.shards import local
 from lowbit.optim.step import Work
 
 __all__ = ["Watch", "all_finite", "saturation"]
 
-#: Elements of a parameter that are compared before and after a step, and the share that should have moved.
+#: Number of elements that are compared before and after a step, and the fraction of them that should have changed.
 _SAMPLE, _MOVED = 4096, 0.1
-#: Moments in floats of at most so many elements are looked at in every step on a CPU, and scales 64 times fewer.
+#: On a CPU, float moments with at most this many elements are checked in every step, and 64 times fewer scales.
 _CHEAP = 4096
 
 
 class Watch:
-    """Warnings of one optimizer, each once a parameter.
+    """Warnings of one optimizer, each once per parameter.
 
-    Whether a parameter moves is looked at in steps 1, 10, 100 and so on; whether states are finite in each step on a
-    CPU, and in those steps on other devices, where looking waits for the device. Float states of large parameters are
-    looked at in those steps too.
+    Steps 1, 10, 100 and so on check whether parameters move, and all states. On a CPU, every step also checks small
+    states and scales; on other devices that would synchronize.
     """
 
     def __init__(self, who: str) -> None:
@@ -36,50 +35,50 @@ class Watch:
         self._warned: set[tuple[str, str]] = set()
 
     def looks_at(self, work: Work) -> bool:
-        """Whether this step is one after which a parameter's elements are compared with what they were."""
+        """Whether this step compares the parameter before and after."""
         short = work.param.dtype != torch.float32 and work.group["master"] is None
         return short and _sparse(work) and work.param.numel() > 0
 
     @contextmanager
     def moving(self, works: Sequence[Work]) -> Iterator[None]:
-        """Around the step of parameters: warns where rounding undoes most of it."""
-        looked = [work for work in works if self.looks_at(work)]
-        before = [(_sample(work.param).clone(), _sample(work.grad)) for work in looked]
+        """Around the step of parameters: warn if rounding undoes most of it."""
+        watched = [work for work in works if self.looks_at(work)]
+        before = [(_sample(work.param).clone(), _sample(work.grad)) for work in watched]
         yield
-        for work, (were, grad) in zip(looked, before, strict=True):
-            asked = grad != 0
-            moved = int(((_sample(work.param) != were) & asked).sum())
-            if work.group["lr"] and moved < _MOVED * int(asked.sum()):
+        for work, (old, grad) in zip(watched, before, strict=True):
+            nonzero = grad != 0
+            count, moved = int(nonzero.sum()), int(((_sample(work.param) != old) & nonzero).sum())
+            if work.group["lr"] and moved < _MOVED * count:
                 self._warn(
                     "still", work.layout.name,
-                    f"{self._who}: step {work.step} moved {moved} of {int(asked.sum())} elements looked at of "
-                    f"{work.layout.name} in {work.param.dtype}: updates are less than half of its last place; use "
+                    f"{self._who}: step {work.step} changed {moved} of {count} sampled elements of {work.layout.name} "
+                    f"in {work.param.dtype}: most updates are smaller than half an ulp and are rounded away; use "
                     "master='residual', 'stochastic' or 'fp32'",
                 )  # fmt: skip
 
     def looks_up_to(self, work: Work) -> int:
-        """Moments in floats of at most so many elements are looked at after this step."""
+        """The largest number of elements with which a float moment is checked after this step."""
         return (1 << 62) if _sparse(work) else _CHEAP
 
     def finite(self, work: Work) -> None:
-        """After a parameter's step: warns where its gradient made its states Inf or NaN."""
+        """After a parameter's step: warn if its gradient made its states Inf or NaN."""
         for name in work.layout.moments:
             scale = f"{name}_scale"
-            looked = work.local(scale if scale in work.state else name)
-            cheap = looked.device.type == "cpu" and 64 * looked.numel() <= max(work.part.numel, 64 * _CHEAP)
-            if (cheap or _sparse(work)) and not all_finite(looked):
+            state = work.local(scale if scale in work.state else name)
+            cheap = state.device.type == "cpu" and 64 * state.numel() <= max(work.part.numel, 64 * _CHEAP)
+            if (cheap or _sparse(work)) and not all_finite(state):
                 self._warn(
                     "finite", work.layout.name,
                     f"{self._who}: the gradient of {work.layout.name} is Inf or NaN at step {work.step}, or too large "
-                    "for its states, which hold NaN from now on; skip such steps (lowbit.train.LossScaler does), or go "
+                    "for its states, which stay NaN from now on; skip such steps (lowbit.train.LossScaler does), or go "
                     "back to a checkpoint",
                 )  # fmt: skip
                 return
 
     def finite_joined(self, works: Sequence[Work], moments: Sequence[Tensor]) -> None:
-        """The same of parameters that have stepped together, each of which is asked only where one is at fault."""
-        looked = works[0].param.device.type == "cpu" or _sparse(works[0])
-        if looked and not all(all_finite(moment) for moment in moments):
+        """``finite`` for parameters that stepped together, checked one by one only if a joined moment is not finite."""
+        checks = works[0].param.device.type == "cpu" or _sparse(works[0])
+        if checks and not all(all_finite(moment) for moment in moments):
             for work in works:
                 self.finite(work)
 
@@ -90,7 +89,7 @@ class Watch:
 
 
 def all_finite(x: Tensor) -> bool:
-    """A sum, which is one pass, tells of Inf and NaN; where it overflows itself, every element is asked."""
+    """Whether there is no Inf and no NaN. The sum takes one pass; elements are checked only if it is not finite."""
     return math.isfinite(x.sum(dtype=torch.float32)) or bool(torch.isfinite(x).all())
 
 
@@ -99,27 +98,33 @@ def _sparse(work: Work) -> bool:
 
 
 def _sample(x: Tensor) -> Tensor:
-    """At most about 4096 elements of a tensor, evenly chosen."""
+    """About ``_SAMPLE`` evenly spaced elements of a tensor, or all if it has fewer."""
     flat = x.reshape(-1)
     return flat[:: max(1, flat.numel() // _SAMPLE)]
 
 
-def saturation(optimizer: Keeping) -> dict[str, dict[str, float]]:
-    """Of each parameter's quantized states, the share of codes whose magnitude is the largest of their format.
+def saturation(optimizer: StatefulOptimizer) -> dict[str, dict[str, float]]:
+    """The fraction of codes with the largest magnitude of their format, for each quantized state.
 
-    A block's largest element always has that code. Where much more have it, the states are too coarse: give the
-    parameter's group more ``bits``. The keys are names of parameters, then of states, such as ``"exp_avg"``.
+    The largest element of a block always has this code. If the fraction is much higher than one per block, the states
+    are too coarse: use more ``bits`` in the parameter's group.
+
+    Args:
+        optimizer: An optimizer of ``lowbit.optim``.
+
+    Returns:
+        Fractions by the name of the parameter and then of the state, such as ``"exp_avg"``.
     """
-    found: dict[str, dict[str, float]] = {}
-    for name, param, moments in optimizer.kept():
+    fractions: dict[str, dict[str, float]] = {}
+    for name, param, storages in optimizer.stored_states():
         shares = {}
-        for moment, kept in moments.items():
-            if kept.dtype is not None or moment not in optimizer.state[param]:
+        for moment, storage in storages.items():
+            if storage.dtype is not None or moment not in optimizer.state[param]:
                 continue
-            format = scaling.scheme(kept.kind).format
+            format = scaling.scheme(storage.kind).format
             stored = local(optimizer.state[param][moment]).reshape(1, -1)
             codes = unpack(stored, format.bits, (1, stored.numel() * 8 // format.bits))
             shares[moment] = float((decode(codes, format).abs() == format.max).double().mean())
         if shares:
-            found[name] = shares
-    return found
+            fractions[name] = shares
+    return fractions

@@ -29,7 +29,7 @@ def gradient(param: Tensor, step: int) -> Tensor:
 def numbers(optimizer: lb.optim.Optimizer, param: Tensor) -> dict[str, Tensor]:
     """The states of a parameter as fp32 numbers."""
     state = optimizer.state[param]
-    kept = {id(p): k for _, p, k in optimizer.kept()}[id(param)]
+    kept = {id(p): k for _, p, k in optimizer.stored_states()}[id(param)]
     return {name: Stored(k, state[name], state.get(f"{name}_scale")).numbers() for name, k in kept.items()}
 
 

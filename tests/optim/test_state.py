@@ -98,7 +98,7 @@ def test_states_of_other_bits_are_converted(old, new):
     weight = model[0].weight
     for moment in ("exp_avg", "exp_avg_sq_root"):
         numbers = [_numbers(o, weight, moment) for o in (before, after)]
-        kept = after.kept_as(after.param_groups[0], weight)[moment]
+        kept = after.storages(after.param_groups[0], weight)[moment]
         expected = numbers[0].to(kept.dtype).float() if kept.dtype else _rounded(numbers[0], kept)
         if old != new:
             assert same_bits(numbers[1], expected)
@@ -106,7 +106,7 @@ def test_states_of_other_bits_are_converted(old, new):
 
 
 def _numbers(optimizer, param, moment):
-    kept = optimizer.kept_as(optimizer.param_groups[0], param)[moment]
+    kept = optimizer.storages(optimizer.param_groups[0], param)[moment]
     state = optimizer.state[param]
     return Stored(kept, state[moment], state.get(f"{moment}_scale")).numbers()
 

@@ -62,7 +62,7 @@ def test_a_group_that_is_added_later_trains():
     train(model, optimizer, range(2, 4))
     assert not any(same_bits(a, b) for a, b in zip(before, bits_of(model[2]), strict=True))
     assert optimizer.state[model[2].weight]["exp_avg"].dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="bits is 32, 16, 8, 4"):
+    with pytest.raises(ValueError, match="bits must be 32, 16, 8, 4"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "bits": 7})
     assert len(optimizer.param_groups) == 2
 
@@ -186,7 +186,7 @@ def test_gradients_that_do_not_fit_are_refused_before_anything_moves():
         ([torch.ones(3)], {"lr": "1e-3"}, ValueError, "lr must be a number at least 0"),
         ([torch.ones(3)], {"betas": (0.9, 1.0)}, ValueError, "betas must be two numbers, each at least 0 and less"),
         ([torch.ones(3)], {"betas": (0.9,)}, ValueError, "betas must be two numbers"),
-        ([torch.ones(3)], {"seed": None}, ValueError, "seed must be an integer of 64 bits"),
+        ([torch.ones(3)], {"seed": None}, ValueError, "seed must be a 64-bit integer"),
         ([torch.ones(3)], {"bits": "fp9"}, ValueError, "fp8"),
         ([torch.ones(3)], {"master": "bf16"}, ValueError, "'fp32', 'residual', 'stochastic'"),
         ([torch.ones(3)], {"rounding": "up"}, ValueError, "None, 'stochastic', 'nearest'"),
@@ -199,7 +199,7 @@ def test_bad_settings_say_what_to_do(params, options, error, said):
 
 
 def test_nesterov_needs_momentum():
-    with pytest.raises(ValueError, match="nesterov takes momentum above 0"):
+    with pytest.raises(ValueError, match="nesterov needs momentum above 0"):
         lb.optim.SGD([nn.Parameter(torch.ones(3))], nesterov=True)
 
 
@@ -252,7 +252,7 @@ def test_warns_once_of_a_parameter_that_does_not_move():
     param = nn.Parameter(torch.ones(64, 80, dtype=torch.bfloat16))
     optimizer = lb.optim.AdamW([("weight", param)], lr=1e-5)
     param.grad = torch.randn_like(param)
-    with pytest.warns(UserWarning, match=r"moved 0 of 5120 elements looked at of weight.*master='residual'") as told:
+    with pytest.warns(UserWarning, match=r"changed 0 of 5120 sampled elements of weight.*master='residual'") as told:
         for _ in range(12):
             optimizer.step()
     assert len(told) == 1
@@ -262,7 +262,7 @@ def test_small_parameters_are_watched_too():
     params = [("scale", nn.Parameter(torch.ones(100, dtype=torch.bfloat16)))]
     optimizer = lb.optim.AdamW(params, lr=1e-5)
     params[0][1].grad = torch.ones(100, dtype=torch.bfloat16)
-    with pytest.warns(UserWarning, match="moved 0 of 100 elements looked at of scale"):
+    with pytest.warns(UserWarning, match="changed 0 of 100 sampled elements of scale"):
         optimizer.step()
 
 
@@ -325,8 +325,8 @@ def test_states_of_replaced_parameters_are_not_left_behind():
     new = nn.Parameter(param.detach().clone())
     new.grad = torch.ones_like(new)
     optimizer.param_groups[0]["params"] = [new]
-    with pytest.raises(ValueError, match=r"than the 1 that have stepped, whose states would be lost; let Accelerator"):
+    with pytest.raises(ValueError, match=r"have stepped \(1\) are no longer .* be lost; call Accelerator"):
         optimizer.step()
     optimizer.param_groups[0]["params"] = [param, new]
-    with pytest.raises(ValueError, match=r"have 2 parameters, and 1 were given; call add_param_group"):
+    with pytest.raises(ValueError, match=r"with 1 parameters, got 2; call add_param_group"):
         optimizer.step()
