@@ -1,8 +1,7 @@
-"""The public functions on tensors: codecs, quantization, products, an optimizer's step, and which kernel would run.
+"""Public functions on tensors: codecs, quantization, matmuls, an AdamW step, and ``explain``.
 
-Shapes: a tensor of any rank is seen as ``[rows, cols]``, cols its last axis; scales are
-``[ceil(rows/r), ceil(cols/c)]`` for blocks ``(r, c)``.
-A scale is the multiplier that decodes; encoding divides by it in fp32.
+A tensor of any rank is treated as ``[rows, cols]``; cols is its last axis. With blocks ``(r, c)`` the scales have
+shape ``[ceil(rows/r), ceil(cols/c)]``. Decoding multiplies by the scale; encoding divides by it in fp32.
 Source: docs/numerics.md.
 """
 

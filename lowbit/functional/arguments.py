@@ -1,4 +1,4 @@
-"""What functions on tensors share: where random bits come from, and derivatives that there are not."""
+"""Checks and conversions of arguments shared by the functions on tensors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch.autograd import forward_ad
 from lowbit.backends import registry
 from lowbit.rounding import Rounding
 
-#: Rounding to nearest as ops take it: without random bits.
+#: The rounding arguments of ops for rounding to nearest, which needs no random bits.
 _NEAREST = ("nearest", None, 0, 0, None)
 
 
 def random_bits(rounding: str | Rounding, x: Tensor) -> tuple[Any, ...]:
-    """What ops take for rounding ``x``: the name, then ``rng``, stream, offset and pitch.
+    """The rounding arguments of ops: rounding name, ``rng``, stream, offset and pitch.
 
-    Raises TypeError for what is no rounding, and for a seed that is neither an integer, a tensor nor None.
+    Raises:
+        TypeError: ``rounding`` has the wrong type, or its seed is neither an integer, a tensor nor None.
     """
     if rounding == "nearest":
         return _NEAREST
@@ -34,8 +35,7 @@ def random_bits(rounding: str | Rounding, x: Tensor) -> tuple[Any, ...]:
     if isinstance(seed, int):
         rng = torch.tensor(rounding.seed_and_step(), device=x.device)
     elif seed is None:
-        asking = not torch.compiler.is_compiling() and registry.asking()  # ``explain`` leaves the generator alone
-        if asking:
+        if not torch.compiler.is_compiling() and registry.asking():  # ``explain`` must not advance the generator
             rng = torch.zeros(2, dtype=torch.int64, device=x.device)
         else:
             rng = torch.randint(-(1 << 63), (1 << 63) - 1, (2,), device=x.device)
@@ -49,7 +49,7 @@ def random_bits(rounding: str | Rounding, x: Tensor) -> tuple[Any, ...]:
 
 
 def refuse_tangents(op: str, *arguments: Any) -> None:
-    """Forward-mode derivatives (torch.func.jvp, dual numbers) would be lost without a word."""
+    """Raises NotImplementedError if an argument has a tangent, which would be dropped silently."""
     if getattr(forward_ad, "_current_level", -1) < 0 or torch.compiler.is_compiling():
         return
     if any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in arguments):
@@ -60,5 +60,5 @@ def refuse_grad_of_out(op: str, inputs: tuple[Any, ...]) -> None:
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
         raise RuntimeError(
             f"{op}: out= does not support automatic differentiation, but an argument requires grad; "
-            "leave out= away, or work under torch.no_grad()"
+            "drop out=, or call it under torch.no_grad()"
         )

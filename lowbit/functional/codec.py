@@ -1,4 +1,4 @@
-"""encode, decode, pack and unpack. Source: docs/numerics.md sections 2 to 4, 7 and 8."""
+"""Codecs: encode, decode, pack and unpack. Source: docs/numerics.md sections 2 to 4, 7 and 8."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowbit.rounding import Rounding
 
 
 def _name(format: str | formats.Format) -> str:
-    """What ops know a format by; they find out whether there is such a one."""
+    """The name of a format. The op checks that a format of this name exists."""
     return format if isinstance(format, str) else formats.find(format).name
 
 
@@ -23,17 +23,29 @@ def encode(
     saturate: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Codes of ``x``, one a byte (uint8, shape of ``x``), without any scale.
+    """Encodes ``x`` in ``format`` without scales, one code per byte.
 
-    ``rounding``: ``"nearest"`` (ties to even), or a ``Rounding``, which is stochastic and names the random bits: they
-    depend on its seed, step and stream and on the element's place alone. ``"stochastic"`` is ``Rounding()``, with a
-    seed drawn from torch's generator at each call.
-    Under ``torch.vmap`` every sample is a call of its own, which counts from ``offset`` again.
-    Too large: the format's maximum, or with ``saturate=False`` Inf or NaN where the format has them. NaN: the canonical
-    NaN with its sign; formats without NaN: the maximum (codebooks: the entry nearest 0; integers: 0). -0 keeps its
-    sign.
+    NaN becomes the canonical NaN with the same sign. In formats without NaN it becomes the maximum (codebooks: the
+    entry nearest to 0; integers: 0). -0 keeps its sign.
 
-    Raises TypeError for dtypes other than float32, bfloat16, float16; ValueError for an unknown format or rounding.
+    Args:
+        x: float32, bfloat16 or float16 tensor of any shape.
+        format: A format or its name.
+        rounding: ``"nearest"`` (ties to even), ``"stochastic"`` or a ``Rounding``. The random bits depend only on the
+            seed, step and stream of the ``Rounding`` and on the element's position. ``"stochastic"`` is
+            ``Rounding()``, which draws a seed from torch's generator in each call. Under ``torch.vmap`` each sample
+            is a separate call, whose positions start at ``offset`` again.
+        saturate: True clips values that are too large to the format's maximum. False returns Inf or NaN for them, if
+            the format has these.
+        out: uint8 tensor that receives the codes.
+
+    Returns:
+        uint8 codes in the shape of ``x``.
+
+    Raises:
+        TypeError: ``x`` has another dtype.
+        ValueError: The format or the rounding is unknown.
+
     Source: docs/numerics.md sections 2, 3, 4, 7.
     """
     rounding, *rng = random_bits(rounding, x)
@@ -48,21 +60,41 @@ def encode(
 def decode(
     codes: Tensor, format: str | formats.Format, dtype: torch.dtype = torch.float32, out: Tensor | None = None
 ) -> Tensor:
-    """The values of ``codes`` (uint8, one a byte), exact in fp32 and rounded to ``dtype`` (nearest even).
+    """Decodes ``codes`` of ``format`` without scales.
 
-    Bits of a code above the format's width are ignored. Raises TypeError when codes are not uint8.
+    Values are exact in fp32 and then rounded to ``dtype`` (nearest, ties to even).
+
+    Args:
+        codes: uint8, one code per byte. Bits above the format's width are ignored.
+        format: A format or its name.
+        dtype: dtype of the result.
+        out: Tensor of this dtype that receives the values.
+
+    Returns:
+        The values in the shape of ``codes``.
+
+    Raises:
+        TypeError: ``codes`` are not uint8.
+
     Source: docs/numerics.md section 6.
     """
     name = _name(format)
     if out is None:
-        numbers: Tensor = call("decode", codes, name, dtype)
-        return numbers
+        values: Tensor = call("decode", codes, name, dtype)
+        return values
     fill("decode", codes, name, dtype, out=out)
     return out
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes ``[..., cols]`` one a byte to ``[..., ceil(cols*bits/8)]`` bytes: a little-endian bit stream a row.
+    """Packs codes, one little-endian bit stream per row.
+
+    Args:
+        codes: uint8 ``[..., cols]``, one code per byte.
+        bits: Bits per code.
+
+    Returns:
+        uint8 ``[..., ceil(cols * bits / 8)]``.
 
     Source: docs/numerics.md section 8.
     """
@@ -71,9 +103,21 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, shape: tuple[int, ...] | torch.Size) -> Tensor:
-    """Codes of ``shape`` (at least one axis), one a byte, from what ``pack`` made of them."""
+    """Unpacks the result of ``pack``.
+
+    Args:
+        packed: uint8 ``[..., ceil(cols * bits / 8)]``.
+        bits: Bits per code.
+        shape: Shape of the codes that were packed; at least one axis.
+
+    Returns:
+        uint8 codes of ``shape``, one per byte.
+
+    Raises:
+        ValueError: ``packed`` does not hold this number of codes, or ``shape`` is not a shape.
+    """
     if not isinstance(shape, (tuple, list)) or not shape:
-        raise ValueError(f"unpack: shape must be that of the codes that were packed, such as (4, 64), got {shape!r}")
+        raise ValueError(f"unpack: expected the shape of the codes that were packed, such as (4, 64), got {shape!r}")
     codes: Tensor = call("unpack", packed, bits, shape[-1])
     if codes.numel() != torch.Size(shape).numel():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""explain: which kernel a call would run, and why no other."""
+"""``explain``: the kernel that a call would run, and why others cannot."""
 
 from __future__ import annotations
 
@@ -14,9 +14,21 @@ from lowbit.tensor.quantized import Quantized
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> registry.Explanation:
-    """What would run for ``op`` with these arguments (as the function of that name takes them), and why not more.
+    """Tells which kernel would run for a call, and why kernels with a higher priority would not. Runs no kernel.
 
-    ``print(lowbit.explain("scaled_mm", a, b))``. Nothing is computed by the op itself.
+    Args:
+        op: Name of a function on tensors, such as ``"quantize"`` or ``"scaled_mm"``, or ``"dequantize"``.
+        *args: Its positional arguments.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        An Explanation, which prints as text.
+
+    Raises:
+        ValueError: The op is unknown.
+
+    Example:
+        ``print(lowbit.explain("scaled_mm", a, b))``
     """
     if op not in _EXPLAINED:
         raise ValueError(f"explain: unknown op {op!r}; expected one of {', '.join(_EXPLAINED)}")
@@ -24,7 +36,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> registry.Explanation:
     return registry.explaining((op, *variants), lambda: function(*args, **kwargs))
 
 
-#: What ``explain`` knows: the public function of each op, and the op that it runs instead where scales are given.
+#: The public function of each op, and the ops that it may run instead, depending on its arguments.
 _EXPLAINED: dict[str, tuple[Any, ...]] = {
     "encode": (encode,),
     "decode": (decode,),

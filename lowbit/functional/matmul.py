@@ -1,4 +1,4 @@
-"""scaled_mm: the product of two quantized matrices. Source: docs/numerics.md section 9."""
+"""``scaled_mm``: the matmul of two quantized or float matrices. Source: docs/numerics.md section 9."""
 
 from __future__ import annotations
 
@@ -24,12 +24,26 @@ def scaled_mm(
     out_scale: Tensor | float | None = None,
     out: Tensor | Quantized | None = None,
 ) -> Tensor | Quantized:
-    """``a @ b.T`` accumulated in int32 or fp32: ``a [..., M, K]``, ``b [N, K]`` (the layout of nn.Linear's weight).
+    """Computes ``a @ b.T + bias``, accumulated in int32 or fp32.
 
-    Each operand is Quantized or a float tensor. ``bias [N]`` is added in fp32, then one cast to ``out_dtype``; with
-    ``out_scheme`` the fp32 result is quantized instead (with ``out_scale``, or a new scale), and Quantized is returned.
+    Args:
+        a: ``[..., M, K]``, Quantized or float.
+        b: ``[N, K]`` (the layout of nn.Linear's weight), Quantized or float.
+        bias: ``[N]``, added in fp32.
+        out_dtype: dtype to which the fp32 result is rounded once.
+        out_scheme: Scheme in which the fp32 result is quantized instead.
+        out_scale: Static scale for ``out_scheme``; by default scales are computed from the result.
+        out: Receives the result: a Tensor, or a Quantized with ``out_scheme``.
 
-    Raises ValueError where shapes or devices do not fit, NotImplementedError for forward-mode derivatives.
+    Returns:
+        ``[..., M, N]``; a Quantized with ``out_scheme``.
+
+    Raises:
+        TypeError: ``out`` is not of the type that ``out_scheme`` needs.
+        ValueError: Shapes or devices do not fit together.
+        RuntimeError: An argument requires grad, and ``out`` is passed.
+        NotImplementedError: An argument has a forward-mode tangent.
+
     Source: docs/numerics.md section 9.
     """
     if len(b.shape) != 2:
@@ -42,24 +56,24 @@ def scaled_mm(
     args = (a_data, b_data, a.shape[-1], a_scheme, b_scheme, *a_scales, *b_scales, bias, dtype)
     shape = (*a.shape[:-1], b.shape[0])
     if out_scale is not None and out_scheme is None:
-        raise ValueError("scaled_mm: out_scale is the scale of an out_scheme; give that too, or leave out_scale out")
+        raise ValueError("scaled_mm: out_scale needs an out_scheme; pass it too, or drop out_scale")
     if out is not None:
         _check_out(out, shape, out_scheme, args)
     if isinstance(out, Tensor):
-        viewed = out.dim() == 2 or out.is_contiguous()
-        matrix = as_rows(out) if viewed else out.new_empty((out.shape[:-1].numel(), out.shape[-1]))
+        is_view = out.dim() == 2 or out.is_contiguous()
+        matrix = as_rows(out) if is_view else out.new_empty((out.shape[:-1].numel(), out.shape[-1]))
         fill("scaled_mm", *args, out=matrix)
-        return out if viewed else out.copy_(matrix.reshape(shape))
+        return out if is_view else out.copy_(matrix.reshape(shape))
     y: Tensor = call("scaled_mm", *args).reshape(shape)
     return y if out_scheme is None else quantize(y, out_scheme, scale=out_scale, out=out)
 
 
 def _check_out(out: Tensor | Quantized, shape: tuple[int, ...], out_scheme: Any, inputs: tuple[Any, ...]) -> None:
-    kind = Tensor if out_scheme is None else Quantized
-    if not isinstance(out, kind):
+    expected = Tensor if out_scheme is None else Quantized
+    if not isinstance(out, expected):
         raise TypeError(
             f"scaled_mm: with out_scheme={str(out_scheme) if out_scheme is not None else None}, out must be a "
-            f"{kind.__name__}, got {type(out).__name__}"
+            f"{expected.__name__}, got {type(out).__name__}"
         )
     if tuple(out.shape) != shape:
         raise ValueError(f"scaled_mm: out must be of shape {list(shape)}, got {list(out.shape)}")

@@ -1,4 +1,4 @@
-"""One step of an optimizer on quantized moments. Source: docs/numerics.md section 11."""
+"""``adamw_``: one AdamW step on quantized moments. Source: docs/numerics.md section 11."""
 
 from __future__ import annotations
 
@@ -29,21 +29,36 @@ def adamw_(
     weight_decay: float = 1e-2,
     rounding: str | Rounding = "nearest",
 ) -> None:
-    """One step of AdamW in place: on ``param``, and on the moments, which are kept quantized.
+    """One AdamW step in place, on ``param`` and its quantized moments.
 
-    ``exp_avg`` is the first moment, ``exp_avg_sq_root`` the root of the second, each of ``param``'s shape; zeros to
-    begin with, ``lb.quantize(torch.zeros_like(param), "fp8_e4m3:group256")``. Any scheme will do
-    whose blocks are at most 2048 elements of one row, without zero points or global scale, and meet those of the other
-    moment within as many. ``step`` counts from 1. Stochastic rounding keeps moments that change by less than their
-    codes' steps from standing still; a ``Rounding`` with an integer seed takes its step from ``step``.
+    Both moments have the shape of ``param``. Start with zeros:
+    ``lb.quantize(torch.zeros_like(param), "fp8_e4m3:group256")``. Their schemes need blocks of at most 2,048 elements
+    of one row, without zero points, signed scales or a global scale. Block boundaries of the two schemes must coincide
+    at least every 2,048 elements.
 
-    Raises TypeError and ValueError for dtypes, shapes, schemes and numbers that do not fit.
+    Args:
+        param: Parameter, updated in place.
+        grad: Its gradient.
+        exp_avg: First moment.
+        exp_avg_sq_root: Square root of the second moment.
+        step: Number of this step, starting at 1.
+        lr: Learning rate.
+        betas: Decay rates of the two moments, each in ``[0, 1)``.
+        eps: Added to the denominator.
+        weight_decay: Decoupled weight decay.
+        rounding: Rounding of the moments, as for ``encode``. Stochastic rounding also preserves updates smaller than a
+            quantization step, on average. A ``Rounding`` with an integer seed takes its step from ``step``.
+
+    Raises:
+        TypeError: A dtype is unsupported, or a moment is not a Quantized.
+        ValueError: Shapes, schemes or hyperparameters do not fit.
+
     Source: Loshchilov and Hutter, arXiv 1711.05101; Dettmers et al., arXiv 2110.02861; docs/numerics.md section 11.
     """
     for name, moment in (("exp_avg", exp_avg), ("exp_avg_sq_root", exp_avg_sq_root)):
         if not isinstance(moment, Quantized):
             raise TypeError(
-                f"adamw_: {name} must be a Quantized, got {type(moment).__name__}; begin with "
+                f"adamw_: {name} must be a Quantized, got {type(moment).__name__}; start with "
                 f"lb.quantize(torch.zeros_like(param), {STATE_SCHEME!r})"
             )
         if moment.shape != param.shape:
@@ -53,23 +68,22 @@ def adamw_(
             raise ValueError(f"adamw_: {name} cannot be {moment.scheme}: {refusal}; use {STATE_SCHEME}")
     if isinstance(rounding, Rounding) and isinstance(rounding.seed, int):
         if rounding.step not in (0, step):
-            raise ValueError(f"adamw_: {rounding} is of another step than step={step}; leave its step out")
+            raise ValueError(f"adamw_: {rounding} has another step than step={step}; leave out the step of Rounding")
         rounding = replace(rounding, step=step)
-    word, *random = random_bits(rounding, param)
-    matrix, slope = (t.detach() if t.dim() else t.detach().reshape(1) for t in (param, grad))
-    require_numbers(step, lr, betas, eps, weight_decay)
+    mode, *random = random_bits(rounding, param)
+    param_view, grad_view = (t.detach() if t.dim() else t.detach().reshape(1) for t in (param, grad))
+    _check_hyperparameters(step, lr, betas, eps, weight_decay)
     step_(
         StepArguments(
-            matrix, slope, None, exp_avg.codes, exp_avg.scale, exp_avg_sq_root.codes, exp_avg_sq_root.scale, "adamw",
-            adamw_factors(step, float(lr), *betas, eps, weight_decay),
-            exp_avg.scheme.name, exp_avg_sq_root.scheme.name, word, "nearest", *random,
+            param_view, grad_view, None, exp_avg.codes, exp_avg.scale, exp_avg_sq_root.codes, exp_avg_sq_root.scale,
+            "adamw", adamw_factors(step, float(lr), *betas, eps, weight_decay),
+            exp_avg.scheme.name, exp_avg_sq_root.scheme.name, mode, "nearest", *random,
         )
     )  # fmt: skip
     torch.autograd.graph.increment_version(param)
 
 
-def require_numbers(step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    """Raises ValueError for hyperparameters out of their range."""
+def _check_hyperparameters(step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
     require(step >= 1, f"adamw_: step counts from 1, got {step}")
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
         require(value >= 0, f"adamw_: {name} must be 0 or more, got {value}")

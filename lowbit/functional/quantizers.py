@@ -1,4 +1,4 @@
-"""quantize and fake_quantize. Source: docs/numerics.md sections 3, 5, 7 and 10."""
+"""``quantize`` and ``fake_quantize``. Source: docs/numerics.md sections 3, 5, 7 and 10."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowbit.functional.arguments import random_bits, refuse_tangents
 from lowbit.functional.rotation import by_kernel
-from lowbit.functional.scales import given_scales
+from lowbit.functional.scales import stored_scales
 from lowbit.op_calls import call, fill
 from lowbit.ops.quantize import products
 from lowbit.rounding import Rounding
@@ -54,57 +54,69 @@ def quantize(
     return_amax: bool = False,
     factors: Tensor | None = None,
 ) -> Quantized | tuple[Quantized, Tensor] | tuple[Quantized, Tensor, Tensor]:
-    """``x`` in ``scheme``: packed codes with a scale for each block.
+    """Quantizes ``x`` in ``scheme``: packed codes with one scale per block.
 
-    ``scale`` (and ``zero_point``, ``global_scale``) given: used as they are, else made from the blocks' amax (affine:
-    range). A block that holds Inf or NaN decodes to NaN, all of it and nothing else. ``rounding``: as for
-    ``encode``. ``out`` is filled and returned.
-    Codes carry no gradient, so neither does what they decode to; ``fake_quantize`` is the same rounding with one.
+    A block that contains Inf or NaN decodes to NaN; other blocks are not affected. The result has no gradient;
+    ``fake_quantize`` rounds identically and has one.
 
-    ``return_amax`` also returns what scales are made from, whether they are given or not, fp32 ``[R, C]``: the amax of
-    each block, or of affine schemes its minimum and maximum, 0 counted among them; NaN of a block that holds Inf or
-    NaN. The result is then ``(Quantized, amax)`` or ``(Quantized, minimum, maximum)``.
+    Args:
+        x: float32, bfloat16 or float16 tensor.
+        scheme: A Scheme or its name, such as ``"mxfp8"`` or ``"int8:row"``.
+        scale: Static scale, shape ``[R, C]`` or one number for all blocks. By default scales are computed from the amax
+            of each block (affine: from its range).
+        zero_point: Zero point that belongs to ``scale``, for affine schemes.
+        global_scale: Global scale, for schemes that have one; ``scale`` needs it.
+        rounding: As for ``encode``.
+        out: Quantized of the same scheme, shape and dtype that receives the result.
+        return_amax: Also return the fp32 ``[R, C]`` values from which scales are computed, even with a static scale:
+            the amax of each block, or for affine schemes its minimum and maximum, with 0 included. They are NaN for a
+            block that contains Inf or NaN.
+        factors: fp32 ``[rows, 1]`` or ``[1, cols]``. ``x.float() * factors`` is quantized, without allocating this
+            product if the kernel supports it.
 
-    ``factors`` fp32 ``[rows, 1]`` or ``[1, cols]``: what is quantized is ``x.float() * factors``, which is not laid
-    down in memory where a kernel can do without.
+    Returns:
+        The Quantized. With ``return_amax``, ``(Quantized, amax)`` or ``(Quantized, minimum, maximum)``.
 
-    Raises TypeError and ValueError for dtypes, shapes and schemes that do not fit.
+    Raises:
+        TypeError: A dtype is unsupported.
+        ValueError: Shapes, scales or schemes do not fit together.
+
     Source: docs/numerics.md sections 3, 5.
     """
-    kind = find_scheme(scheme)
+    scheme = find_scheme(scheme)
     matrix = x.detach() if x.dim() else x.detach().reshape(1)
-    if factors is not None and (kind.global_scale or scale is not None or return_amax):
+    if factors is not None and (scheme.global_scale or scale is not None or return_amax):
         matrix, factors = products(matrix, factors).reshape(matrix.shape), None
     plain = rounding == "nearest" and scale is None and global_scale is None and out is None and not return_amax
-    if kind.global_scale and plain and not kind.affine and by_kernel(matrix):
-        codes, made, above = call("quantize_global", matrix, kind.name)
-        return Quantized(codes, made, None, above, kind, x.shape, x.dtype)
-    word, *rng = random_bits(rounding, x)
+    if scheme.global_scale and plain and not scheme.affine and by_kernel(matrix):
+        codes, block_scale, tensor_scale = call("quantize_global", matrix, scheme.name)
+        return Quantized(codes, block_scale, None, tensor_scale, scheme, x.shape, x.dtype)
+    mode, *rng = random_bits(rounding, x)
     scales = tuple(
-        [None if s is None else s.detach() for s in given_scales(kind, matrix, scale, zero_point, global_scale)]
+        [None if s is None else s.detach() for s in stored_scales(scheme, matrix, scale, zero_point, global_scale)]
     )
     parts = out.parts if out is not None else {}
-    if out is not None and (out.scheme, out.shape, out.dtype) != (kind, x.shape, x.dtype):
+    if out is not None and (out.scheme, out.shape, out.dtype) != (scheme, x.shape, x.dtype):
         raise ValueError(
             f"quantize: out holds {out.scheme} {list(out.shape)} of {out.dtype}, "
-            f"but the result is {kind} {list(x.shape)} of {x.dtype}"
+            f"but the result is {scheme} {list(x.shape)} of {x.dtype}"
         )
     if scales[0] is not None:
-        codes = _quantize_static(matrix, kind, scales, word, rng, parts)
-        made = (scales[0], scales[1])
-        _copy_given(parts, scales)
+        codes = _quantize_static(matrix, scheme, scales, mode, rng, parts)
+        block_scale, zero = scales[0], scales[1]
+        _copy_scales(parts, scales)
     else:
-        codes, *made = _quantize_dynamic(matrix, kind, scales[2], word, rng, parts, factors)
+        codes, block_scale, zero = _quantize_dynamic(matrix, scheme, scales[2], mode, rng, parts, factors)
     q = out
     if q is None:
-        q = Quantized(codes, made[0], made[1] if kind.affine else None, scales[2], kind, x.shape, x.dtype)
+        q = Quantized(codes, block_scale, zero if scheme.affine else None, scales[2], scheme, x.shape, x.dtype)
     if not return_amax:
         return q
-    low, high = call("block_range", matrix, kind.name)
-    if kind.affine:
+    low, high = call("block_range", matrix, scheme.name)
+    if scheme.affine:
         return q, low, high
     least = low.abs()
-    return q, high.where(high >= least, least)  # of NaN the canonical one, which maximum() would not keep
+    return q, high.where(high >= least, least)  # maximum() would not keep the canonical NaN
 
 
 def _quantize_dynamic(
@@ -138,7 +150,7 @@ def _quantize_static(
     return parts["codes"]
 
 
-def _copy_given(parts: dict[str, Tensor], scales: tuple[Tensor | None, ...]) -> None:
+def _copy_scales(parts: dict[str, Tensor], scales: tuple[Tensor | None, ...]) -> None:
     for name, value in zip(("scale", "zero_point", "global_scale"), scales, strict=True):
         if value is not None and name in parts and parts[name] is not value:
             parts[name].copy_(value)
@@ -152,26 +164,40 @@ def fake_quantize(
     global_scale: Tensor | float | None = None,
     rounding: str | Rounding = "nearest",
 ) -> Tensor:
-    """``quantize(x, scheme, ...).dequantize()`` in every bit, in the dtype of ``x``, with a gradient.
+    """Quantizes and dequantizes ``x``, with a straight-through gradient.
 
-    The gradient passes where the element was in range (integers: ``qmin <= rint(x/s) + zp <= qmax``; floats:
-    ``|x/s| <= max``) and is 0 elsewhere; scales made from ``x`` are constants. A floating-point ``scale`` that requires
-    grad gets its LSQ gradient (arXiv 1902.08153, without the paper's scaling by 1/sqrt(n * qmax)).
+    The result is bit-identical to ``quantize(x, scheme, ...).dequantize()``. The gradient of ``x`` passes for elements
+    that were in range and is 0 for others. In range means ``qmin <= rint(x/s) + zp <= qmax`` for integers and
+    ``|x/s| <= max`` for floats. Scales computed from ``x`` count as constants. A floating-point ``scale`` that requires
+    grad gets its LSQ gradient (arXiv 1902.08153, without the paper's factor 1/sqrt(n * qmax)).
 
-    Raises RuntimeError where a ``global_scale``, or a scale that is stored as codes, requires grad: it would get none;
-    NotImplementedError for forward-mode derivatives.
+    Args:
+        x: float32, bfloat16 or float16 tensor.
+        scheme: A Scheme or its name.
+        scale: As for ``quantize``.
+        zero_point: As for ``quantize``.
+        global_scale: As for ``quantize``.
+        rounding: As for ``encode``.
+
+    Returns:
+        A tensor with the shape and dtype of ``x``.
+
+    Raises:
+        RuntimeError: A ``global_scale``, or a scale that is stored as codes, requires grad.
+        NotImplementedError: An argument has a forward-mode tangent.
+
     Source: docs/numerics.md section 10.
     """
     refuse_tangents("fake_quantize", x, scale)
-    kind = find_scheme(scheme)
+    scheme = find_scheme(scheme)
     matrix = x if x.dim() else x.reshape(1)
-    scales = given_scales(kind, matrix, scale, zero_point, global_scale)
+    scales = stored_scales(scheme, matrix, scale, zero_point, global_scale)
     learned = isinstance(scale, Tensor) and scale.requires_grad and torch.is_grad_enabled()
     if learned and scales[0] is not None and not scales[0].is_floating_point():
         raise RuntimeError(
-            f"fake_quantize: scale requires grad, but {kind} stores scales as {kind.scale_format.name} codes, "
-            "which have no gradient; give scale.detach(), or a scheme with fp32, bf16 or fp16 scales"
+            f"fake_quantize: scale requires grad, but {scheme} stores scales as {scheme.scale_format.name} codes, "
+            "which have no gradient; pass scale.detach(), or a scheme with fp32, bf16 or fp16 scales"
         )
-    word, *rng = random_bits(rounding, x)
-    y: Tensor = call("fake_quantize", matrix, kind.name, *scales, word, *rng)
+    mode, *rng = random_bits(rounding, x)
+    y: Tensor = call("fake_quantize", matrix, scheme.name, *scales, mode, *rng)
     return y.reshape(x.shape)

@@ -1,4 +1,4 @@
-"""The block Hadamard transform: a rotation that spreads what sticks out over its block. docs/numerics.md section 13."""
+"""Block Hadamard transforms, which spread outliers over their block. Source: docs/numerics.md section 13."""
 
 from __future__ import annotations
 
@@ -14,20 +14,30 @@ from lowbit.ops.spec import FLOATS
 
 __all__ = ["by_kernel", "hadamard", "signed_hadamard"]
 
-#: Elements of the rows that are transformed at a time, which stay in a cache.
+#: Elements that are transformed at a time, so that they stay in the cache.
 _CACHED = 1 << 16
 
 
 def hadamard(x: Tensor, block: int, dim: int = -1) -> Tensor:
-    """``x`` times the normalized Hadamard matrix of ``block``, in each block of ``block`` elements of an axis.
+    """Multiplies each block of ``block`` elements along an axis by the normalized Hadamard matrix.
 
-    ``x``: float ``[..., K]``; the result has its shape and dtype. ``dim``: the last axis, or 0 of a matrix. The
-    transform is its own inverse, up to rounding, and products of two transformed operands are those of the plain ones.
-    Where K is no multiple of ``block``, the rest is transformed in blocks of the powers of two that it is the sum of,
-    the largest first. Computed in fp32, in one order of additions, so that bits are the same on every device and inside
-    torch.compile.
-    Raises ValueError for a ``block`` that is no power of two and for another axis; TypeError for what is no float
-    tensor.
+    Up to rounding, the transform is its own inverse, and the matmul of two transformed operands equals the matmul of
+    the originals. It is computed in fp32 with a fixed order of additions, so results are bit-identical on every device
+    and under torch.compile.
+
+    Args:
+        x: Float ``[..., K]``.
+        block: Power of two. If K is not a multiple of it, the rest is transformed in blocks of decreasing powers of
+            two.
+        dim: The last axis, or 0 of a matrix.
+
+    Returns:
+        A tensor with the shape and dtype of ``x``.
+
+    Raises:
+        ValueError: ``block`` is not a power of two, or ``dim`` is another axis.
+        TypeError: ``x`` is not a float tensor.
+
     Source: Tseng et al., QuIP#, arXiv 2402.04396; in blocks: arXiv 2509.23202.
     """
     if not isinstance(block, int) or block < 1 or block & (block - 1):
@@ -52,10 +62,10 @@ def hadamard(x: Tensor, block: int, dim: int = -1) -> Tensor:
 
 
 def signed_hadamard(x: Tensor, block: int, dim: int = -1) -> Tensor:
-    """``hadamard`` of ``x`` whose elements have been multiplied by the fixed signs of their places in a block.
+    """``hadamard`` after multiplying each element by a fixed sign, which depends on its position in the block.
 
-    Products of two operands so transformed are those of the plain ones. Signs break what the transform would keep in
-    one element: a block whose elements are equal. ``block``: at most 128. Source: arXiv 2509.25149, section 4.2.
+    Up to rounding, the matmul of two such operands equals the matmul of the originals. Without signs, a block of equal
+    elements would become a single large element. ``block``: at most 128. Source: arXiv 2509.25149, section 4.2.
     """
     if by_kernel(x) and x.dim() == 2 and not (x.requires_grad and torch.is_grad_enabled()):
         return cast(Tensor, call("hadamard", x, block, dim % 2, True))
@@ -65,7 +75,7 @@ def signed_hadamard(x: Tensor, block: int, dim: int = -1) -> Tensor:
 
 
 class _OnGPU(torch.autograd.Function):
-    """The op. The matrix is symmetric, so that the gradient is transformed as ``x`` is."""
+    """The op with its gradient: the matrix is symmetric, so the gradient is transformed like ``x``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: int, axis: int) -> Tensor:
@@ -82,21 +92,21 @@ class _OnGPU(torch.autograd.Function):
 
 
 def by_kernel(x: Tensor) -> bool:
-    """Whether the op transforms ``x``: on GPUs, for which torch.compile and torch.func do not know it."""
+    """Whether a GPU kernel is used for ``x``; torch.compile and torch.func do not support the op."""
     return x.is_cuda and x.dtype in FLOATS and not torch.compiler.is_compiling() and not transformed()
 
 
 def _transform_rows(x: Tensor, size: int, out: Tensor) -> None:
-    """``out``: the same of every run of ``size`` rows of ``x``, some of them at a time."""
+    """Writes the transform of every ``size`` consecutive rows of ``x`` to ``out``."""
     cols = max(x.shape[1], 1)
-    for rows, to in zip(*(t.split(max(_CACHED // cols // size, 1) * size) for t in (x, out)), strict=True):
+    for rows, target in zip(*(t.split(max(_CACHED // cols // size, 1) * size) for t in (x, out)), strict=True):
         y = rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        spare = torch.empty_like(y)
+        buffer = torch.empty_like(y)
         half = 1
         while half < size:
             above, below = y.unflatten(0, (-1, 2, half)).unbind(1)
-            sums, differences = spare.unflatten(0, (-1, 2, half)).unbind(1)
+            sums, differences = buffer.unflatten(0, (-1, 2, half)).unbind(1)
             torch.add(above, below, out=sums)
             torch.sub(above, below, out=differences)
-            y, spare, half = spare, y, 2 * half
-        to.copy_(y.mul_(size**-0.5))
+            y, buffer, half = buffer, y, 2 * half
+        target.copy_(y.mul_(size**-0.5))

@@ -222,7 +222,7 @@ def test_the_step_of_adamw_is_the_step_of_its_rounding():
 
     seed_alone = stepped(lambda step: lb.Rounding(7, stream=3))
     assert all(map(torch.equal, seed_alone, stepped(lambda step: lb.Rounding(torch.tensor([7, step]), stream=3))))
-    with pytest.raises(ValueError, match=r"is of another step than step=1; leave its step out"):
+    with pytest.raises(ValueError, match=r"has another step than step=1; leave out the step"):
         stepped(lambda step: lb.Rounding(7, step=2))
 
 

@@ -176,7 +176,7 @@ def test_out_that_cannot_be_filled(make, error, message):
 
 
 def test_an_output_scale_without_its_scheme_is_refused():
-    with pytest.raises(ValueError, match="out_scale is the scale of an out_scheme"):
+    with pytest.raises(ValueError, match="out_scale needs an out_scheme"):
         lb.scaled_mm(torch.randn(2, 16), torch.randn(4, 16), out_scale=1.0)
 
 

@@ -267,11 +267,11 @@ def test_a_chain_of_layers_in_integers():
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"input_scale": 1.0}, "input_scale is the scale of a scheme; give input_scheme too"),
-        ({"out_scale": 1.0}, "are those of an out_scheme; give that too"),
+        ({"input_scale": 1.0}, "input_scale needs a scheme; pass input_scheme too"),
+        ({"out_scale": 1.0}, "out_scale and out_zero_point need an out_scheme"),
         ({"input_scheme": "int8:row", "input_scale": torch.ones(3)}, r"scale must have shape \[2, 1\], got \[3\]"),
         ({"out_scheme": "int8:tensor", "out": torch.zeros(2, 5)}, "out= cannot be combined with out_scheme="),
-        ({"out_scheme": "nvfp4", "out_scale": 1.0}, "needs its global_scale too"),
+        ({"out_scheme": "nvfp4", "out_scale": 1.0}, "needs its global_scale"),
         ({"input_scheme": "int8:tensor", "input_zero_point": 3}, "a zero_point needs its scale"),
     ],
 )

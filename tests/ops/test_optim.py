@@ -188,7 +188,7 @@ def test_what_does_not_fit_is_refused():
     refused(ValueError, "lr must be 0 or more", param, grad, avg, rms, lr=-1.0)
     refused(ValueError, "eps must be 0 or more, got nan", param, grad, avg, rms, eps=float("nan"))
     refused(ValueError, r"betas must be in \[0, 1\)", param, grad, avg, rms, betas=(0.9, 1.0))
-    refused(TypeError, "exp_avg must be a Quantized, got Tensor; begin with", param, grad, grad, rms)
+    refused(TypeError, "exp_avg must be a Quantized, got Tensor; start with", param, grad, grad, rms)
     refused(
         ValueError, r"exp_avg_sq_root is \[4, 32\], param is \[4, 64\]", param, grad, avg, moments(param[:, :32])[0]
     )

@@ -234,7 +234,7 @@ def test_the_forms_in_which_users_give_scales():
         (dict(scheme="int8:row", scale=torch.ones(5)), ValueError, r"scale must have shape \[6, 1\], got \[5\]"),
         (dict(scheme="int8:row", zero_point=3), ValueError, "a zero_point needs its scale"),
         (dict(scheme="int8:row", scale=1.0, zero_point=3), ValueError, "has no zero point; add ':affine'"),
-        (dict(scheme="int8:row:affine", scale=1.0), ValueError, "needs its zero_point too"),
+        (dict(scheme="int8:row:affine", scale=1.0), ValueError, "needs its zero_point"),
         (dict(scheme="uint4:row:affine", scale=1.0, zero_point=16), ValueError, r"integers in \[0, 15\]"),
         (dict(scheme="uint4:row:affine", scale=1.0, zero_point=1.5), ValueError, r"integers in \[0, 15\]"),
         (dict(scheme="int4:row:affine", scale=1.0, zero_point=torch.tensor(1j)), ValueError, r"integers in \[-8, 7\]"),
@@ -242,12 +242,12 @@ def test_the_forms_in_which_users_give_scales():
         (
             dict(scheme="mxfp8", scale=0.3),
             ValueError,
-            "stores scales as e8m0, which cannot hold the scale given exactly",
+            "stores scales as e8m0, which cannot represent this scale exactly",
         ),
-        (dict(scheme="int8:row:bf16", scale=0.3), ValueError, "stores scales as bf16, which cannot hold"),
-        (dict(scheme="mxfp8", scale=-1.0), ValueError, "cannot hold the scale"),
-        (dict(scheme="mxfp8", scale=0.0), ValueError, "cannot hold the scale"),
-        (dict(scheme="nvfp4", scale=1.0), ValueError, "needs its global_scale too"),
+        (dict(scheme="int8:row:bf16", scale=0.3), ValueError, "stores scales as bf16, which cannot represent"),
+        (dict(scheme="mxfp8", scale=-1.0), ValueError, "cannot represent this scale"),
+        (dict(scheme="mxfp8", scale=0.0), ValueError, "cannot represent this scale"),
+        (dict(scheme="nvfp4", scale=1.0), ValueError, "needs its global_scale"),
         (dict(scheme="int8:row", global_scale=1.0), ValueError, "has no global_scale"),
         (dict(scheme="int8:row", scale=1 + 0j), TypeError, "a scale must be a real number, got a complex one"),
         (dict(scheme="int8:row", scale=torch.ones(6, 1) * 1j), TypeError, "a scale must be a real number"),
@@ -296,11 +296,11 @@ def test_formats_that_have_no_codes():
     ("scheme", "arguments", "message"),
     [
         ("int8:group8", {"scale": torch.rand(4, 8) + 0.5}, "must have shape"),  # [4, 8], where [8, 4] is asked for
-        ("int8:tensor", {"scale": torch.tensor(0.1, dtype=torch.float64)}, "cannot hold"),
+        ("int8:tensor", {"scale": torch.tensor(0.1, dtype=torch.float64)}, "cannot represent"),
         ("int4:row:affine", {"scale": torch.rand(8, 1) + 0.5, "zero_point": torch.full((8, 1), 100, dtype=torch.int8)},
          "zero_point"),
-        ("mxfp8:T", {"scale": torch.full((1, 32), 0.75)}, "cannot hold"),
-        ("nvfp4", {"global_scale": torch.tensor(0.1, dtype=torch.float64)}, "cannot hold"),
+        ("mxfp8:T", {"scale": torch.full((1, 32), 0.75)}, "cannot represent"),
+        ("nvfp4", {"global_scale": torch.tensor(0.1, dtype=torch.float64)}, "cannot represent"),
     ],
 )  # fmt: skip
 def test_scales_that_do_not_fit_are_refused(scheme, arguments, message):

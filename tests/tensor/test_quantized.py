@@ -43,7 +43,7 @@ def test_unpack_of_a_shape_that_does_not_fit():
     with pytest.raises(ValueError, match=r"holds \[2, 8\] codes of 4 bits, not \[3, 8\]"):
         lb.unpack(torch.zeros(2, 4, dtype=torch.uint8), 4, (3, 8))
     for shape in (8, ()):
-        with pytest.raises(ValueError, match=r"shape must be that of the codes that were packed, such as \(4, 64\)"):
+        with pytest.raises(ValueError, match=r"expected the shape of the codes that were packed, such as \(4, 64\)"):
             lb.unpack(torch.zeros(2, 4, dtype=torch.uint8), 4, shape)
 
 
