@@ -1,4 +1,4 @@
-"""Quantized layers. ``lowbit.convert`` puts them into models."""
+"""Quantized layers, which ``lowbit.convert`` puts into models."""
 
 from lowbit.nn.attention import QuantMultiheadAttention
 from lowbit.nn.conv import QuantConv1d, QuantConv2d, QuantConv3d

@@ -1,4 +1,4 @@
-"""Multi-head attention: its forward, and QuantMultiheadAttention, whose packed in_proj is split into three layers.
+"""Multi-head attention: its forward, and QuantMultiheadAttention, which splits the packed in_proj into three layers.
 
 Shape suffixes: B sequences, T queries, S keys, H heads, D width of a head, E width of the layer.
 """
@@ -19,12 +19,12 @@ __all__ = ["MultiheadForward", "QuantMultiheadAttention"]
 
 
 class MultiheadForward:
-    """The forward of ``nn.MultiheadAttention``, with the attributes that it has, for any projections.
+    """The forward of ``nn.MultiheadAttention`` for any projections, with the attributes of that class.
 
-    ``attend``: computes attention, in place of torch's SDPA. It is called with heads ``[B, H, T, D]`` and
-    ``[B, H, S, D]``, the mask ``[T, S]`` or ``[B, H, T, S]``, the key padding mask ``[B, S]``, the chance of dropout,
-    and whether the mask is said to be causal. True hides in bool masks, others are added. Where weights are asked for,
-    ``attend.with_weights`` returns them too. Its last argument is whether they are averaged over heads.
+    ``attend`` optionally replaces torch's SDPA. It is called with heads ``[B, H, T, D]`` and ``[B, H, S, D]``, the mask
+    ``[T, S]`` or ``[B, H, T, S]``, the key padding mask ``[B, S]``, the dropout probability, and whether the mask is
+    causal according to the caller. True in a bool mask hides; other masks are added. If weights are requested,
+    ``attend.with_weights`` is called, whose last argument says whether to average them over heads.
     """
 
     attend: Any = None
@@ -41,11 +41,11 @@ class MultiheadForward:
     bias_v: Tensor | None
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``[B, T, E]``, ``[B, S, E]``, ``[B, S, E]``."""
+        """Return queries ``[B, T, E]``, keys ``[B, S, E]`` and values ``[B, S, E]``."""
         raise NotImplementedError
 
     def project_back(self, y_BTE: Tensor) -> Tensor:
-        """The result of the layer."""
+        """Apply the output projection."""
         raise NotImplementedError
 
     def forward(
@@ -73,7 +73,7 @@ class MultiheadForward:
         def batch_in_front(x: Tensor) -> Tensor:
             return x[None] if not batched else x if self.batch_first else x.transpose(0, 1)
 
-        same_keys, same_values = key is query, value is key  # projections of one input are one product
+        same_keys, same_values = key is query, value is key  # one input can be projected by one matmul
         query = batch_in_front(query)
         key = query if same_keys else batch_in_front(key)
         value = key if same_values else batch_in_front(value)
@@ -95,7 +95,7 @@ class MultiheadForward:
             y_BHTD = weights_BHTS @ v_BHSD
             weights = weights_BHTS.mean(1) if average_attn_weights else weights_BHTS
         elif self.attend is not None:
-            # torch takes the hint where there is no padding, and it hides the positions that _extend has added.
+            # As in torch, the hint holds without padding, and then hides the positions that _extend has added.
             causal = is_causal and (padding is None or k_BSE.shape[1] == key.shape[1])
             y_BHTD = self.attend(q_BHTD, k_BHSD, v_BHSD, mask, padding, dropout, causal)
         else:
@@ -147,7 +147,7 @@ class MultiheadForward:
     def _laid_out(
         self, attn: Tensor | None, padding: Tensor | None, k_BSE: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The masks as ``[T, S]`` or ``[B, H, T, S]``, and ``[B, S]``."""
+        """Reshape the masks to ``[T, S]`` or ``[B, H, T, S]``, and ``[B, S]``."""
         batch, keys = k_BSE.shape[:2]
         if attn is not None and attn.dim() == 3:
             attn = attn.reshape(batch, self.num_heads, *attn.shape[1:])
@@ -156,7 +156,7 @@ class MultiheadForward:
     def _extend(
         self, k_BSE: Tensor, v_BSE: Tensor, attn: Tensor | None, padding: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Keys and values with the learned and the zero position that the layer may add, visible to every query."""
+        """Append the learned and the zero position that the layer may add, visible to every query."""
         batch, before = k_BSE.shape[:2]
         if self.bias_k is not None and self.bias_v is not None:
             k_BSE = torch.cat((k_BSE, self.bias_k.to(k_BSE.dtype).expand(batch, -1, -1)), 1)
@@ -172,20 +172,29 @@ class MultiheadForward:
 class QuantMultiheadAttention(MultiheadForward, nn.Module):
     """``nn.MultiheadAttention`` with quantized projections ``q_proj``, ``k_proj``, ``v_proj``, ``out_proj``.
 
-    Takes and returns what the layer it replaces does (arguments, masks, ``batch_first``, unbatched input), nested
-    tensors aside. Attention itself runs in the dtype of the projections' result.
-    Raises, where that layer raises too: ValueError for inputs and masks of other shapes (nothing is broadcast) and for
-    ``is_causal`` without a mask, TypeError for masks that are neither bool nor floating-point; and for nested tensors.
+    Arguments and results are those of the replaced layer (masks, ``batch_first``, unbatched input), except for nested
+    tensors. Attention is computed in the dtype of the projections' result.
+
+    Args:
+        like: the layer to replace.
+        q: projection of queries.
+        k: projection of keys.
+        v: projection of values.
+        out: output projection.
+
+    Raises:
+        ValueError: inputs or masks of other shapes (nothing is broadcast), or ``is_causal`` without a mask.
+        TypeError: a mask that is neither bool nor floating-point, or a nested tensor.
     """
 
-    #: What nn.TransformerEncoder reads to see whether its fused kernel, which takes plain weights, may run: never.
+    #: nn.TransformerEncoder reads these to decide whether its fused kernel for plain weights may run: never.
     in_proj_bias = None
     in_proj_weight = None
     _qkv_same_embed_dim = False
 
     @property
     def lowbit_kind(self) -> str:
-        """Quantized, or what its projections are trained to be."""
+        """ "qat" while the projections are trained, else "quantized"."""
         return "qat" if kind(self.q_proj) == "qat" else "quantized"
 
     def __init__(
@@ -212,7 +221,7 @@ class QuantMultiheadAttention(MultiheadForward, nn.Module):
 
 
 def _merged(attn: Tensor | None, padding: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Both masks as one that is added to the scores and broadcasts to [B, H, T, S]."""
+    """Both masks as one additive mask that broadcasts to [B, H, T, S]."""
     total = None if attn is None else _additive(attn, dtype)
     if padding is None:
         return total
@@ -234,7 +243,7 @@ def _check_mask(name: str, mask: Tensor, shapes: Mapping[str, tuple[int, ...]]) 
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(
             f"{name} must be bool (True hides) or floating-point (added to the scores), got {mask.dtype}; "
-            f"where its ones hide, pass {name}.bool()"
+            f"if its ones mean hidden, pass {name}.bool()"
         )
     if not any(mask.shape == shape for shape in shapes.values()):
         expected = " or ".join(f"[{axes}] = {list(shape)}" for axes, shape in shapes.items())

@@ -1,7 +1,7 @@
-"""What lowbit's layers say of themselves: the one place where a module's kind is looked up.
+"""The kind of each lowbit layer (quantized, packed, observed, qat, training), in one place.
 
-A layer class says what it is by the class attribute ``lowbit_kind``, one of ``KINDS``, or by a property where it is
-what the layers inside are. Modules above this one ask ``kind(module)`` and need not import the class.
+A layer class declares its kind by the class attribute ``lowbit_kind``, one of ``KINDS``, or by a property if it depends
+on the layers inside. Modules above this one call ``kind(module)`` and need not import the class.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 
 __all__ = ["KINDS", "ON_FIRST_LAYER", "Announced", "announce", "full_name", "kind"]
 
-#: Every kind of layer, and what a conversion that needs a plain layer tells the user to do with one.
+#: Every kind of layer, with the end of the error message of a conversion that needs a plain layer.
 KINDS = {
     "quantized": "is quantized already; call lowbit.dequantize_(model) first, or name the layers to leave in skip=...",
     "packed": (
@@ -26,12 +26,12 @@ KINDS = {
 }
 
 
-#: Called once, as soon as the process has a layer of lowbit: made, copied or unpickled. Integrations add to it.
+#: Called once, when the process creates, copies or unpickles its first lowbit layer. Integrations add to it.
 ON_FIRST_LAYER: list[Callable[[], None]] = []
 
 
 def announce() -> None:
-    """Call what awaits the first layer. A layer that changes its class calls this; others are ``Announced``."""
+    """Run the callbacks of the first layer. Layers that change their class call this; others derive from Announced."""
     while ON_FIRST_LAYER:
         ON_FIRST_LAYER.pop(0)()
 
@@ -40,7 +40,7 @@ _Layer = TypeVar("_Layer", bound="Announced")
 
 
 class Announced:
-    """A base of layers that are announced as they are made. Copies and pickles come through ``__new__`` too."""
+    """Base of layers that call ``announce`` when they are created; copies and pickles go through ``__new__`` too."""
 
     def __new__(cls: type[_Layer], *args: Any, **kwargs: Any) -> _Layer:
         announce()
@@ -48,11 +48,11 @@ class Announced:
 
 
 def kind(module: nn.Module) -> str | None:
-    """Which of ``KINDS`` the layer is; None for a module that is no layer of lowbit."""
+    """The entry of ``KINDS`` for a layer, or None if it is not a lowbit layer."""
     declared: str | property | None = getattr(type(module), "lowbit_kind", None)
     return str(module.lowbit_kind) if isinstance(declared, property) else declared
 
 
 def full_name(cls: type) -> str:
-    """``module.Class``, by which tables name classes whose library need not be installed."""
+    """``module.Class``: tables name classes this way if their library need not be installed."""
     return f"{cls.__module__}.{cls.__qualname__}"

@@ -1,4 +1,4 @@
-"""Convolutions over 1, 2 and 3 axes on a quantized weight: one call of the op ``conv``, which lays out no patches."""
+"""Quantized convolutions over 1, 2 and 3 axes: one call of the op ``conv``, without materialized patches."""
 
 from __future__ import annotations
 
@@ -14,23 +14,28 @@ from lowbit.tensor.quantized import Quantized
 __all__ = ["QuantConv", "QuantConv1d", "QuantConv2d", "QuantConv3d"]
 
 
-#: What a state says of the order of the weight's columns.
+#: The order of the weight's columns, as saved in ``_extra_state``.
 _ORDER = b"taps, channels"
 
 
 class QuantConv(nn.Module):
-    """``nn.ConvNd`` on a quantized weight: input ``[N, C, *S]`` or ``[C, *S]``, result ``[N, O, *S']``, in the memory
-    format of the input. Channels-last inputs are read as they are, and others copied.
+    """``nn.ConvNd`` with a quantized weight, for input ``[N, C, *S]`` or ``[C, *S]`` and result ``[N, O, *S']``.
 
-    ``self.linear`` has the weight, as the matrix ``[O, taps * C / groups]``: a QuantLinear, or what trains or observes
-    one. Inputs are quantized as the op ``conv`` says: by one scale for the tensor, or each patch by itself.
-    Raises ValueError for an input of another shape, and for a recipe with static input scales that are finer than one
-    for the tensor.
+    The result has the memory format of the input. Channels-last inputs are read directly, others are copied. Inputs are
+    quantized as the op ``conv`` does: with one scale per tensor, or per patch.
+
+    Args:
+        like: the convolution to replace.
+        linear: a QuantLinear, or the layer that trains or observes one, with the weight as ``[O, taps * C / groups]``.
+
+    Raises:
+        ValueError: the recipe has static input scales finer than per tensor or a rotation, or forward got an input of
+            another shape.
     """
 
     @property
     def lowbit_kind(self) -> str:
-        """Quantized, or what its matrix is trained to be."""
+        """ "qat" while the weight is trained, else "quantized"."""
         return "qat" if kind(self.linear) == "qat" else "quantized"
 
     def __init__(self, like: nn.Conv1d | nn.Conv2d | nn.Conv3d, linear: QuantLinear) -> None:
@@ -80,7 +85,7 @@ class QuantConv(nn.Module):
         return torch.tensor(list(_ORDER), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Raises ValueError for a weight with its columns in another order."""
+        """Raise ValueError for a weight with another order of columns."""
         if bytes(state.tolist()) != _ORDER:
             raise ValueError("the state has a convolution's columns in another order than [taps, channels]")
 
@@ -92,7 +97,7 @@ class QuantConv(nn.Module):
 
 
 def _refusal(linear: QuantLinear, groups: int) -> str | None:
-    """Why no convolution is made of this, and what to do about it."""
+    """The reason why the recipe cannot be used for a convolution, with a remedy; None if it can."""
     input = linear.recipe.input
     if linear.recipe.rotation is not None:
         return "a convolution does not go through a Hadamard transform"

@@ -1,4 +1,4 @@
-"""QuantEmbedding: lookup from a quantized table; only the rows that are asked for are decoded."""
+"""QuantEmbedding: lookup in a quantized table, which decodes only the requested rows."""
 
 from __future__ import annotations
 
@@ -16,18 +16,25 @@ __all__ = ["QuantEmbedding"]
 
 
 class QuantEmbedding(nn.Module):
-    """``nn.Embedding`` on a quantized table: ids, integers of any shape ``[...]``, give rows ``[..., embedding_dim]``.
+    """``nn.Embedding`` with a quantized table: integer ids ``[...]`` to rows ``[..., embedding_dim]``.
 
-    ``self.linear`` has the table, as the weight ``[num_embeddings, embedding_dim]`` of a QuantLinear: an output layer
-    that is tied to the embedding has the very codes. Rows are in the dtype of the weight, with the bits of
-    ``weight.dequantize()[ids]``; they have no gradient. What a recipe says of inputs has no meaning here.
-    Raises IndexError for ids outside of the table, TypeError for ids that are no integers; ValueError for a table with
-    scales that several rows share.
+    ``self.linear`` holds the table as the weight ``[num_embeddings, embedding_dim]`` of a QuantLinear, so a tied output
+    layer shares the codes. Rows have the dtype of the weight, are bit-identical to ``weight.dequantize()[ids]``, and
+    have no gradient. The recipe's input scheme is ignored.
+
+    Args:
+        like: the embedding to replace.
+        linear: a QuantLinear with the table as weight.
+
+    Raises:
+        ValueError: the table is not quantized, or several of its rows share a scale.
+        TypeError: forward got ids that are not integers.
+        IndexError: forward got ids outside of the table.
     """
 
     @property
     def lowbit_kind(self) -> str:
-        """Quantized, or what its table is trained to be."""
+        """The kind of the layer that holds the table."""
         return str(kind(self.linear))
 
     def __init__(self, like: nn.Embedding, linear: QuantLinear) -> None:
@@ -36,17 +43,16 @@ class QuantEmbedding(nn.Module):
         self.padding_idx = like.padding_idx
         self.recipe = linear.recipe
         if kind(linear) != "quantized":
-            raise ValueError("an embedding is quantized by rounding alone; leave it out of this recipe")
+            raise ValueError("an embedding is quantized by rounding alone; exclude it from this recipe")
         if linear.scheme.block[0] not in (1, None):
             raise ValueError(
-                f"recipe {self.recipe.name!r}: rows of an embedding's table need scales of their own, and in "
-                f"{linear.scheme} rows share them; use for instance int8-weight-only"
+                f"recipe {self.recipe.name!r}: expected a scheme in which each row of an embedding has its own scales, "
+                f"got {linear.scheme}; use for instance int8-weight-only"
             )
         self.linear = linear
 
     @property
     def weight(self) -> Quantized:
-        """The table."""
         return self.linear.weight
 
     def forward(self, input: Tensor) -> Tensor:
@@ -55,8 +61,8 @@ class QuantEmbedding(nn.Module):
             raise TypeError(f"QuantEmbedding: ids must be integers, got {ids.dtype}")
         flat, table, scheme = ids.reshape(-1).long(), self.weight, self.linear.scheme
 
-        def rows(part: Tensor | None, own: bool = True) -> Any:
-            return part.index_select(0, flat) if part is not None and own else part
+        def rows(part: Tensor | None, per_row: bool = True) -> Any:
+            return part.index_select(0, flat) if part is not None and per_row else part
 
         each = scheme.block[0] == 1
         q = Quantized(

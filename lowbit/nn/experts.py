@@ -1,4 +1,4 @@
-"""QuantExperts: the experts of a mixture, each with quantized matrices of its own."""
+"""QuantExperts: the experts of a mixture, each with its own quantized matrices."""
 
 from __future__ import annotations
 
@@ -20,44 +20,51 @@ from lowbit.torch_private import is_fake
 
 __all__ = ["QuantExperts", "stack_experts_", "stacks"]
 
-#: Kinds of devices on which one kernel multiplies for all experts, whose weights are views of one stack there.
+#: Device types on which one kernel multiplies for all experts; their weights are views of one stack.
 _STACKED_ON = ("cuda",)
 
 
 def stacks(experts: Any) -> tuple[str, str]:
-    """What transformers' ``Experts`` modules call their two stacks of matrices."""
+    """Names of the two stacks of matrices in an ``Experts`` module of transformers."""
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
 class QuantExperts(nn.Module):
-    """What transformers' ``Experts`` modules compute, whose weights are stacks of matrices, by QuantLinears.
+    """transformers' ``Experts`` modules, whose weights are stacks of matrices, with one QuantLinear per matrix.
 
-    ``forward(hidden [T, H], index [T, k], weights [T, k])``: for each token the sum over its ``k`` experts of
-    ``down(gate(gate_up(hidden))) * weight``, ``[T, H]``. ``gate``: that of the class of ``like``, by default
-    ``act(gate) * up``; its activation where it has none. ``gate_up`` and ``down`` have a layer for each expert; one
-    that no token chooses is not called. An index of E, which padding has, chooses none.
+    ``forward(hidden [T, H], index [T, k], weights [T, k])`` returns ``[T, H]``: for each token the sum over its ``k``
+    experts of ``down(gate(gate_up(hidden))) * weight``. ``gate`` is the gate of the class of ``like``, by default
+    ``act(gate) * up``, or its activation if it has no gate. An expert that no token chooses is not called. An index
+    equal to the number of experts chooses none, as padding does.
 
-    On CUDA devices tokens are sorted by expert, and one product multiplies for all experts. The host waits for nothing,
-    so a CUDA graph can capture it. The layers' codes and scales are views of one tensor a part there (``stack_``).
-    The results are those of one expert after the other within rounding: products of integers have the same bits, float
-    products and the sum over a token's experts are added in another order.
-    One expert runs after the other on other devices, where a gradient is asked for, for layers that are no plain
-    QuantLinears of one scheme (with adapters or hooks, or packed), and for input scales that span rows or are static.
+    On CUDA devices tokens are sorted by expert, and one grouped matmul serves all experts. The host does not wait for
+    the device, so a CUDA graph can capture it. The layers' codes and scales are views of stacked tensors (``stack_``).
+    Integer matmuls are bit-identical to running one expert after the other. Float matmuls and the sum over a token's
+    experts are accumulated in another order.
 
-    In ``torch.compile`` and ``torch.export`` each expert computes every token, since no shape may depend on the index:
-    the results are those of eager mode within rounding, in E / k times the products.
+    Experts run one after the other on other devices and with gradients. The same holds for layers that are not plain
+    QuantLinears of one scheme (with adapters or hooks, or packed), and for static input scales or scales that span
+    rows.
+
+    In ``torch.compile`` and ``torch.export`` each expert computes every token, because no shape may depend on the
+    index. Results match eager mode within rounding, at E / k times the matmuls.
+
+    Args:
+        like: the module to replace.
+        gate_up: one layer per expert.
+        down: one layer per expert.
     """
 
     act_fn: Any
 
     @property
     def lowbit_kind(self) -> str:
-        """Quantized, or what its matrices are trained to be."""
+        """ "qat" while the matrices are trained, else "quantized"."""
         return "qat" if kind(self.down[0]) == "qat" else "quantized"
 
     def __init__(self, like: Any, gate_up: Sequence[QuantLinear], down: Sequence[QuantLinear]) -> None:
         super().__init__()
-        # What its gate may read: numbers and activations.
+        # The gate may read these: numbers and activations.
         vars(self).update({k: v for k, v in vars(like).items() if isinstance(v, int | float) or callable(v)})
         self._modules.update(like._modules)
         self.num_experts = len(down)
@@ -69,20 +76,20 @@ class QuantExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return self._all(hidden_states, top_k_index, top_k_weights)
-        found = self._stacked(hidden_states, top_k_weights)
-        if found is not None:
-            return self._at_once(*found, hidden_states, top_k_index, top_k_weights)
+        pair = self._stacked(hidden_states, top_k_weights)
+        if pair is not None:
+            return self._at_once(*pair, hidden_states, top_k_index, top_k_weights)
         result = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
             if expert >= self.num_experts:
                 continue
-            token, place = torch.where(top_k_index == expert)
-            y = self._expert(expert, hidden_states[token]) * top_k_weights[token, place, None]
+            token, slot = torch.where(top_k_index == expert)
+            y = self._expert(expert, hidden_states[token]) * top_k_weights[token, slot, None]
             result.index_add_(0, token, y.to(result.dtype))
         return result
 
     def _all(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """The result, of which each expert computes every token."""
+        """The result without data-dependent shapes: each expert computes every token."""
         result = torch.zeros_like(hidden)
         for expert in range(self.num_experts):
             chosen = index == expert
@@ -92,7 +99,7 @@ class QuantExperts(nn.Module):
         return result
 
     def _expert(self, expert: int, x: Tensor) -> Tensor:
-        """What one expert computes, before it is weighted."""
+        """The output of one expert, before it is weighted."""
         output: Tensor = self.down[expert](self._activated(self.gate_up[expert](x)))
         return output
 
@@ -102,21 +109,21 @@ class QuantExperts(nn.Module):
 
     # -- all experts at once -------------------------------------------------------------------------------------------
     def _at_once(self, gate_up: _Stack, down: _Stack, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """The result by grouped products, of rows sorted by expert."""
-        tokens, places = index.shape
+        """The result by grouped matmuls of rows sorted by expert."""
+        tokens, choices = index.shape
         expert, order = index.flatten().sort(stable=True)
         ids = torch.arange(self.num_experts, dtype=expert.dtype, device=expert.device)
         offsets = torch.searchsorted(expert, ids, right=True, out_int32=True)
-        x = hidden.index_select(0, order // places)
+        x = hidden.index_select(0, order // choices)
         y = down.multiply(self._activated(gate_up.multiply(x, offsets)), offsets)
-        # Rows behind the last expert's are zeros; those of padding go back there.
+        # Rows after the last expert's are zeros; padding reads them.
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        y = y.index_select(0, back).view(tokens, places, y.shape[-1])
+        y = y.index_select(0, back).view(tokens, choices, y.shape[-1])
         y = y * weights.masked_fill(index >= self.num_experts, 0)[..., None]
         return y.sum(1).to(hidden.dtype)
 
     def _stacked(self, hidden: Tensor, weights: Tensor) -> tuple[_Stack, _Stack] | None:
-        """Both stacks, where one product can serve all experts."""
+        """Both stacks, if one matmul can serve all experts; else None."""
         if hidden.device.type not in _STACKED_ON or not hidden.numel():
             return None
         if torch.is_grad_enabled() and any(t.requires_grad for t in (hidden, weights, *self._trained())):
@@ -125,7 +132,7 @@ class QuantExperts(nn.Module):
         return None if gate_up is None or down is None else (gate_up, down)
 
     def _trained(self) -> Iterator[Tensor]:
-        """Parameters that may have gradients: the layers' biases, and what activations have."""
+        """Parameters that may have gradients: the layers' biases and the parameters of activations."""
         for name, module in self._modules.items():
             if name not in ("gate_up", "down"):
                 yield from cast(nn.Module, module).parameters()
@@ -135,16 +142,16 @@ class QuantExperts(nn.Module):
                 yield bias
 
     def stack_(self) -> None:
-        """On CUDA devices: lay codes and scales of the experts side by side in one tensor a part, of which theirs
-        become views.
+        """On CUDA devices, copy the experts' codes and scales into stacked tensors and make the parameters views of
+        them.
 
-        It happens by itself when the module is made, moved, copied or loaded. Meanwhile one of the two stacks is there
-        twice.
+        It runs automatically when the module is created, moved, copied or loaded. While it copies, one of the two
+        stacks is in memory twice.
         """
         for layers in (self.gate_up, self.down):
             for name in PARTS if all(plain_class(layer) is QuantLinear for layer in layers) else ():
                 parts: list[Any] = [layer._parameters[name] for layer in layers]
-                if _may_stack(parts) and _whole(parts) is None:
+                if _may_stack(parts) and _stacked_tensor(parts) is None:
                     with torch.no_grad(), torch.inference_mode(False):
                         for part, view in zip(parts, torch.stack([p.detach() for p in parts]), strict=True):
                             part.data = view
@@ -160,52 +167,52 @@ class QuantExperts(nn.Module):
 
 
 def stack_experts_(model: nn.Module) -> None:
-    """``stack_`` of all experts in a model, after their tensors were replaced."""
+    """Call ``stack_`` for all experts of a model, after their tensors were replaced."""
     for module in model.modules():
         if isinstance(module, QuantExperts):
             module.stack_()
 
 
 class _Stack(NamedTuple):
-    """Layers alike, and their weights as one: codes ``[E, N, packed K]`` with stacks of what scales them."""
+    """Layers of one scheme, and their weights as one: codes ``[E, N, packed K]`` with stacked scales."""
 
     layers: nn.ModuleList
     parts: dict[str, Tensor | None]
 
     def multiply(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """What the layers compute of rows ``x [T, K]``, those of each expert behind the last one's."""
+        """Apply the layers to rows ``x [T, K]`` that are sorted by expert."""
         first: Any = self.layers[0]
-        x, dtype = first._given(x)
+        x, dtype = first._operand(x)
         if first.rotation is not None:
             x = hadamard(x, first.rotation)
-        given: tuple[Any, ...] = x, None, None, None, None
+        inputs: tuple[Any, ...] = x, None, None, None, None
         if first._input_name is not None:
             q = quantize(x, first._input_name)
-            given = q.codes, first._input_name, q.scale, q.zero_point, q.global_scale
+            inputs = q.codes, first._input_name, q.scale, q.zero_point, q.global_scale
         biases: Any = None if first.bias is None else torch.stack([layer.bias for layer in self.layers])  # type: ignore[misc]
         codes, scale, zero_point, global_scale = (self.parts[name] for name in PARTS)
         y: Tensor = call(
-            "scaled_grouped_mm", given[0], codes, offsets, first.in_features, first.scheme.name,
-            scale, zero_point, global_scale, *given[1:], biases, dtype,
+            "scaled_grouped_mm", inputs[0], codes, offsets, first.in_features, first.scheme.name,
+            scale, zero_point, global_scale, *inputs[1:], biases, dtype,
         )  # fmt: skip
         return y
 
 
 def _stack(layers: nn.ModuleList, x: Tensor) -> _Stack | None:
-    """The stack of layers, where there is one and a kernel for it."""
+    """The stack of ``layers``, or None if they are not stacked or no kernel multiplies it."""
     first: Any = layers[0]
     if not all(_is_like(layer, first) for layer in layers):
         return None
     if first.recipe.static or (first.recipe.input is not None and not has_rows_of_its_own(first.recipe.input)):
         return None
-    dtype, shape = first._given(x[:0])[1], (first.out_features, first.in_features)
+    dtype, shape = first._operand(x[:0])[1], (first.out_features, first.in_features)
     if not multiplies_at_once(x.device.type, first._input_name, dtype, first.scheme, shape):
         return None
     parts: dict[str, Tensor | None] = dict.fromkeys(PARTS)
     for name in PARTS:
         if first._parameters[name] is not None:
-            parts[name] = whole = _whole([layer._parameters[name] for layer in layers])  # type: ignore[misc]
-            if whole is None:
+            parts[name] = stacked = _stacked_tensor([layer._parameters[name] for layer in layers])  # type: ignore[misc]
+            if stacked is None:
                 return None
     assert parts["scale"] is not None
     parts["scale"] = stored_scale(parts["scale"], first.scheme.name)
@@ -214,7 +221,7 @@ def _stack(layers: nn.ModuleList, x: Tensor) -> _Stack | None:
 
 
 def _is_like(layer: Any, first: Any) -> bool:
-    """Whether a layer computes with its weight what another one computes with its own, and nothing else."""
+    """Whether both layers compute the same function of their weight, and nothing else."""
     return (
         type(layer) is QuantLinear
         and layer.scheme == first.scheme
@@ -225,12 +232,14 @@ def _is_like(layer: Any, first: Any) -> bool:
 
 
 def _may_stack(parts: list[Any]) -> bool:
-    """Whether tensors of experts are plain ones on a device where they are stacked."""
+    """Whether the parts are plain parameters on a device with stacking."""
     return _are_alike(parts) and all(type(part) is nn.Parameter and not part.is_inference() for part in parts)
 
 
 def _are_alike(parts: list[Any]) -> bool:
-    """Whether tensors are parameters of one kind, each its own, on a device where those of experts are stacked."""
+    """Whether the parts are distinct contiguous parameters with equal shape, dtype and device, on a device with
+    stacking.
+    """
     return len(set(map(id, parts))) == len(parts) and all(
         isinstance(part, nn.Parameter)
         and part.device.type in _STACKED_ON
@@ -240,9 +249,10 @@ def _are_alike(parts: list[Any]) -> bool:
     )
 
 
-def _whole(parts: list[Tensor]) -> Tensor | None:
-    """The tensor whose parts these are, one behind the other; None where they are not. Of fake ones, which lie nowhere,
-    one that looks like it, where ``stack_`` would make it of real ones.
+def _stacked_tensor(parts: list[Tensor]) -> Tensor | None:
+    """The tensor that the parts are consecutive slices of, or None.
+
+    For fake tensors, a tensor of the same shape if ``stack_`` would stack real ones.
     """
     first = parts[0]
     if is_fake(first):

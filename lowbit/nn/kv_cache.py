@@ -1,4 +1,7 @@
-"""Keys and values of attention, quantized as they are appended. Source: KIVI, arXiv 2402.02750, with rows for both."""
+"""QuantizedRows: keys or values of attention, quantized as they are appended.
+
+Source: KIVI, arXiv 2402.02750, but with scales per row for keys and for values.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +18,26 @@ from lowbit.tensor.quantized import Quantized
 __all__ = ["QuantizedRows"]
 
 
-#: Buffers that are full grow by this share, so that a row is copied a constant number of times on average.
+#: A full buffer grows by this share, so a row is copied a constant number of times on average.
 _GROWTH = 0.25
 
 
 class QuantizedRows:
-    """Rows ``[..., S, D]`` that grow along S: a row is quantized when it is appended, and its codes never change.
+    """Rows ``[..., S, D]`` that grow along S. Each row is quantized once, when it is appended.
 
     Args:
-        scheme: One with scales for rows or for groups within them, such as ``"int8:row"``, ``"int4:group32"``,
+        scheme: a scheme with scales per row or per group within a row, such as ``"int8:row"``, ``"int4:group32"``,
             ``"fp8_e4m3:group32"``, ``"nf4"``.
 
     Raises:
-        ValueError: For a scheme with scales that several rows share.
+        ValueError: several rows share a scale in ``scheme``.
     """
 
     def __init__(self, scheme: Scheme | str) -> None:
         self.scheme = find_scheme(scheme)
         if self.scheme.block[0] != 1 or (self.scheme.global_scale and self.scheme.global_scale_shape(2)[0] != 2):
             raise ValueError(
-                f"rows that are appended need scales of their own, and in {self.scheme} rows share them; use for "
+                f"QuantizedRows: expected a scheme in which each row has its own scales, got {self.scheme}; use for "
                 f"instance int8:row, int4:group32 or fp8_e4m3:group32"
             )
         self.length = 0
@@ -43,17 +46,17 @@ class QuantizedRows:
         self._width = 0
 
     def append(self, x: Tensor) -> None:
-        """Add rows behind those that are there.
+        """Append rows.
 
         Args:
             x: ``[..., T, D]``; T may be 0.
 
         Raises:
-            ValueError: For rows of another shape than those that are there.
+            ValueError: the shape does not fit the existing rows.
         """
         shape = self.shape
         if x.dim() < 2 or (self.length and (*x.shape[:-2], x.shape[-1]) != (*shape[:-2], shape[-1])):
-            expected = f"of the shape {list(shape)} that is there, but for S" if self.length else "[..., T, D]"
+            expected = f"like the existing {list(shape)} except for S" if self.length else "[..., T, D]"
             raise ValueError(f"QuantizedRows: expected rows {expected}, got {list(x.shape)}")
         q, end = quantize(x, self.scheme), self.length + x.shape[-2]
         for name, part in q.parts.items():
@@ -63,7 +66,7 @@ class QuantizedRows:
         self.length, self._dtype, self._width = end, x.dtype, x.shape[-1]
 
     def _reserve(self, name: str, rows: Tensor, length: int) -> None:
-        """Make the buffer hold ``length`` rows like ``rows``."""
+        """Grow the buffer to at least ``length`` rows like ``rows``."""
         old = self._buffers.get(name) if self.length else None
         if old is not None and len(old) >= length:
             return
@@ -74,18 +77,18 @@ class QuantizedRows:
 
     @property
     def shape(self) -> torch.Size:
-        """That of all rows, ``[..., S, D]``; ``[0, 0]`` before the first ``append``."""
+        """Shape of all rows, ``[..., S, D]``; ``[0, 0]`` before the first ``append``."""
         codes = self._buffers.get("codes")
         return torch.Size((0, 0) if codes is None else (*codes.shape[1:-1], self.length, self._width))
 
     def read(self) -> Tensor:
-        """All rows, decoded: ``[..., S, D]`` in the dtype that was appended, S outermost in memory.
+        """Decode all rows: ``[..., S, D]`` in the dtype that was appended, S outermost in memory.
 
         Raises:
-            RuntimeError: Before the first ``append``.
+            RuntimeError: nothing was appended yet.
         """
         if not self._buffers:
-            raise RuntimeError("QuantizedRows: nothing was appended yet, so that there is nothing to read")
+            raise RuntimeError("QuantizedRows: nothing was appended yet; call append before read")
         codes = self._buffers["codes"][: self.length]
         scale, zero_point, global_scale = map(self._scales, ("scale", "zero_point", "global_scale"))
         assert scale is not None
@@ -98,19 +101,19 @@ class QuantizedRows:
         return None if buffer is None else buffer[: self.length].flatten(0, -2)
 
     def crop(self, length: int) -> None:
-        """Forget all but the first ``length`` rows."""
+        """Drop all but the first ``length`` rows."""
         self.length = min(self.length, length)
 
     def select(self, index: Tensor) -> None:
-        """Take these of the first axis, which is the batch, in this order."""
+        """Select entries of the first axis, the batch, in the order of ``index``."""
         self._buffers = {name: part.index_select(1, index.to(part.device)) for name, part in self._buffers.items()}
 
     def to(self, *args: Any, **kwargs: Any) -> QuantizedRows:
-        """Move the codes and scales, in place."""
+        """Move codes and scales, in place."""
         self._buffers = {name: part.to(*args, **kwargs) for name, part in self._buffers.items()}
         return self
 
     @property
     def nbytes(self) -> int:
-        """Bytes that codes and scales hold, with room for rows to come."""
+        """Bytes of codes and scales, including reserved rows."""
         return sum(part.nbytes for part in self._buffers.values())

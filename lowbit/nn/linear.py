@@ -1,7 +1,7 @@
-"""QuantLinear: a Linear layer whose weight is one Quantized, for inference and for adapters on top of it.
+"""QuantLinear: a Linear layer with one Quantized as weight, for inference and for adapters on top of it.
 
-Codes and scales are integer parameters without gradient, rows as dim 0: FSDP2 shards parameters (not buffers), and
-neither ``model.bfloat16()`` nor a mixed-precision policy casts integers, so no bit of them ever changes.
+Codes and scales are integer parameters without gradient, with rows as dim 0. FSDP2 shards parameters but not buffers,
+and neither ``model.bfloat16()`` nor a mixed-precision policy casts integers, so the weight never changes.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ __all__ = [
 #: The parameters that make up the weight.
 PARTS = ("codes", "scale", "zero_point", "global_scale")
 
-#: What quantizes inputs, where the recipe's input scales are static.
+#: The parameters that quantize inputs, if the recipe's input scales are static.
 INPUT_PARTS = ("input_scale", "input_zero_point")
 
-#: Before the block of a Hadamard transform, in what states say of a weight.
+#: Prefix of the block size of a Hadamard transform in ``_extra_state``.
 _ROTATION = "hadamard"
 
-#: The integer dtype whose bits hold those of a floating-point scale.
+#: The integer dtype that stores the bits of a floating-point scale.
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
 def result_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a Linear's result: autocast's inside autocast, else that of its input."""
-    kind = "cpu" if x.is_cpu else x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
+    """The dtype of a Linear's result: autocast's inside autocast, else the input's."""
+    device = "cpu" if x.is_cpu else x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
     return x.dtype
 
 
 def empty(
     shape: tuple[int, ...], scheme: Scheme, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> Quantized:
-    """A Quantized of that shape whose tensors are allocated but not filled; ``load_model`` fills them."""
+    """A Quantized with allocated but unfilled tensors; ``load_model`` fills them."""
     rows, cols = as_matrix(shape)
     scales = scheme.scale_shape(rows, cols)
 
-    def make(size: tuple[int, ...], kind: torch.dtype) -> Tensor:
-        return torch.empty(size, dtype=kind, device=device)
+    def make(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
 
     return Quantized(
         make((*shape[:-1], scheme.packed_cols(cols)), torch.uint8),
@@ -77,35 +77,40 @@ def empty(
 
 
 class QuantLinear(Announced, nn.Module):
-    """``y = x @ weight.T + bias`` with a quantized weight, and with ``recipe.input`` a quantized input: by scales that
-    are made of each input, or where the recipe says ``scale="static"``, by ``input_scales``.
+    """``y = x @ weight.T + bias`` with a quantized weight, and a quantized input if the recipe has ``recipe.input``.
 
-    ``rotation``: the block of the Hadamard transform that inputs go through first (``recipe.rotation``); ``weight`` is
-    that of the transformed inputs then, and ``plain_weight`` that of the layer's.
+    The input is ``[..., in_features]``, fp32, bf16 or fp16; the result has its dtype, or autocast's. The gradient of
+    the input is ``grad @ weight.dequantize()`` (straight-through). Backward runs on the backend of its forward; under
+    torch.compile each call chooses its backend anew. ``lowbit.prepack_`` replaces the layer by a ``PackedLinear``,
+    which is faster on CPUs.
 
-    ``weight``: Quantized ``[out_features, in_features]``; ``bias [out_features]`` stays in high precision. Input
-    ``[..., in_features]`` fp32, bf16 or fp16; the result has its dtype (inside autocast: autocast's). The gradient of
-    the input passes straight through its quantization: ``grad @ weight.dequantize()``.
+    The parameters are ``codes``, ``scale``, ``zero_point`` (affine schemes), ``global_scale`` (two-level schemes), and
+    with static input scales ``input_scale`` and ``input_zero_point``. Floating-point scales are stored as integers with
+    the same bits; ``.weight`` views them as floats. Integers have no gradient, so ``model.requires_grad_(True)`` raises
+    in torch; set it on the floating-point parameters instead. ``AveragedModel`` would average these integers too, so
+    average only floating-point parameters, for instance with ``multi_avg_fn=lambda a, b, n: ema(a, b, n) if
+    a[0].is_floating_point() else None``.
 
-    Parameters: ``codes``, ``scale``, ``zero_point`` (affine schemes) and ``global_scale`` (two-level schemes), with
-    static input scales also ``input_scale`` and ``input_zero_point``; floating scales are kept as the integers of their
-    bits, and ``.weight`` shows them as the numbers they are. Integers have no gradient, so torch raises for
-    ``model.requires_grad_(True)``; set it on the floating-point parameters instead. What averages parameters
-    (``AveragedModel``) would average these integers too, which moves the scales a little at every update: average the
-    floating-point ones only, for instance with
-    ``multi_avg_fn=lambda a, b, n: ema(a, b, n) if a[0].is_floating_point() else None``.
-    ``state_dict`` also holds the scheme's name, as ``_extra_state``: ASCII in a uint8 tensor, which every container of
-    tensors keeps (safetensors, distributed checkpoints); with ``in_features`` where rows of codes end within a byte.
-    ``load_state_dict`` refuses codes of another scheme, since
-    most would fit, and mean something else. Backward runs on the backend of its forward; inside torch.compile each
-    call chooses anew.
+    ``state_dict`` also has the scheme's name as ``_extra_state``: ASCII in a uint8 tensor, which safetensors and
+    distributed checkpoints can store. It includes ``in_features`` if rows of codes end within a byte.
+    ``load_state_dict`` rejects codes of another scheme, because most would fit and decode to wrong values.
 
-    ``lowbit.fuse_requantize_`` sets ``consumers``: one of the layers that consume this layer's output, all of which
-    share one static input scheme and its scales. The result of an fp32 input is then codes in that scheme: int8 where
-    zero is the code 0, else uint8. With gradients it stays in floats. No bit of what the consumers compute changes.
+    ``lowbit.fuse_requantize_`` sets ``consumers`` to one of the layers that read this layer's output, which all share
+    one static input scheme and its scales. For an fp32 input without gradients the result is then codes in that scheme:
+    int8 if zero is the code 0, else uint8. The consumers' results are bit-identical.
 
-    ``lowbit.prepack_`` makes a ``PackedLinear`` of it, which is faster on CPUs.
-    Raises TypeError for inputs of other dtypes, ValueError for another last axis.
+    Args:
+        weight: ``[out_features, in_features]``. With ``recipe.rotation`` it is the weight of inputs after a Hadamard
+            transform in blocks of that size; ``plain_weight`` returns the untransformed matrix.
+        bias: ``[out_features]`` in high precision, or None.
+        recipe: the recipe that the layer was quantized with.
+        input_scales: the static input scales, for recipes with ``scale="static"``; others quantize each input with
+            scales computed from it.
+
+    Raises:
+        TypeError: forward got an input of another dtype.
+        ValueError: the weight is not a matrix, ``input_scales`` do not fit the recipe, or forward got an input whose
+            last axis is not ``in_features``.
     """
 
     lowbit_kind = "quantized"
@@ -117,21 +122,21 @@ class QuantLinear(Announced, nn.Module):
     input_scale: nn.Parameter | None
     input_zero_point: nn.Parameter | None
     bias: nn.Parameter | None
-    consumers: tuple[QuantLinear, ...] = ()  # in a tuple: it is not a part of this layer
+    consumers: tuple[QuantLinear, ...] = ()  # a tuple, so that torch does not register it as a submodule
 
     def __init__(
         self, weight: Quantized, bias: nn.Parameter | None, recipe: Recipe, input_scales: Scales | None = None
     ) -> None:
         super().__init__()
         if weight.ndim != 2:
-            raise ValueError(f"QuantLinear needs a weight [out, in], got shape {list(weight.shape)}")
+            raise ValueError(f"QuantLinear: expected a weight [out, in], got shape {list(weight.shape)}")
         self.out_features, self.in_features = weight.shape
         self.recipe, self.scheme, self.rotation = recipe, weight.scheme, recipe.rotation
         self.weight_dtype = weight.dtype
         if recipe.static != (input_scales is not None):
             raise ValueError(
                 f"QuantLinear: recipe {recipe.name!r} {'needs' if recipe.static else 'does not take'} input_scales; "
-                f"recipes with scale='static' have them, from lowbit.calibrate(model, recipe, batches)"
+                f"only recipes with scale='static' use them, from lowbit.calibrate(model, recipe, batches)"
             )
         parts = {**plain_state(weight), **_input_state(input_scales)}
         for name in (*PARTS, *INPUT_PARTS):
@@ -142,7 +147,7 @@ class QuantLinear(Announced, nn.Module):
 
     @property
     def weight(self) -> Quantized:
-        """The weight: views of this layer's parameters."""
+        """The weight, as views of this layer's parameters."""
         parts: dict[str, Any] = self._parameters
         shape = torch.Size((self.out_features, self.in_features))
         return Quantized(
@@ -152,26 +157,26 @@ class QuantLinear(Announced, nn.Module):
 
     @property
     def input_scales(self) -> Scales | None:
-        """The static scales that inputs are quantized by: views of this layer's parameters. None: they are dynamic."""
+        """The static input scales, as views of this layer's parameters; None if they are dynamic."""
         parts: dict[str, Any] = self._parameters
         if self._input_name is None or parts["input_scale"] is None:
             return None
         return Scales(stored_scale(parts["input_scale"], self._input_name), parts["input_zero_point"])
 
     def plain_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The matrix ``[out_features, in_features]`` that the layer stands for, in ``dtype`` or that of ``weight``."""
+        """The decoded matrix ``[out_features, in_features]`` without rotation, in ``dtype`` or the weight's dtype."""
         weight = self.weight
         if self.rotation is None:
             return weight.dequantize(dtype)
         return hadamard(weight.dequantize(torch.float32), self.rotation).to(dtype or weight.dtype)
 
     def share_weight(self, other: QuantLinear) -> None:
-        """Hold the very parameters of ``other``'s weight: tied layers have one Quantized."""
+        """Use the parameters of ``other``'s weight: tied layers have one Quantized."""
         for name in PARTS:
             self._parameters[name] = other._parameters[name]
 
     def forward(self, input: Tensor) -> Tensor:
-        x, dtype = self._given(input)
+        x, dtype = self._operand(input)
         if x.shape[-1:] != (self.in_features,):
             raise wrong_width(self, x)
         if self.rotation is not None:
@@ -186,8 +191,8 @@ class QuantLinear(Announced, nn.Module):
         return self._signed(y)
 
     def conv(self, x: Tensor, window: Window) -> Tensor:
-        """A convolution's result ``[N, *S', out_features]``, of ``x [N, *S, C]``, with this weight."""
-        x, dtype = self._given(x)
+        """Convolve ``x [N, *S, C]`` with this weight; returns ``[N, *S', out_features]``."""
+        x, dtype = self._operand(x)
         parts: dict[str, Any] = self._parameters
         refuse_tangents("conv", x, parts["bias"])
         y: Tensor = call(
@@ -196,15 +201,15 @@ class QuantLinear(Announced, nn.Module):
         )  # fmt: skip
         return self._signed(y)
 
-    def _given(self, x: Tensor) -> tuple[Tensor, torch.dtype]:
-        """An input as the op takes it, and the dtype of the result: fp32 of codes."""
+    def _operand(self, x: Tensor) -> tuple[Tensor, torch.dtype]:
+        """The input as the op expects it, and the dtype of the result: fp32 if the input is codes."""
         if x.dtype in (torch.int8, torch.uint8) and self.recipe.static:
             return x.view(torch.uint8), torch.float32
         dtype = result_dtype(x)
         return x.to(dtype) if self._input_name is None and x.dtype != dtype else x, dtype
 
     def _scales(self, x: Tensor, dtype: torch.dtype) -> tuple[Any, ...]:
-        """The scales of the input, and what makes codes of a result of that dtype, as ops take them."""
+        """The input scales, and the consumer's scales if the result is codes, as arguments of the op."""
         input_scales = self.input_scales
         graded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, self.bias))
         if not self.consumers or dtype != torch.float32 or graded:
@@ -218,7 +223,7 @@ class QuantLinear(Announced, nn.Module):
         )  # fmt: skip
 
     def _signed(self, y: Tensor) -> Tensor:
-        """Codes as numbers in their order, where zero is the code 0."""
+        """View codes as int8 if zero is the code 0."""
         if y.dtype != torch.uint8:
             return y
         scheme = self.consumers[0].recipe.input
@@ -234,12 +239,13 @@ class QuantLinear(Announced, nn.Module):
         return scheme_state(self.scheme, self.in_features, self.rotation)
 
     def set_extra_state(self, state: Any) -> None:
-        """Raises ValueError for codes of another scheme or width; ``_load_from_state_dict`` has compared them already,
-        other libraries call this alone.
+        """Raise ValueError for codes of another scheme or width.
+
+        ``_load_from_state_dict`` has compared them already, but other libraries call only this method.
         """
-        wrong = misfits({}, self.scheme, self.in_features, {"_extra_state": state}, "", self.rotation)
-        if wrong:
-            raise ValueError(wrong[0])
+        errors = misfits({}, self.scheme, self.in_features, {"_extra_state": state}, "", self.rotation)
+        if errors:
+            raise ValueError(errors[0])
 
     def _load_from_state_dict(
         self,
@@ -252,23 +258,23 @@ class QuantLinear(Announced, nn.Module):
         error_msgs: list[str],
     ) -> None:
         parts = {name: part for name in (*PARTS, *INPUT_PARTS) if (part := self._parameters[name]) is not None}
-        wrong = misfits(parts, self.scheme, self.in_features, state_dict, prefix, self.rotation)
-        if wrong:  # nothing of this layer is written
-            error_msgs.extend(wrong)
+        errors = misfits(parts, self.scheme, self.in_features, state_dict, prefix, self.rotation)
+        if errors:  # leave the layer unchanged
+            error_msgs.extend(errors)
             return
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
-        """Casts and moves reach the bias and the dtype that ``weight`` answers; codes and scales are only moved."""
+        """Casts change the bias and ``weight_dtype``; codes and scales are only moved."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype)).dtype
         return self
 
 
 def is_signed(scheme: Scheme) -> bool:
-    """Whether codes of a scheme are the bytes of signed integers, zero being the code 0."""
+    """Whether codes of a scheme are the bytes of signed 8-bit integers, with the code 0 for zero."""
     return scheme.format.kind == "integer" and scheme.format.bits == 8 and scheme.format.signed and not scheme.affine
 
 
@@ -280,12 +286,11 @@ def empty_scales(scheme: Scheme, cols: int, device: torch.device | str | None = 
 
 
 def plain_state(weight: Quantized) -> dict[str, Tensor]:
-    """The tensors of a weight as layers keep and save them: floating-point scales as the integers of their bits."""
+    """A weight's tensors as layers store and save them, with floating-point scales as integers of the same bits."""
     return {name: _bits(part.detach()) for name, part in weight.parts.items()}
 
 
 def _input_state(scales: Scales | None) -> dict[str, Tensor]:
-    """The same of static input scales."""
     parts = {} if scales is None else dict(zip(INPUT_PARTS, (scales.scale, scales.zero_point), strict=True))
     return {name: _bits(part.detach()) for name, part in parts.items() if part is not None}
 
@@ -295,7 +300,7 @@ def _bits(part: Tensor) -> Tensor:
 
 
 def wrong_width(layer: Any, x: Tensor) -> ValueError:
-    """The error for an input whose last axis is not what the layer takes: codes padded to whole bytes would hide it."""
+    """The error for an input with a wrong last axis, which codes padded to whole bytes would hide."""
     return ValueError(
         f"{type(layer).__name__}: the input and the weight must end in the same K, here in_features="
         f"{layer.in_features}; got an input {list(x.shape)}"
@@ -303,8 +308,8 @@ def wrong_width(layer: Any, x: Tensor) -> ValueError:
 
 
 def scheme_state(scheme: Scheme, cols: int, rotation: int | None = None) -> Tensor:
-    """What a state says of a weight besides its tensors: the scheme, the columns where bytes of codes hide them, and
-    the block of its Hadamard transform where it has one.
+    """The ``_extra_state`` of a weight: the scheme, the columns if rows of codes end within a byte, and the rotation if
+    any.
     """
     width = [str(cols)] if cols * scheme.format.bits % 8 else []
     text = " ".join([scheme.name, *width, *([] if rotation is None else [f"{_ROTATION}{rotation}"])])
@@ -316,14 +321,14 @@ def _transform(block: object) -> str:
 
 
 def misfits(
-    own: Mapping[str, Tensor],
+    parts: Mapping[str, Tensor],
     scheme: Scheme,
     cols: int,
     state_dict: Mapping[str, Any],
     prefix: str,
     rotation: int | None = None,
 ) -> list[str]:
-    """Why codes and scales of ``state_dict`` mean something else than a layer with ``own`` would read in them."""
+    """Reasons why ``state_dict`` does not fit a layer with the parameters ``parts``, empty if it fits."""
     extra_state = state_dict.get(f"{prefix}_extra_state")
     if isinstance(extra_state, Tensor) and not extra_state.is_meta:
         name, *words = bytes(extra_state.tolist()).decode(errors="replace").split(" ")
@@ -342,7 +347,7 @@ def misfits(
                 f"{scheme.name!r}; quantize the model with the recipe that the state was saved with"
             ]
     return [
-        f"{prefix}{name}: the state has dtype {given.dtype}, and this layer {part.dtype}, whose bits it must be"
-        for name, part in own.items()
-        if isinstance(given := state_dict.get(prefix + name), Tensor) and given.dtype != part.dtype
+        f"{prefix}{name}: the state has dtype {saved.dtype}, and this layer {part.dtype}, which holds a scale's bits"
+        for name, part in parts.items()
+        if isinstance(saved := state_dict.get(prefix + name), Tensor) and saved.dtype != part.dtype
     ]

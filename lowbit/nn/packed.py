@@ -1,7 +1,7 @@
-"""PackedLinear: a QuantLinear whose weight lies in the packed layout that CPU kernels read (lowbit/tensor/prepack.py).
+"""PackedLinear: a QuantLinear whose weight has the packed layout of CPU kernels (lowbit/tensor/prepack.py).
 
-``lowbit.prepack_`` makes it, and ``lowbit.unprepack_`` turns it back. Its weight is one buffer that nothing changes;
-what leaves the layer (``state_dict``, copies, pickles, ``weight``) has plain tensors, made new.
+``lowbit.prepack_`` creates it, and ``lowbit.unprepack_`` turns it back. The weight is one immutable buffer;
+``state_dict``, copies, pickles and ``weight`` unpack it into new plain tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["PackedLinear"]
 
 
 class _NoBackward(torch.autograd.Function):
-    """``y``, computed of ``x`` by a kernel that has no backward pass; a backward pass through it raises."""
+    """Returns ``y``, which a kernel without a backward pass computed from ``x``; backward raises."""
 
     @staticmethod
     def forward(x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
@@ -48,12 +48,19 @@ _no_backward = cast(Callable[[Tensor, Tensor], Tensor], _NoBackward.apply)
 
 
 class PackedLinear(Announced, nn.Module):
-    """``y = x @ weight.T + bias`` on a packed weight, with the bits of the QuantLinear that it was made of.
+    """``y = x @ weight.T + bias`` with a packed weight, bit-identical to the QuantLinear that it was made from.
 
-    Input ``[..., in_features]`` fp32, bf16 or fp16 on the CPU; the result has its dtype (inside autocast: autocast's).
-    For inference: there is no backward pass, so ``prepack_`` lets its bias require none, and no other device.
-    ``state_dict`` is that of the QuantLinear, so either loads what the other has saved.
-    Raises RuntimeError in a backward pass, and for a move to another device: ``lowbit.unprepack_`` first.
+    The input is ``[..., in_features]``, fp32, bf16 or fp16 on the CPU; the result has its dtype, or autocast's. The
+    layer is for inference: ``prepack_`` sets ``requires_grad=False`` on its bias. ``state_dict`` has the same entries
+    as the QuantLinear's, so each layer loads the other's.
+
+    Args:
+        weight: the weight to pack, ``[out_features, in_features]``.
+        bias: ``[out_features]`` or None.
+        recipe: the recipe that the weight was quantized with.
+
+    Raises:
+        RuntimeError: a backward pass, or a move to another device. Call ``lowbit.unprepack_`` first.
     """
 
     lowbit_kind = "packed"
@@ -77,11 +84,11 @@ class PackedLinear(Announced, nn.Module):
 
     @property
     def input(self) -> Scheme:
-        """The scheme in which inputs are quantized."""
+        """The scheme of quantized inputs."""
         return prepack.input_of(self.packed)
 
     def with_bias(self, bias: nn.Parameter | None) -> PackedLinear:
-        """Another layer on the very weight of this one."""
+        """A layer that shares this weight and has another bias."""
         other = PackedLinear.__new__(PackedLinear)
         nn.Module.__init__(other)
         vars(other).update({k: v for k, v in vars(self).items() if k not in vars(other)})
@@ -90,7 +97,7 @@ class PackedLinear(Announced, nn.Module):
         return other
 
     def unpacked(self) -> QuantLinear:
-        """The QuantLinear of this weight, with the very bias of this layer."""
+        """The QuantLinear with this weight and the same bias parameter."""
         return QuantLinear(self.weight, self.bias, self.recipe)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -99,7 +106,7 @@ class PackedLinear(Announced, nn.Module):
         x = input if self.rotation is None else hadamard(input, self.rotation)
         if x.requires_grad and torch.is_grad_enabled():
             return _no_backward(x, call("linear_packed", x.detach(), packed, self.out_features, bias, dtype))
-        try:  # without another Python function in between, which would take a tenth of a small layer's time
+        try:  # calls the op directly: one more Python function would cost a tenth of a small layer's time
             y: Tensor = torch.ops.lowbit.linear_packed.default(x, packed, self.out_features, bias, dtype)
             return y
         except (RuntimeError, ValueError) as error:
@@ -111,12 +118,12 @@ class PackedLinear(Announced, nn.Module):
             f"recipe={self.recipe.name}, weight={self.scheme}, input={self.recipe.input}, packed"
         )
 
-    # -- what leaves the layer, and what comes to it -------------------------------------------------------------------
+    # -- saving, loading, copying --------------------------------------------------------------------------------------
     def get_extra_state(self) -> Tensor:
         return scheme_state(self.scheme, self.in_features, self.rotation)
 
     def set_extra_state(self, state: Any) -> None:
-        """``_load_from_state_dict`` has compared it already."""
+        """Nothing to do: ``_load_from_state_dict`` has compared it already."""
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for name, part in plain_state(self.weight).items():
@@ -135,14 +142,14 @@ class PackedLinear(Announced, nn.Module):
     ) -> None:
         state = plain_state(self.weight)
         loaded = {name: state_dict[prefix + name] for name in state if prefix + name in state_dict}
-        wrong = misfits(state, self.scheme, self.in_features, state_dict, prefix, self.rotation)
-        wrong += [
+        errors = misfits(state, self.scheme, self.in_features, state_dict, prefix, self.rotation)
+        errors += [
             f"{prefix}{name}: the state has shape {list(part.shape)}, and this layer {list(state[name].shape)}"
             for name, part in loaded.items()
             if part.shape != state[name].shape
         ]
-        if wrong:
-            error_msgs.extend(wrong)
+        if errors:
+            error_msgs.extend(errors)
             return
         rest = {key: value for key, value in state_dict.items() if key not in {prefix + name for name in state}}
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
@@ -167,15 +174,15 @@ class PackedLinear(Announced, nn.Module):
         self._buffers["packed"] = prepack.prepack(weight, self.recipe.input)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
-        """Casts reach the bias and the dtype that ``weight`` answers; a packed weight stays where it is."""
+        """Casts change the bias and ``weight_dtype``; the packed weight stays as it is."""
         target = fn(torch.empty(0, dtype=torch.uint8)).device.type
         if target != "cpu":
             raise RuntimeError(
-                f"this model has layers that lowbit.prepack_ packed for the CPU, and cannot move to {target}; call "
+                f"this model has layers that lowbit.prepack_ packed for the CPU and cannot move to {target}; call "
                 "lowbit.unprepack_(model) first"
             )
         packed = self._buffers["packed"]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._buffers["packed"] = packed  # not what fn may have made of it: nothing changes these bytes
+        self._buffers["packed"] = packed  # fn may have converted it
         self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype)).dtype
         return self

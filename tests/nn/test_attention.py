@@ -118,7 +118,7 @@ B, T, S = 3, 5, 7
 @pytest.mark.parametrize(
     ("mask", "error", "message"),
     [
-        ({"key_padding_mask": torch.zeros(B, S, dtype=torch.uint8)}, TypeError, "must be bool.*uint8; where its ones"),
+        ({"key_padding_mask": torch.zeros(B, S, dtype=torch.uint8)}, TypeError, "must be bool.*uint8; if its ones"),
         ({"key_padding_mask": torch.zeros(B, S, dtype=torch.long)}, TypeError, "must be bool.*int64"),
         ({"key_padding_mask": torch.zeros(S, B, **BOOL)}, ValueError, r"\[batch, keys\] = \[3, 7\], got \[7, 3\]"),
         ({"key_padding_mask": torch.zeros(1, S, **BOOL)}, ValueError, r"got \[1, 7\]; masks are not broadcast"),

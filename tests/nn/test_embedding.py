@@ -102,7 +102,7 @@ def test_embeddings_are_quantized_only_where_a_recipe_names_them():
 def test_what_is_refused():
     layer = nn.Sequential(nn.Embedding(10, 128))
     for recipe in ("fp8-block",):
-        with pytest.raises(ValueError, match="rows of an embedding's table need scales of their own"):
+        with pytest.raises(ValueError, match="expected a scheme in which each row of an embedding has its own scales"):
             lb.quantize_(copy.deepcopy(layer), {"0": recipe})
     with pytest.raises(ValueError, match="an embedding is quantized by rounding alone"):
         lb.qat.prepare_(copy.deepcopy(layer), {"0": "int8"})

@@ -166,7 +166,7 @@ def test_frozen_weights_keep_nothing():
 def test_settings_hand_it_over_before_the_first_step(kind: str, on_disk: bool, tmp_path):
     """So that a plan's memory holds in its first step too; in memory a residual is as large as what becomes of it."""
     model = layers()
-    settings = TrainingSettings(mixed="bf16", bits=8, master=kind, offload_states=on_disk)
+    settings = TrainingSettings(precision="bf16", bits=8, master=kind, offload_states=on_disk)
     optimizer = arrange_(model, settings, str(tmp_path), lr=1e-4)
     assert all(masters.of(p) is None for p in model.parameters())
     held = optimizer.state.get(model[0].weight, {}).get("master")
@@ -175,7 +175,7 @@ def test_settings_hand_it_over_before_the_first_step(kind: str, on_disk: bool, t
 
 def test_an_optimizer_that_replaces_that_of_a_plan_has_it(tmp_path):
     model, plain = layers(), layers()
-    arrange_(model, TrainingSettings(mixed="bf16", bits=8), str(tmp_path), lr=1e-4)
+    arrange_(model, TrainingSettings(precision="bf16", bits=8), str(tmp_path), lr=1e-4)
     optimizer = lb.optim.SGD(model.parameters(), lr=0.0, bits=32, master="residual")
     step_(model, optimizer)
     for number, weight in zip(numbers(model, optimizer), plain.parameters(), strict=True):
