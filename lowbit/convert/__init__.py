@@ -1,4 +1,4 @@
-"""Conversion of whole models: select the layers, make what replaces them, put it in place, report.
+"""Converts whole models in place: selects layers, makes their replacements, swaps them and reports.
 
 ``register`` makes a class of layers convertible.
 """

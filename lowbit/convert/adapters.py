@@ -1,6 +1,6 @@
-"""The table of layer classes that lowbit converts, and how each becomes a quantized layer and a plain one again.
+"""The table of layer classes that lowbit converts, with their conversion to quantized layers and back.
 
-``register`` adds a row. A subclass that computes what its base computes is converted as its base.
+``register`` adds a row. A subclass that computes the same as its base is converted like its base.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from lowbit.recipes import Recipe
 
 __all__ = ["ADAPTERS", "Adapter", "Make", "Plain", "find", "register", "unusual"]
 
-#: Makes a QuantLinear of ``parameter``, of the matrix ``[out, in]`` that the layer computes with (a view or a copy of
-#: it, or of a part of it), and of a bias.
+#: ``make(parameter, matrix, bias)`` returns a QuantLinear. ``matrix`` [out, in] is ``parameter`` or a part of it, as a
+#: view or a copy.
 Make = Callable[[Tensor, Tensor, Any], QuantLinear]
 
-#: Makes a plain Parameter of the weights of QuantLinears, rows one below the other: ``plain(*layers,
-#: kernel_size=None, transposed=False)``, as filters of a convolution if ``kernel_size`` is given. Layers that share
-#: their codes get one Parameter.
+#: ``plain(*layers, kernel_size=None, transposed=False)`` returns a Parameter with the decoded weights of QuantLinears,
+#: concatenated by rows; with ``kernel_size`` as convolution filters. Layers that share codes get one Parameter.
 Plain = Callable[..., nn.Parameter]
 
 
 class Adapter(NamedTuple):
     """How one class of layer is converted.
 
-    ``convert(layer, make)``: the quantized layer, whose QuantLinears ``make`` makes. It must not change ``layer``.
-    ``restore(layer, quantized, plain)``: fills ``layer``, which is as it was but for its tensors, which are None.
-    ``refuses(layer)``: why this one must stay as it is, or None.
-    ``slower(layer, recipe)``: why the recipe would make this one much slower; it stays then, unless a pattern of
-    recipes by layer names it.
-    ``parameters``: the names of its parameters, which a subclass must not compute in another way.
+    Attributes:
+        convert: ``convert(layer, make)`` returns the quantized layer, with QuantLinears from ``make``. It must not
+            change ``layer``.
+        restore: ``restore(layer, quantized, plain)`` fills the tensors of the plain ``layer``, which are None.
+        refuses: ``refuses(layer)`` returns the reason why a layer cannot be converted, or None.
+        parameters: The names of the parameters, which a subclass must not replace by properties.
+        slower: ``slower(layer, recipe)`` returns the reason why the recipe would make the layer much slower, or None.
+            Such a layer stays, unless a pattern of per-layer recipes names it.
     """
 
     convert: Callable[[Any, Make], nn.Module]
@@ -53,17 +54,14 @@ class Adapter(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The adapter for a module and the name of the class it is listed under, or the reason why there is none.
+    """The row of the table for a module."""
 
-    ``listed`` without ``adapter``: the module is a subclass of that class which computes something else.
-    """
-
-    adapter: Adapter | None
-    listed: str | None
-    reason: str | None
+    adapter: Adapter | None  # None: the class is not in the table, or a subclass computes something else
+    listed: str | None  # the full name of the class in the table
+    reason: str | None  # why a listed class has no adapter
 
 
-#: What decides the result of a call, of which a subclass may replace nothing.
+#: Attributes that decide the result of a call. A subclass that replaces one may compute something else.
 _COMPUTES = (
     "forward", "_conv_forward", "merge_masks", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__",
     "__getattribute__",
@@ -71,14 +69,21 @@ _COMPUTES = (
 
 
 def register(cls: type | str, adapter: Adapter | type) -> None:
-    """Convert layers of class ``cls`` from now on, by ``adapter`` or, where it is a class in the table, as that one.
+    """Make layers of class ``cls`` convertible.
 
-    ``cls``: the class, or its full name (``"package.module.Class"``) where its library need not be installed. The row
-    holds for subclasses that compute what ``cls`` computes, and replaces the row that was there.
+    The row applies to subclasses that compute the same as ``cls``, and replaces an earlier row for ``cls``.
 
-    ``lb.convert.register(MyLinear, nn.Linear)`` says that MyLinear's result is that of nn.Linear with the same
-    ``weight`` and ``bias``.
-    Raises TypeError for arguments of other types, ValueError for a class to follow that is not in the table.
+    Args:
+        cls: The class, or its full name (``"package.module.Class"``), which need not be importable.
+        adapter: An Adapter, or a class in the table that computes the same with the same parameters.
+
+    Raises:
+        ValueError: ``adapter`` is a class that is not in the table.
+        TypeError: ``cls`` or ``adapter`` has another type.
+
+    Example:
+        ``lb.convert.register(MyLinear, nn.Linear)``: MyLinear computes the same as nn.Linear from ``weight`` and
+        ``bias``.
     """
     if not isinstance(cls, type | str):
         raise TypeError(f"register: cls must be a class or its full name, got {type(cls).__name__}")
@@ -99,15 +104,15 @@ def register(cls: type | str, adapter: Adapter | type) -> None:
 
 
 def find(module: nn.Module) -> Found:
-    """The row of the module's class, or of the nearest base class if it computes what that one computes."""
+    """Return the row for the class of ``module``, or for its nearest listed base if the class computes the same."""
     cls = getattr(module, "lowbit_computes_as", type(module))
     for base in cls.__mro__:
         name = full_name(base)
         adapter = ADAPTERS.get(name)
         if adapter is None:
             continue
-        own = (*_COMPUTES, *(p for p in adapter.parameters if p in module._parameters))
-        changed = [a for a in own if getattr(cls, a, None) is not getattr(base, a, None)]
+        names = (*_COMPUTES, *(p for p in adapter.parameters if p in module._parameters))
+        changed = [a for a in names if getattr(cls, a, None) is not getattr(base, a, None)]
         if not changed:
             return Found(adapter, name, None)
         return Found(
@@ -127,7 +132,7 @@ def unusual(
     optional: Iterable[str] = (),
     children: Iterable[str] = (),
 ) -> str | None:
-    """Why ``layer`` is more, or something else, than an instance of its class with these plain parameters."""
+    """Why ``layer`` is not a plain instance of its class with these parameters; None if it is."""
     if "_hf_hook" in vars(layer):
         return (
             "an accelerate hook runs in place of its forward; call "
@@ -143,7 +148,7 @@ def unusual(
         )
     extra = {*layer._parameters, *layer._buffers, *layer._modules} - {*parameters, *optional, *children}
     if extra:
-        return f"it also holds {', '.join(sorted(extra))}, which its class does not know; remove that first"
+        return f"it also holds {', '.join(sorted(extra))}, which its class does not have; remove that first"
     return None
 
 
@@ -152,16 +157,16 @@ def _linear(layer: nn.Linear, make: Make) -> QuantLinear:
     return make(layer.weight, layer.weight, layer.bias)
 
 
-def _linear_back(layer: nn.Linear, made: QuantLinear, plain: Plain) -> None:
-    layer.weight, layer._parameters["bias"] = plain(made), made.bias
+def _linear_back(layer: nn.Linear, quantized: QuantLinear, plain: Plain) -> None:
+    layer.weight, layer._parameters["bias"] = plain(quantized), quantized.bias
 
 
 def _conv1d(layer: Any, make: Make) -> QuantLinear:
     return make(layer.weight, layer.weight.t(), layer.bias)
 
 
-def _conv1d_back(layer: Any, made: QuantLinear, plain: Plain) -> None:
-    layer.weight, layer._parameters["bias"] = plain(made, transposed=True), made.bias
+def _conv1d_back(layer: Any, quantized: QuantLinear, plain: Plain) -> None:
+    layer.weight, layer._parameters["bias"] = plain(quantized, transposed=True), quantized.bias
 
 
 # -- nn.Embedding -----------------------------------------------------------------------------------------------------
@@ -169,8 +174,8 @@ def _embedding(layer: nn.Embedding, make: Make) -> QuantEmbedding:
     return QuantEmbedding(layer, make(layer.weight, layer.weight, None))
 
 
-def _embedding_back(layer: nn.Embedding, made: QuantEmbedding, plain: Plain) -> None:
-    layer.weight = plain(made.linear)
+def _embedding_back(layer: nn.Embedding, quantized: QuantEmbedding, plain: Plain) -> None:
+    layer.weight = plain(quantized.linear)
 
 
 def _refuses_embedding(layer: nn.Embedding) -> str | None:
@@ -180,8 +185,8 @@ def _refuses_embedding(layer: nn.Embedding) -> str | None:
 
 
 # -- nn.Conv1d, nn.Conv2d, nn.Conv3d ----------------------------------------------------------------------------------
-def _conv(layer: Any, make: Make, made: type[QuantConv]) -> QuantConv:
-    return made(layer, make(layer.weight, layer.weight.movedim(1, -1).flatten(1), layer.bias))
+def _conv(layer: Any, make: Make, cls: type[QuantConv]) -> QuantConv:
+    return cls(layer, make(layer.weight, layer.weight.movedim(1, -1).flatten(1), layer.bias))
 
 
 def _slow_conv(layer: Any, recipe: Recipe) -> str | None:
@@ -189,14 +194,14 @@ def _slow_conv(layer: Any, recipe: Recipe) -> str | None:
     if layer.groups < layer.in_channels or layer.in_channels == 1 or input is None or spans_tensor(input):
         return None
     return (
-        f"a depthwise convolution is many times slower with input scales finer than one for the tensor ({input}); use "
-        f"int8-static with lowbit.calibrate, or name the layer in recipes by layer"
+        f"a depthwise convolution is many times slower with input scales finer than one per tensor ({input}); use "
+        f"int8-static with lowbit.calibrate, or name the layer in per-layer recipes"
     )
 
 
-def _conv_back(layer: Any, made: QuantConv, plain: Plain) -> None:
-    layer.weight = plain(made.linear, kernel_size=made.kernel_size)
-    layer._parameters["bias"] = made.bias
+def _conv_back(layer: Any, quantized: QuantConv, plain: Plain) -> None:
+    layer.weight = plain(quantized.linear, kernel_size=quantized.kernel_size)
+    layer._parameters["bias"] = quantized.bias
 
 
 # -- nn.MultiheadAttention --------------------------------------------------------------------------------------------
@@ -209,7 +214,7 @@ def _refuses_attention(layer: nn.MultiheadAttention) -> str | None:
         return reason
     out = layer.out_proj
     if find(out).listed != full_name(nn.Linear):
-        return f"its out_proj is a {type(out).__name__}, and not a Linear"
+        return f"its out_proj is a {type(out).__name__}, not a Linear"
     reason = find(out).reason or unusual(out)
     return None if reason is None else f"of its out_proj: {reason}"
 
@@ -230,8 +235,8 @@ def _attention(layer: nn.MultiheadAttention, make: Make) -> QuantMultiheadAttent
     return QuantMultiheadAttention(layer, q, k, v, make(out.weight, out.weight, out.bias))
 
 
-def _attention_back(layer: nn.MultiheadAttention, made: QuantMultiheadAttention, plain: Plain) -> None:
-    projections = (made.q_proj, made.k_proj, made.v_proj)
+def _attention_back(layer: nn.MultiheadAttention, quantized: QuantMultiheadAttention, plain: Plain) -> None:
+    projections = (quantized.q_proj, quantized.k_proj, quantized.v_proj)
     if layer._qkv_same_embed_dim:
         layer.in_proj_weight = plain(*projections)
     else:
@@ -239,29 +244,27 @@ def _attention_back(layer: nn.MultiheadAttention, made: QuantMultiheadAttention,
             setattr(layer, name, plain(projection))
     biases = [p.bias for p in projections if p.bias is not None]
     if biases:
-        joined = biases[0].new_empty(3 * layer.embed_dim)
-        for part, bias in zip(joined.chunk(3), biases, strict=True):
-            part.copy_(bias.detach())
-        layer.in_proj_bias = nn.Parameter(joined, biases[0].requires_grad)
-    layer.bias_k, layer.bias_v = made.bias_k, made.bias_v
-    _linear_back(layer.out_proj, made.out_proj, plain)
-    if made.attend is not None:
-        made.attend.put_on(layer)
+        bias = torch.cat([bias.detach() for bias in biases])
+        layer.in_proj_bias = nn.Parameter(bias, biases[0].requires_grad)
+    layer.bias_k, layer.bias_v = quantized.bias_k, quantized.bias_v
+    _linear_back(layer.out_proj, quantized.out_proj, plain)
+    if quantized.attend is not None:
+        quantized.attend.put_on(layer)
 
 
 # -- stacked experts of transformers ----------------------------------------------------------------------------------
-#: The row of every class that this decorates, which says how it computes what all of them do.
+#: The decorator of all classes of stacked experts, and the name of their row.
 _EXPERTS = "transformers.integrations.moe.use_experts_implementation"
 
 
 def _decorated(cls: type) -> bool:
-    """Whether ``forward`` is the one that the decorator makes."""
-    made_in = getattr(getattr(cls, "forward", None), "__globals__", {}).get("__name__")
-    return bool(made_in == _EXPERTS.rpartition(".")[0])
+    """Whether ``forward`` comes from the decorator."""
+    module = getattr(getattr(cls, "forward", None), "__globals__", {}).get("__name__")
+    return bool(module == _EXPERTS.rpartition(".")[0])
 
 
-def _own(part: Tensor, trained: bool) -> nn.Parameter:
-    """A copy of a part of stacked biases; on the meta device the very part, by which files know what it is of."""
+def _bias(part: Tensor, trained: bool) -> nn.Parameter:
+    """A copy of one expert's bias; on the meta device the view itself, which ``out_of_core`` finds in its file."""
     return nn.Parameter(part.detach() if part.is_meta else part.detach().clone(), trained)
 
 
@@ -273,7 +276,7 @@ def _experts(layer: Any, make: Make) -> QuantExperts:
             make(
                 stack,
                 matrix.t() if layer.is_transposed else matrix,
-                None if bias is None else _own(bias, biases.requires_grad),
+                None if bias is None else _bias(bias, biases.requires_grad),
             )
             for matrix, bias in zip(stack, biases, strict=True)
         ]
@@ -282,9 +285,9 @@ def _experts(layer: Any, make: Make) -> QuantExperts:
     return QuantExperts(layer, gate_up, down)
 
 
-def _experts_back(layer: Any, made: QuantExperts, plain: Plain) -> None:
-    for name, of in zip(stacks(layer), (made.gate_up, made.down), strict=True):
-        layers: Any = list(of)
+def _experts_back(layer: Any, quantized: QuantExperts, plain: Plain) -> None:
+    for name, experts in zip(stacks(layer), (quantized.gate_up, quantized.down), strict=True):
+        layers: Any = list(experts)
         stack = plain(*layers).detach().unflatten(0, (len(layers), -1))  # type: ignore[no-untyped-call]
         setattr(layer, name, nn.Parameter(stack.transpose(1, 2).contiguous() if layer.is_transposed else stack))
         if layer.has_bias:
@@ -299,12 +302,12 @@ def _refuses_experts(layer: Any) -> str | None:
     return unusual(layer, (*names, *biases), children=("act_fn",))
 
 
-#: What is converted, by the full name of the class, which need not be importable.
+#: Adapters by the full name of the class, which need not be importable.
 ADAPTERS: dict[str, Adapter] = {
     "torch.nn.modules.linear.Linear": Adapter(_linear, _linear_back, unusual),
     **{
-        f"torch.nn.modules.conv.{plain}": Adapter(partial(_conv, made=made), _conv_back, unusual, slower=_slow_conv)
-        for plain, made in (("Conv1d", QuantConv1d), ("Conv2d", QuantConv2d), ("Conv3d", QuantConv3d))
+        f"torch.nn.modules.conv.{plain}": Adapter(partial(_conv, cls=cls), _conv_back, unusual, slower=_slow_conv)
+        for plain, cls in (("Conv1d", QuantConv1d), ("Conv2d", QuantConv2d), ("Conv3d", QuantConv3d))
     },
     "torch.nn.modules.sparse.Embedding": Adapter(_embedding, _embedding_back, _refuses_embedding, ("weight",)),
     "torch.nn.modules.activation.MultiheadAttention": Adapter(

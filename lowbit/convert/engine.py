@@ -1,6 +1,6 @@
-"""The engine of every conversion of a model: select the layers, make what replaces them, put it in place, report.
+"""The engine of all conversions: selects layers, makes their replacements, swaps them and reports.
 
-Everything is made before anything is put in its place: a layer that cannot be converted leaves the model as it was.
+All replacements are made before the first swap, so an error leaves the model unchanged.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ __all__ = [
     "shell", "swap", "sync_fused_kernels", "take_over",
 ]  # fmt: skip
 
-#: Where nn.Module keeps the hooks on a layer's calls.
+#: The attributes of nn.Module with call hooks.
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
 )  # fmt: skip
 
-#: Where a converted layer keeps its Origin: in its ``__dict__``, because a module inside of it this is not.
+#: The attribute with a converted layer's Origin. It is set in ``__dict__``, so that it is not a submodule.
 _ORIGIN = "_lowbit_origin"
 
-#: Called with every model whose layers have been replaced; an integration adds its own.
+#: Callbacks of integrations, called with each model whose layers have been replaced.
 AFTER_SWAP: list[Callable[[nn.Module], None]] = []
 
-#: Containers whose fused inference kernels read their children's plain weights, the switch of each, and its off state.
+#: Containers whose fused inference kernels read the plain weights of their children, with the attribute and its value
+#: that switch the kernel off.
 _FUSED: dict[type[nn.Module], tuple[str, Any]] = {
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
     nn.TransformerEncoder: ("use_nested_tensor", False),
@@ -44,21 +45,24 @@ _FUSED: dict[type[nn.Module], tuple[str, Any]] = {
 
 
 class Origin(NamedTuple):
-    """What a converted layer was: the plain layer with None for its tensors, and which parameters required grad."""
+    """The plain layer that a converted layer was made from."""
 
-    layer: nn.Module
-    trained: frozenset[str]
+    layer: nn.Module  # with None for its tensors
+    trained: frozenset[str]  # the parameters that required grad
 
 
 class Task(NamedTuple):
     """One kind of conversion.
 
-    ``what``: its name in messages. ``converts``: the classes that it starts from, in words. ``judge``: see
-    ``select.Verdict``. ``make(layer, adapter, recipe)``: what ``put`` puts in place of the layer; it changes nothing.
-    ``put(model, made)``: with ``made`` by the ``id`` of the layer. ``replaces``: whether new modules take the place of
-    the layers, which a model that is a layer itself does not allow. ``optional``: it is no error that all layers
-    stay, for reasons that the report gives. ``measure(layer, made, recipe)``: what the report says of the layer besides
-    its name.
+    Attributes:
+        what: The name in messages.
+        converts: The source classes, in words.
+        judge: Returns the ``select.Verdict`` on a module.
+        make: ``make(layer, adapter, recipe)`` returns the replacement of a layer, without changing anything.
+        measure: ``measure(layer, new, recipe)`` returns fields of the layer's report.
+        put: ``put(model, new)`` swaps the replacements in, which are given by the ``id`` of the layer.
+        replaces: Whether layers are replaced by new modules. Then the model itself cannot be one of the layers.
+        optional: Whether it is no error that all layers stay. The report has the reasons.
     """
 
     what: str
@@ -74,52 +78,53 @@ class Task(NamedTuple):
 def convert(
     model: nn.Module,
     task: Task,
-    plan: LayerRecipes | None = None,
+    recipes: LayerRecipes | None = None,
     skip: Skip = (),
     protect: Callable[[str, nn.Module], Protection | None] = lambda name, module: None,
 ) -> tuple[Report, Selection]:
-    """Run ``task`` on the layers that ``select`` finds. Raises as ``select`` and ``task.make`` do; ValueError where
-    nothing is found, and where the model itself would have to be replaced. An error leaves the model as it was.
+    """Run ``task`` on the layers that ``select`` selects. An error leaves the model unchanged.
+
+    Raises the errors of ``select`` and ``task.make``, and ValueError if there is no layer to convert, or the model
+    itself would have to be replaced.
     """
-    found = select(model, task.judge, plan, skip, protect)
-    if not found.chosen and not (task.optional and found.left):
-        raise ValueError(nothing_found(model, found, task.what, task.converts))
-    if task.replaces and "" in found.chosen:
+    selection = select(model, task.judge, recipes, skip, protect)
+    if not selection.chosen and not (task.optional and selection.left):
+        raise ValueError(nothing_found(model, selection, task.what, task.converts))
+    if task.replaces and "" in selection.chosen:
         raise ValueError(
             f"the model itself is a {type(model).__name__}, which cannot be replaced in place; "
             f"convert nn.Sequential(model) instead"
         )
-    made = make_all(found.chosen, task.make)
+    new = make_all(selection.chosen, task.make)
     before = model_bytes(model)
-    kinds = {name: plain_class(chosen.module).__name__ for name, chosen in found.chosen.items()}
     rows = [
         LayerReport(
             name,
-            kinds[name],
+            plain_class(chosen.module).__name__,
             getattr(chosen.recipe or getattr(chosen.module, "recipe", None), "name", None),
-            **task.measure(chosen.module, made[id(chosen.module)], chosen.recipe),
+            **task.measure(chosen.module, new[id(chosen.module)], chosen.recipe),
         )
-        for name, chosen in found.chosen.items()
+        for name, chosen in selection.chosen.items()
     ]
-    task.put(model, made)
+    task.put(model, new)
     return Report(
         task.what,
-        None if plan is None else " and ".join(recipe.name for recipe in plan.recipes),
+        None if recipes is None else " and ".join(recipe.name for recipe in recipes.recipes),
         tuple(rows),
-        tuple(found.skipped),
-        found.left,
+        tuple(selection.skipped),
+        selection.left,
         (),
         before,
         model_bytes(model),
-    ), found
+    ), selection
 
 
 # -- making -----------------------------------------------------------------------------------------------------------
 def make_all(chosen: dict[str, Chosen], make: Callable[[Any, Adapter, Any], Any]) -> dict[int, Any]:
-    """What replaces each layer, by the ``id`` of the layer; errors say the layer's name."""
-    made: dict[int, Any] = {}
+    """The replacement of each layer, by the ``id`` of the layer. Errors name the layer."""
+    replacements: dict[int, Any] = {}
     for name, (layer, adapter, recipe) in chosen.items():
-        if id(layer) in made:
+        if id(layer) in replacements:
             continue
         try:
             new = make(layer, adapter, recipe)
@@ -127,14 +132,14 @@ def make_all(chosen: dict[str, Chosen], make: Callable[[Any, Adapter, Any], Any]
             raise type(error)(f"layer {name!r}: {error}") from error
         if isinstance(new, nn.Module) and new is not layer:
             take_over(new, layer)
-        made[id(layer)] = new
-    return made
+        replacements[id(layer)] = new
+    return replacements
 
 
 def take_over(new: nn.Module, layer: nn.Module) -> None:
     """Give ``new`` the mode, hooks, wrappers and origin of the layer that it replaces."""
     new.train(layer.training)
-    # The very dictionaries, because the handles that remove a hook refer to them.
+    # The same dictionaries, because the handles that remove a hook refer to them.
     for hooks in _HOOKS:
         setattr(new, hooks, getattr(layer, hooks))
     for wrapper in wrappers(layer):
@@ -144,9 +149,9 @@ def take_over(new: nn.Module, layer: nn.Module) -> None:
 
 
 def origin(layer: nn.Module) -> Origin | None:
-    """What a converted layer was before; None for one that no conversion made."""
-    found: Origin | None = vars(layer).get(_ORIGIN)
-    return found
+    """The Origin of a converted layer; None if no conversion made it."""
+    source: Origin | None = vars(layer).get(_ORIGIN)
+    return source
 
 
 def _origin_of(layer: nn.Module) -> Origin:
@@ -158,8 +163,8 @@ def shell(layer: nn.Module) -> nn.Module:
     plain = plain_class(layer)
     bare = plain.__new__(plain)
     nn.Module.__init__(bare)
-    others = {*vars(bare), "forward", WRAPPERS}
-    vars(bare).update({name: value for name, value in vars(layer).items() if name not in others})
+    omitted = {*vars(bare), "forward", WRAPPERS}
+    vars(bare).update({name: value for name, value in vars(layer).items() if name not in omitted})
     bare.training = layer.training
     bare._parameters.update(dict.fromkeys(layer._parameters))
     bare._buffers.update(dict.fromkeys(layer._buffers))
@@ -168,24 +173,20 @@ def shell(layer: nn.Module) -> nn.Module:
     return bare
 
 
-# -- putting in place -------------------------------------------------------------------------------------------------
-def swap(model: nn.Module, made: dict[int, nn.Module]) -> None:
-    """Put each new module wherever ``model`` holds the old one, keep fused kernels from reading around them, and tell
-    who asked for it.
-    """
+# -- swapping ---------------------------------------------------------------------------------------------------------
+def swap(model: nn.Module, new: dict[int, nn.Module]) -> None:
+    """Replace modules of ``model``, given by the ``id`` of the old module, everywhere in the model."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
-            if id(child) in made:
-                parent._modules[name] = made[id(child)]
+            if id(child) in new:
+                parent._modules[name] = new[id(child)]
     sync_fused_kernels(model)
-    for tell in AFTER_SWAP:
-        tell(model)
+    for callback in AFTER_SWAP:
+        callback(model)
 
 
 def sync_fused_kernels(model: nn.Module) -> None:
-    """Switch the fused inference kernels of containers off where these hold layers of lowbit or attention that lowbit
-    computes, and else on again.
-    """
+    """Switch off the fused inference kernels of containers with lowbit layers or lowbit attention; restore others."""
     for module in model.modules():
         for container, (switch, off) in _FUSED.items():
             if not isinstance(module, container):
@@ -198,17 +199,17 @@ def sync_fused_kernels(model: nn.Module) -> None:
                 setattr(module, switch, vars(module).pop(remembered))
 
 
-# -- looking at models ------------------------------------------------------------------------------------------------
+# -- layers and weights of models -------------------------------------------------------------------------------------
 def quantized_layers(model: nn.Module) -> dict[str, Any]:
-    """The quantized layers of ``model``, packed or not, by name (every name of each), outermost ones only."""
-    found: dict[str, Any] = {}
+    """The outermost quantized layers of ``model``, packed or not, by each of their names."""
+    layers: dict[str, Any] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        inside = any(name.startswith(f"{above}.") for above in found)
+        inside = any(name.startswith(f"{above}.") for above in layers)
         if kind(module) in ("quantized", "packed") and not inside:
-            found[name] = module
-    return found
+            layers[name] = module
+    return layers
 
 
 def matrices(module: nn.Module, recurse: bool = True) -> list[nn.Parameter]:
-    """The parameters of a module, and with ``recurse`` of those inside of it, that have two axes or more."""
+    """The parameters of a module with two or more dimensions, and with ``recurse`` also of its submodules."""
     return [p for p in module.parameters(recurse) if not is_lazy(p) and p.dim() > 1]

@@ -1,4 +1,4 @@
-"""fold_: BatchNorm layers folded into the convolutions and Linear layers before them, for inference."""
+"""fold_: folds BatchNorm layers into the convolution or Linear layers before them, for inference."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class _Pair(NamedTuple):
-    """A layer and the BatchNorm that alone is given its result, with their names."""
+    """A layer and the BatchNorm that is the only consumer of its result."""
 
     layer_name: str
     layer: Any
@@ -35,23 +35,32 @@ class _Pair(NamedTuple):
 
 
 class _Folded(NamedTuple):
-    """The layer's parameters with the BatchNorm in them."""
+    """The layer's parameters after folding."""
 
     weight: nn.Parameter
     bias: nn.Parameter
 
 
 def fold_(model: nn.Module, pairs: Iterable[tuple[Pattern, Pattern]] | None = None) -> Report:
-    """Multiply each BatchNorm of ``model`` into the convolution or Linear before it, in place, and report: the layer
-    gets a weight and a bias, and nn.Identity takes the place of the BatchNorm. For inference, before ``quantize_``.
+    """Fold each BatchNorm of ``model`` into the convolution or Linear before it, in place.
 
-    Computed in fp64 and rounded once to the weight's dtype. ``pairs``: patterns (``lowbit.models.names``)
-    of layers and of the BatchNorms after them, ``[("conv1", "bn1"), ...]``; None: those that follow one another as
-    torch.fx traces the model, or where it cannot, in an nn.Sequential. A BatchNorm that
-    stays is reported with the reason. A Linear's result is taken to be ``[N, F]``.
-    Raises, with the model untouched: ValueError for a model in training mode or without BatchNorm layers, and for
-    ``pairs`` that cannot be folded; TypeError for what is no model.
+    For inference, before ``quantize_``. The layer gets a new weight and bias, computed in fp64 and rounded once to the
+    weight's dtype. nn.Identity replaces the BatchNorm. A Linear's result must be ``[N, F]``.
     Source: Jacob et al., arXiv 1712.05877, section 3.2.
+
+    Args:
+        model: A model in eval mode.
+        pairs: Patterns (``lowbit.models.names``) of layers and of the BatchNorms after them,
+            ``[("conv1", "bn1"), ...]``. None: pairs that torch.fx traces, or if it cannot trace the model, neighbours
+            in an nn.Sequential.
+
+    Returns:
+        The report, with the reason for each BatchNorm that was left.
+
+    Raises:
+        ValueError: The model is in training mode or has no BatchNorm layers, or ``pairs`` cannot be folded. The model
+            is unchanged.
+        TypeError: ``model`` is not an nn.Module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fold_: the model must be an nn.Module, got {type(model).__name__}")
@@ -60,46 +69,46 @@ def fold_(model: nn.Module, pairs: Iterable[tuple[Pattern, Pattern]] | None = No
         raise ValueError("fold_: the model has no BatchNorm layers")
     if model.training:
         raise ValueError(
-            "fold_: in training mode BatchNorm computes with each batch's own mean; call model.eval() first"
+            "fold_: the model is in training mode, in which BatchNorm uses batch statistics; call model.eval() first"
         )
-    places, shares = paths(model), holders(model)
+    names, shares = paths(model), holders(model)
     left: dict[str, str] = {}
     chosen: list[tuple[_Pair, _Folded]] = []
-    for pair in _following(model, norms, left) if pairs is None else _given(model, pairs):
-        reason = _refusal(pair, places) or _shared(pair, shares)
-        made = None if reason else _folded(pair)
-        if made is None or not all(bool(p.isfinite().all()) for p in made):
-            reason = reason or f"what it makes of {pair.layer_name}'s weight or bias is not finite"
+    for pair in _traced(model, norms, left) if pairs is None else _from_patterns(model, pairs):
+        reason = _refusal(pair, names) or _shared(pair, shares)
+        folded = None if reason else _folded(pair)
+        if folded is None or not all(bool(p.isfinite().all()) for p in folded):
+            reason = reason or f"the folded weight or bias of {pair.layer_name} is not finite"
             if pairs is not None:
                 raise ValueError(f"fold_: ({pair.layer_name!r}, {pair.norm_name!r}): {reason}")
             left[pair.norm_name] = reason
             continue
-        chosen.append((pair, made))
+        chosen.append((pair, folded))
     return _put(model, chosen, {name: left[name] for name in norms if name in left})
 
 
 def _put(model: nn.Module, chosen: list[tuple[_Pair, _Folded]], left: dict[str, str]) -> Report:
     before, rows = model_bytes(model), []
-    made: dict[int, nn.Module] = {}
+    identities: dict[int, nn.Module] = {}
     for pair, folded in chosen:
         layer = pair.layer
-        held = tensor_bytes((*layer.parameters(), *pair.norm.parameters(), *pair.norm.buffers()))
+        old_bytes = tensor_bytes((*layer.parameters(), *pair.norm.parameters(), *pair.norm.buffers()))
         layer.weight, layer.bias = folded
-        made[id(pair.norm)] = nn.Identity()
-        take_over(made[id(pair.norm)], pair.norm)
+        identities[id(pair.norm)] = nn.Identity()
+        take_over(identities[id(pair.norm)], pair.norm)
         rows.append(
             LayerReport(
                 f"{pair.layer_name} + {pair.norm_name}", type(layer).__name__, None, folded.weight.numel(),
-                8.0 * folded.weight.dtype.itemsize, held, tensor_bytes(layer.parameters()),
+                8.0 * folded.weight.dtype.itemsize, old_bytes, tensor_bytes(layer.parameters()),
             )
         )  # fmt: skip
-    swap(model, made)
+    swap(model, identities)
     return Report("fold_", None, tuple(rows), (), left, (), before, model_bytes(model))
 
 
-# -- which follow one another ------------------------------------------------------------------------------------------
-def _given(model: nn.Module, pairs: Iterable[tuple[Pattern, Pattern]]) -> Iterator[_Pair]:
-    """The pairs that a caller gave, each by two patterns that mean a layer and the BatchNorm after it, in turns."""
+# -- pairs -------------------------------------------------------------------------------------------------------------
+def _from_patterns(model: nn.Module, pairs: Iterable[tuple[Pattern, Pattern]]) -> Iterator[_Pair]:
+    """The pairs that the caller named. Matches of the two patterns must alternate in the model."""
     modules = list(model.named_modules(remove_duplicate=False))
     seen: set[str] = set()
     for patterns in pairs:
@@ -108,17 +117,16 @@ def _given(model: nn.Module, pairs: Iterable[tuple[Pattern, Pattern]]) -> Iterat
         for pattern in patterns_in(tuple(patterns), "fold_: pairs"):
             if unmatched([pattern], modules):
                 raise ValueError(f"fold_: the model has no module {pattern!r}")
-        places = [[place for place, row in enumerate(modules) if named(p, *row)] for p in patterns]
-        layers, norms = places
-        in_turns = [place for pair in zip(layers, norms, strict=False) for place in pair]
+        layers, norms = ([index for index, row in enumerate(modules) if named(p, *row)] for p in patterns)
+        in_turns = [index for pair in zip(layers, norms, strict=False) for index in pair]
         if len(layers) != len(norms) or (len(layers) > 1 and in_turns != sorted(in_turns)):
             raise ValueError(
-                f"fold_: {shown(patterns[0])} means {_listed(modules, layers)} and {shown(patterns[1])} "
-                f"{_listed(modules, norms)}, which are no layers each with the BatchNorm after it; 're:NAME' means "
-                f"the module of that whole name alone"
+                f"fold_: {shown(patterns[0])} matches {_listed(modules, layers)} and {shown(patterns[1])} matches "
+                f"{_listed(modules, norms)}, but each layer needs the BatchNorm after it; 're:NAME' matches only the "
+                f"module with that full name"
             )
         for pair in zip(layers, norms, strict=True):
-            (layer_name, layer), (norm_name, norm) = (modules[place] for place in pair)
+            (layer_name, layer), (norm_name, norm) = (modules[index] for index in pair)
             for name in (layer_name, norm_name):
                 if name in seen:
                     raise ValueError(f"fold_: {name!r} is in two pairs")
@@ -126,26 +134,26 @@ def _given(model: nn.Module, pairs: Iterable[tuple[Pattern, Pattern]]) -> Iterat
             yield _Pair(layer_name, layer, norm_name, norm)
 
 
-def _listed(modules: Sequence[tuple[str, nn.Module]], places: Sequence[int]) -> str:
-    return ", ".join(modules[place][0] for place in places) or "nothing"
+def _listed(modules: Sequence[tuple[str, nn.Module]], indices: Sequence[int]) -> str:
+    return ", ".join(modules[index][0] for index in indices) or "nothing"
 
 
-def _following(model: nn.Module, norms: Mapping[str, nn.Module], left: dict[str, str]) -> list[_Pair]:
-    """The pairs of ``norms``; ``left`` gets the reasons for those that are in none."""
+def _traced(model: nn.Module, norms: Mapping[str, nn.Module], left: dict[str, str]) -> list[_Pair]:
+    """The pairs of ``norms``. Adds the reason for each other norm to ``left``."""
     modules = dict(model.named_modules())
     before = _in_sequentials(model)
     try:
         calls = [node for node in trace(model, fx.Tracer()).nodes if node.op == "call_module"]
         remedy = ""
-    except Exception as error:  # whatever a model's code raises when it is traced
+    except Exception as error:  # the model's code can raise anything when it is traced
         calls = []
-        why = type(error).__name__
-        remedy = f", and torch.fx cannot trace the model ({why}); name it and the layer before in pairs=[...]"
+        cause = type(error).__name__
+        remedy = f", and torch.fx cannot trace the model ({cause}); name it and the layer before in pairs=[...]"
     uses = Counter(node.target for node in calls)
-    traced: dict[str, fx.Node] = {str(node.target): node for node in calls}
-    found = []
+    nodes: dict[str, fx.Node] = {str(node.target): node for node in calls}
+    pairs = []
     for name, norm in norms.items():
-        node = traced.get(name)
+        node = nodes.get(name)
         if node is None:
             layer_name = before.get(id(norm))
         else:
@@ -162,45 +170,45 @@ def _following(model: nn.Module, norms: Mapping[str, nn.Module], left: dict[str,
         if layer_name is None or layer is None or find(layer).listed not in _LAYERS:
             left[name] = f"no convolution or Linear is right before it{'' if node is not None else remedy}"
             continue
-        found.append(_Pair(layer_name, layer, name, norm))
-    return found
+        pairs.append(_Pair(layer_name, layer, name, norm))
+    return pairs
 
 
 def _in_sequentials(model: nn.Module) -> dict[int, str]:
-    """The name of what comes before a module in an nn.Sequential, by the ``id`` of the module."""
-    found: dict[int, str] = {}
+    """By the ``id`` of each module in an nn.Sequential, the name of the module before it."""
+    before: dict[int, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
             children = list(module.named_children())
             for (first, _), (_, second) in pairwise(children):
-                found[id(second)] = f"{name}.{first}" if name else first
-    return found
+                before[id(second)] = f"{name}.{first}" if name else first
+    return before
 
 
 # -- a pair ------------------------------------------------------------------------------------------------------------
-def _refusal(pair: _Pair, places: Mapping[int, Sequence[str]]) -> str | None:
-    """Why a BatchNorm stays."""
+def _refusal(pair: _Pair, names: Mapping[int, Sequence[str]]) -> str | None:
+    """Why a BatchNorm cannot be folded."""
     layer_name, layer, _, norm = pair
     if kind(layer) is not None:
         return f"{layer_name} is quantized already; call fold_ before"
     if not isinstance(norm, _NORMS) or find(layer).listed not in _LAYERS:
-        kinds = f"a {type(layer).__name__} and a {type(norm).__name__}"
-        return f"expected a convolution or Linear and a BatchNorm, got {kinds}"
+        classes = f"a {type(layer).__name__} and a {type(norm).__name__}"
+        return f"expected a convolution or Linear and a BatchNorm, got {classes}"
     reason = find(layer).reason or unusual(layer)
     if reason is not None:
         return f"of {layer_name}: {reason}"
     if norm.training:
         return "it is in training mode; call model.eval() first"
     if norm.running_mean is None or norm.running_var is None:
-        return "it has no running statistics, and normalizes by each batch's own"
+        return "it has no running statistics, and always uses batch statistics"
     if norm.num_features != layer.weight.shape[0]:
         return f"it has {norm.num_features} features, and {layer_name} {layer.weight.shape[0]} outputs"
     if layer.weight.is_meta:
-        return f"{layer_name} is on the meta device and holds no numbers"
-    if len(places[id(layer)]) > 1 or len(places[id(norm)]) > 1:
-        return f"it or {layer_name} stands in several places of the model"
+        return f"{layer_name} is on the meta device, without values"
+    if len(names[id(layer)]) > 1 or len(names[id(norm)]) > 1:
+        return f"it or {layer_name} has several names in the model"
     if layer._forward_hooks or norm._forward_pre_hooks:
-        return f"hooks between {layer_name} and it would be given other numbers"
+        return f"hooks between {layer_name} and it would see other values"
     return None
 
 
@@ -214,18 +222,18 @@ def _shared(pair: _Pair, shares: Mapping[int, Sequence[Holder]]) -> str | None:
 
 @torch.no_grad()
 def _folded(pair: _Pair) -> _Folded:
-    """w * g / sqrt(var + eps), and (b - mean) * g / sqrt(var + eps) + beta, in fp64."""
+    """Compute w * g / sqrt(var + eps) and (b - mean) * g / sqrt(var + eps) + beta in fp64."""
     layer, norm = pair.layer, pair.norm
     weight: nn.Parameter = layer._parameters["weight"]
     bias, gain, shift = layer._parameters["bias"], norm._parameters["weight"], norm._parameters["bias"]
     mean, variance = (_double(norm._buffers[name]) for name in ("running_mean", "running_var"))
     factor = (variance + norm.eps).rsqrt() if gain is None else _double(gain) / (variance + norm.eps).sqrt()
-    moved = ((0.0 if bias is None else _double(bias)) - mean) * factor + (0.0 if shift is None else _double(shift))
+    shifted = ((0.0 if bias is None else _double(bias)) - mean) * factor + (0.0 if shift is None else _double(shift))
     scaled = weight.double() * factor.view(-1, *[1] * (weight.dim() - 1))
     trained = (weight if bias is None else bias).requires_grad
     return _Folded(
         nn.Parameter(scaled.to(weight.dtype), weight.requires_grad),
-        nn.Parameter(moved.to((weight if bias is None else bias).dtype), trained),
+        nn.Parameter(shifted.to((weight if bias is None else bias).dtype), trained),
     )
 
 

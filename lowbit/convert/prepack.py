@@ -1,4 +1,4 @@
-"""prepack_ and unprepack_: a model's quantized layers in the layout that CPU kernels read, and back."""
+"""prepack_ and unprepack_: convert quantized layers to the packed layout of the CPU kernels, and back."""
 
 from __future__ import annotations
 
@@ -23,22 +23,30 @@ from lowbit.tensor.prepack import refusal
 
 __all__ = ["no_gain_by_packing", "prepack_", "unprepack_"]
 
-#: Stands for every layer here: what becomes of one depends on its weight alone.
+#: The adapter of every layer: packing depends on the weight alone.
 _EVERY = Adapter(lambda layer, make: layer, lambda layer, made, plain: None, lambda layer: None)
 
 
 def prepack_(model: nn.Module) -> Report:
-    """Put the quantized weights of ``model``, in place, into the layout that CPU kernels read: for inference.
+    """Convert the quantized weights of ``model`` to the layout of the CPU kernels, in place, for inference.
 
-    Every ``QuantLinear`` whose recipe multiplies integers by integers (``int8``, ``w4a8``) becomes a ``PackedLinear``,
-    also inside attention; its results keep every bit. The others stay as they are, and the report
-    says why. ``state_dict``, copies, pickles and ``save_model`` of a packed model have plain tensors, made new, so
-    that files do not depend on it. Layers that share a weight share the packed one.
+    Every ``QuantLinear`` whose recipe multiplies integers by integers (``int8``, ``w4a8``), also inside attention,
+    becomes a ``PackedLinear``. Results are bit-identical. Layers that share a weight share the packed weight.
+    ``state_dict``, copies, pickles and ``save_model`` of a packed model contain unpacked tensors, so files do not
+    depend on the layout.
 
-    A packed model has no backward pass, so its biases no longer require grad, and it stays on the CPU: ``unprepack_``
-    turns it back, biases too.
-    Raises, with the model untouched: ValueError for a model without quantized layers or that is one itself; TypeError
-    for what is no model.
+    A packed model has no backward pass and stays on the CPU, and its biases no longer require grad. ``unprepack_``
+    undoes this.
+
+    Args:
+        model: A quantized model.
+
+    Returns:
+        The report, with the reason for each layer that was not packed.
+
+    Raises:
+        ValueError: The model has no quantized layers, or is one itself. The model is unchanged.
+        TypeError: ``model`` is not an nn.Module.
     """
     packer = _Packer()
     embeddings = model.modules() if isinstance(model, nn.Module) else ()
@@ -54,11 +62,17 @@ def prepack_(model: nn.Module) -> Report:
 
 
 def unprepack_(model: nn.Module) -> Report:
-    """Turn the layers of ``model`` that ``prepack_`` packed back, in place, into QuantLinears with the same bits.
+    """Undo ``prepack_`` in place: packed layers become bit-identical QuantLinears.
 
-    Quantized layers that are not packed stay as they are.
-    Raises, with the model untouched: ValueError for a model without quantized layers or that is one itself; TypeError
-    for what is no model.
+    Args:
+        model: A quantized model. Layers that are not packed stay as they are.
+
+    Returns:
+        The report of the unpacked layers.
+
+    Raises:
+        ValueError: The model has no quantized layers, or is one itself. The model is unchanged.
+        TypeError: ``model`` is not an nn.Module.
     """
     packer = _Packer()
     task = Task("unprepack_", "PackedLinear", _to_unpack, packer.unpack, _measure, _put_plain, optional=True)
@@ -69,8 +83,8 @@ def _to_pack(names: list[str], module: nn.Module) -> Verdict:
     if kind(module) == "packed":
         return Verdict(reason="packed already")
     if isinstance(module, QuantConv | QuantEmbedding):
-        what = "a convolution" if isinstance(module, QuantConv) else "an embedding"
-        return Verdict(reason=f"the packed layout is that of Linear layers, and it is {what}")
+        words = "a convolution" if isinstance(module, QuantConv) else "an embedding"
+        return Verdict(reason=f"the packed layout is for Linear layers, and it is {words}")
     if not isinstance(module, QuantLinear):
         return Verdict(inside=True)
     reason = _refusal(module)
@@ -78,7 +92,7 @@ def _to_pack(names: list[str], module: nn.Module) -> Verdict:
 
 
 def _refusal(layer: QuantLinear) -> str | None:
-    """Why a layer cannot be packed, or would be slower for it here; None where it gains."""
+    """Why a layer cannot be packed, or would not be faster on this CPU; None if it gains."""
     weight, input = layer.scheme, layer.recipe.input
     if layer.recipe.static:
         return "packed layers support dynamic input scales only, and this layer's are static"
@@ -87,26 +101,26 @@ def _refusal(layer: QuantLinear) -> str | None:
         return reason
     device = layer.codes.device.type
     if device != "cpu":
-        return f"the packed layout is the CPU's, and this layer is on {device}"
+        return f"the packed layout is for CPUs, and this layer is on {device}"
     return no_gain_by_packing(weight, input, layer.in_features)
 
 
 def no_gain_by_packing(weight: Scheme, input: Scheme, cols: int) -> str | None:
-    """Why ``linear_packed`` would be slower than ``linear`` here, on a weight ``[N, cols]`` of integers; None: is not.
+    """Why packing an integer weight ``[N, cols]`` would not make ``linear`` faster on this CPU; None if it would.
 
-    Every instruction set reads the packed layout; those are named here on which it was measured (docs/measured.md).
+    Every instruction set can read the packed layout. This function packs on those with a gain in docs/measured.md.
     """
     error = loading_error()
     if error is not None:
-        return f"the native kernels, which read the packed layout, are not there: {error}"
+        return f"the native kernels, which read the packed layout, are not available: {error}"
     for scheme in (weight, input):
         block = scheme.block[1]
         if block is not None and (block % 8 or (scheme is weight and cols % block)):
             return f"the groups of {scheme} are not whole words of the packed layout at K = {cols}"
     isa = torch.ops.lowbit_native.isa()
-    if isa == "avx2":  # 4-bit codes are multiplied as they are packed by signed bytes without a zero point
-        served = weight.format.bits == 8 or (input.format.signed and not input.affine)
-        return None if served else f"with AVX2, 4-bit weights are read packed under signed inputs only, not {input}"
+    if isa == "avx2":  # its kernel multiplies packed 4-bit codes by signed bytes without a zero point
+        supported = weight.format.bits == 8 or (input.format.signed and not input.affine)
+        return None if supported else f"with AVX2, packed 4-bit weights need signed inputs, not {input}"
     if isa == "avx512" and "avx512_vnni" in features() and "amx_int8" not in features():
         return None
     return f"no gain by the packed layout is recorded for the instruction set in use, {isa}"
@@ -122,47 +136,46 @@ def _to_unpack(names: list[str], module: nn.Module) -> Verdict:
     )
 
 
-def _put_packed(model: nn.Module, made: dict[int, Any]) -> None:
-    """Without a backward pass, a bias that requires grad would only have every call record one."""
-    for layer in made.values():
+def _put_packed(model: nn.Module, layers: dict[int, Any]) -> None:
+    for layer in layers.values():
+        # There is no backward pass, and a bias that requires grad would make every call record a graph.
         if layer.bias is not None and layer.bias.requires_grad:
             layer.trains_bias = True
             layer.bias.requires_grad_(False)
-    swap(model, made)
+    swap(model, layers)
 
 
-def _put_plain(model: nn.Module, made: dict[int, Any]) -> None:
-    old = [layer for layer in model.modules() if id(layer) in made]
-    swap(model, made)
-    for layer in old:
+def _put_plain(model: nn.Module, layers: dict[int, Any]) -> None:
+    packed = [layer for layer in model.modules() if id(layer) in layers]
+    swap(model, layers)
+    for layer in packed:
         if layer.bias is not None and layer.trains_bias:
             layer.bias.requires_grad_()
 
 
 class _Packer:
-    """Makes the layers of one conversion; those that share a weight get one again."""
+    """Makes the layers of one conversion. Layers that shared a weight share it again."""
 
     def __init__(self) -> None:
-        self.made: dict[Any, Any] = {}
+        self.layers: dict[Any, Any] = {}
 
     def pack(self, layer: QuantLinear, adapter: Adapter, recipe: Any) -> PackedLinear:
         key = (id(layer.codes), id(layer.scale), layer.recipe)
-        first: PackedLinear | None = self.made.get(key)
+        first: PackedLinear | None = self.layers.get(key)
         if first is not None:
             return first.with_bias(layer.bias)
-        made = self.made[key] = PackedLinear(layer.weight, layer.bias, layer.recipe)
-        return made
+        packed = self.layers[key] = PackedLinear(layer.weight, layer.bias, layer.recipe)
+        return packed
 
     def unpack(self, layer: PackedLinear, adapter: Adapter, recipe: Any) -> QuantLinear:
-        made = layer.unpacked()
-        first: QuantLinear = self.made.setdefault(id(layer.packed), made)
-        if first is not made:
-            made.share_weight(first)
-        return made
+        plain = layer.unpacked()
+        first: QuantLinear = self.layers.setdefault(id(layer.packed), plain)
+        if first is not plain:
+            plain.share_weight(first)
+        return plain
 
 
-def _measure(layer: Any, made: Any, recipe: Any) -> dict[str, Any]:
-    """What the report says of a layer."""
+def _measure(layer: Any, new: Any, recipe: Any) -> dict[str, Any]:
     weights = layer.out_features * layer.in_features
-    held = sum(t.nbytes for t in (*made.parameters(), *made.buffers()) if t is not made.bias)
-    return measured(layer, made, weights, 8.0 * held / max(weights, 1))
+    weight_bytes = sum(t.nbytes for t in (*new.parameters(), *new.buffers()) if t is not new.bias)
+    return measured(layer, new, weights, 8.0 * weight_bytes / max(weights, 1))

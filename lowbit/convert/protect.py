@@ -1,4 +1,4 @@
-"""What a conversion leaves as it is unless a pattern of the recipes names it."""
+"""Layers that a conversion leaves in high precision by default, and the reasons."""
 
 from __future__ import annotations
 
@@ -17,52 +17,59 @@ from lowbit.recipes import LayerRecipes
 
 __all__ = ["protections"]
 
-#: Layers that read raw input take a recipe of so many bits or more, unless the caller says otherwise.
-_STEM_BITS = 8
+#: The least bits for layers that read raw input, unless the caller names them.
+_INPUT_LAYER_BITS = 8
 
-#: Parts of a module's name by which fine-tuning libraries call the weights that they train.
+#: Names of trained weights in fine-tuning libraries, as parts of a module's name.
 _ADAPTER_WORDS = ("lora_*", "modules_to_save")
 
 
 def protections(
-    model: nn.Module, skip: Skip, plan: LayerRecipes, unties: bool, trained: bool = False
+    model: nn.Module, skip: Skip, recipes: LayerRecipes, unties: bool, trained: bool = False
 ) -> tuple[Skip, Callable[[str, nn.Module], Protection | None]]:
-    """The names to skip, and what stays unless a pattern of ``plan`` spells it.
+    """Return the patterns to skip, and a function that gives the Protection of a module, or None.
 
-    Always protected: adapters, and embeddings, of which reports say nothing. Unless ``skip`` is empty, also layers that
-    read raw input, from recipes of less than 8 bits. Where a conversion ``unties``, which gives a layer a weight of its
-    own, so are output layers tied to an embedding, unless ``skip`` is empty, and layers whose weight the model reads
-    itself (where it is ``trained``, in training mode as well), even where a pattern names them. The default ``skip`` is
-    a protection too: a pattern may name ``lm_head``, and the report gives the reason.
+    Adapters and embeddings are protected always (embeddings without a reason in the report). Layers that read raw input
+    are protected from recipes below 8 bits unless ``skip`` is empty. The default ``skip`` protects ``lm_head``.
+
+    With ``unties``, output layers tied to an embedding are protected unless ``skip`` is empty. So are layers whose
+    weight the model reads itself, even if a pattern names them.
+
+    Args:
+        model: The model to convert.
+        skip: As for ``quantize_``.
+        recipes: The recipes. A pattern that names a module literally overrides its protection.
+        unties: Whether the conversion gives each layer a weight of its own.
+        trained: Whether weights that the model reads only in training mode count as well.
     """
     check_model(model)
     default = skip is DEFAULT_SKIP
     skip = patterns_in(skip, "skip")
     guards = [_adapters(model), _table]
     if unties:
-        guards.insert(1, _read_by_model(model, plan, trained))
+        guards.insert(1, _read_by_model(model, recipes, trained))
     if unties and skip:
         guards.append(_tied(model))
     if skip:
-        guards.append(_raw_input(model, plan))
+        guards.append(_raw_input(model, recipes))
     if default:
         skip = ()
         guards.append(_output_layer)
 
     def protect(name: str, module: nn.Module) -> Protection | None:
-        return next((found for guard in guards if (found := guard(name, module)) is not None), None)
+        return next((reason for guard in guards if (reason := guard(name, module)) is not None), None)
 
     return skip, protect
 
 
 def _read_by_model(
-    model: nn.Module, plan: LayerRecipes, trained: bool
+    model: nn.Module, recipes: LayerRecipes, trained: bool
 ) -> Callable[[str, nn.Module], Protection | None]:
-    """Protects layers whose weight code of the model reads itself; of embeddings, which stay anyway, named ones."""
+    """Protects layers whose weight the model's code reads; embeddings only if named, as they stay otherwise."""
     readers = read_layers(model, trained)
 
     def protect(name: str, module: nn.Module) -> Protection | None:
-        unnamed_table = is_table(module) and not _spelled(plan, name)
+        unnamed_table = is_table(module) and not _spelled(recipes, name)
         if id(module) not in readers or find(module).adapter is None or unnamed_table:
             return None
         return Protection("", f"its model reads its weight itself, in {readers[id(module)]}")
@@ -70,10 +77,10 @@ def _read_by_model(
     return protect
 
 
-def _spelled(plan: LayerRecipes, name: str) -> bool:
-    """Whether a pattern of ``plan`` spells the last part of a module's name."""
+def _spelled(recipes: LayerRecipes, name: str) -> bool:
+    """Whether a pattern contains the last part of a module's name literally."""
     path = plain_name(name)
-    return any(spells(pattern, path, path.rpartition(".")[2]) for pattern, _ in plan.patterns)
+    return any(spells(pattern, path, path.rpartition(".")[2]) for pattern, _ in recipes.patterns)
 
 
 def _table(name: str, module: nn.Module) -> Protection | None:
@@ -82,21 +89,21 @@ def _table(name: str, module: nn.Module) -> Protection | None:
 
 def _output_layer(name: str, module: nn.Module) -> Protection | None:
     word = next((word for word in DEFAULT_SKIP if matches(word, name, module)), None)
-    reason = f"an output layer stays in high precision; skip=(), or a recipe for '*{word}', converts it"
+    reason = f"an output layer stays in high precision; skip=() or a recipe for '*{word}' converts it"
     return None if word is None else Protection(word, reason)
 
 
-def _raw_input(model: nn.Module, plan: LayerRecipes) -> Callable[[str, nn.Module], Protection | None]:
-    """Protects layers that read raw input, whose few channels carry all that the model sees, from few bits."""
+def _raw_input(model: nn.Module, recipes: LayerRecipes) -> Callable[[str, nn.Module], Protection | None]:
+    """Protects layers that read raw input, whose few channels carry all information, from low bit widths."""
     readers = {id(layer) for layer in find_input_layers(model)}
     reason = (
-        f"it reads raw input, and stays in high precision below {_STEM_BITS} bits; skip=(), or a recipe for its name, "
-        f"converts it"
+        f"it reads raw input, and stays in high precision below {_INPUT_LAYER_BITS} bits; skip=() or a recipe for its "
+        f"name converts it"
     )
 
     def protect(name: str, module: nn.Module) -> Protection | None:
-        recipe = recipe_for(plan, name, module) if id(module) in readers else None
-        if recipe is None or recipe.weight.format.bits >= _STEM_BITS:
+        recipe = recipe_for(recipes, name, module) if id(module) in readers else None
+        if recipe is None or recipe.weight.format.bits >= _INPUT_LAYER_BITS:
             return None
         return Protection(name.split(".")[-1], reason)
 
@@ -104,11 +111,11 @@ def _raw_input(model: nn.Module, plan: LayerRecipes) -> Callable[[str, nn.Module
 
 
 def _tied(model: nn.Module) -> Callable[[str, nn.Module], Protection | None]:
-    """Protects layers whose weight is an embedding's."""
+    """Protects layers tied to an embedding."""
     tables = {
         parameter: holder.path
-        for parameter, several in holders(model).items()
-        for holder in several
+        for parameter, sharing in holders(model).items()
+        for holder in sharing
         if is_table(holder.module)
     }
 
@@ -117,8 +124,8 @@ def _tied(model: nn.Module) -> Callable[[str, nn.Module], Protection | None]:
         if not shared or is_table(module):
             return None
         reason = (
-            f"its weight is that of the embedding {shared[0]}, which stays in high precision; skip=(), or a recipe for "
-            f"its name, converts a copy"
+            f"it is tied to the embedding {shared[0]}, which stays in high precision; skip=() or a recipe for its name "
+            f"converts a copy"
         )
         return Protection(name.split(".")[-1], reason)
 
@@ -126,7 +133,7 @@ def _tied(model: nn.Module) -> Callable[[str, nn.Module], Protection | None]:
 
 
 def _adapters(model: nn.Module) -> Callable[[str, nn.Module], Protection | None]:
-    """Protects the weights that a wrapper trains: ``lora_*``, ``modules_to_save``, and what peft's classes list."""
+    """Protects adapter weights: ``lora_*``, ``modules_to_save``, and the names listed by peft's classes."""
     inside: dict[str, str] = {}
     for name, module in model.named_modules():
         for part in getattr(type(module), "adapter_layer_names", ()):
@@ -140,8 +147,6 @@ def _adapters(model: nn.Module) -> Callable[[str, nn.Module], Protection | None]
         word = next(listed, None) or next(spelled, None)
         if word is None:
             return None
-        return Protection(
-            word, f"an adapter stays in high precision, to be trained; a recipe for '*{word}*' converts it"
-        )
+        return Protection(word, f"an adapter stays in high precision for training; a recipe for '*{word}*' converts it")
 
     return protect

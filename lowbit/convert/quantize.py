@@ -1,4 +1,4 @@
-"""quantize_: a model's layers replaced, in place, by quantized ones."""
+"""quantize_: replaces the layers of a model by quantized layers, in place."""
 
 from __future__ import annotations
 
@@ -36,50 +36,61 @@ def quantize_(
     group: int | None = None,
     prepack: bool = False,
 ) -> Report:
-    """Quantize the layers of ``model`` in place as ``recipe`` says, and report what was done, layer by layer.
+    """Quantize the layers of ``model`` in place.
 
-    ``recipe``: a name, a Recipe, or recipes by layer, ``{"*": "int4-weight-only", "down_proj": "int8", "lm_head":
-    None}``: the last pattern that means a layer decides, and None leaves the layer.
-    Converted: nn.Linear, nn.Conv1d to nn.Conv3d, nn.MultiheadAttention, transformers' Conv1D, their subclasses that
-    compute the same with the same parameters, and what ``lowbit.convert.register`` adds.
-    ``calibration``: what ``lowbit.calibrate`` found for this model and recipe.
-    ``method``: without a calibration, how codes and scales of weights are chosen, one of ``lowbit.datafree.DATA_FREE``.
-    None is the best known for each scheme (``lowbit.datafree.default_data_free``); ``nearest`` rounds to the nearest
-    code by scales from the largest magnitude.
-    ``skip``: the modules to leave. Patterns here and there are those of ``lowbit.models.names``: ``"lm_head"`` means
-    ``"model.lm_head"`` too, and all inside; ``"blocks.*.up"``, ``"re:..."`` and functions of module and path serve too.
-    ``group``: elements that share a scale, for ``int4-weight-only`` and ``nf4``. ``prepack``: call ``prepack_`` on the
-    result, for inference.
+    Supported layers: nn.Linear, nn.Conv1d to nn.Conv3d, nn.MultiheadAttention, nn.Embedding (by name), transformers'
+    Conv1D and stacked experts, their subclasses that compute the same with the same parameters, and classes added by
+    ``lowbit.convert.register``. Layers that share a weight and a recipe share one Quantized. Hooks, train/eval mode and
+    checkpointing are kept.
 
-    Left unless a pattern of recipes by layer spells them: LoRA and other adapters (peft's, ``lora_*``,
-    ``modules_to_save``); output layers that share the weight of an embedding (``skip=()`` converts a copy of these);
-    ``lm_head``, where ``skip`` is not given. Layers that share a weight and a recipe share one Quantized. Hooks,
-    train/eval mode and the checkpointing of blocks are kept.
+    These layers stay as they are unless a pattern of per-layer recipes names them literally: LoRA and other adapters
+    (``lora_*``, ``modules_to_save``, peft's classes); embeddings; ``lm_head`` if ``skip`` is not given; output layers
+    tied to an embedding, and layers of raw input below 8 bits (``skip=()`` converts both, the tied ones as a copy).
 
-    Warns where less than half of the bytes of the model's weights were converted, which names the largest others, and
-    where a layer no longer shares its weight.
-    Raises, with the model untouched: ValueError for nothing to convert, layers that are quantized, in training or (each
-    by itself) compiled, a weight with NaN or Inf or without a shape yet, a pattern without a match, an unknown recipe.
-    TypeError for weights that are no plain fp32, bf16 or fp16, and for a model or a recipe that is none.
+    Warns if less than half of the weight bytes were converted (and names the largest layers that were not), and if a
+    tied weight is no longer shared.
+
+    Args:
+        model: A model in high precision. Its weights must be fp32, bf16 or fp16.
+        recipe: A name, a Recipe, or per-layer recipes: ``{"*": "int4-weight-only", "down_proj": "int8", "lm_head":
+            None}``. The last pattern that matches a layer decides. None leaves the layer.
+        calibration: The result of ``lowbit.calibrate`` for this model and recipe.
+        method: Without a calibration, the data-free method, one of ``lowbit.datafree.DATA_FREE``. ``"nearest"`` rounds
+            to nearest with scales from the largest magnitude. None: the best known method for each scheme
+            (``lowbit.datafree.default_data_free``).
+        skip: Modules to leave. Patterns are described in ``lowbit.models.names``: ``"lm_head"`` matches
+            ``"model.lm_head"`` and everything inside it. ``"blocks.*.up"``, ``"re:..."`` and functions of module and
+            path are patterns too.
+        group: Elements per scale, for ``int4-weight-only`` and ``nf4``.
+        prepack: Call ``prepack_`` on the result, for inference.
+
+    Returns:
+        The report: per layer its recipe, bits, bytes and SQNR, and the reason for each layer that was left.
+
+    Raises:
+        ValueError: There is nothing to convert; a layer is quantized already, prepared for training, or compiled by
+            itself; a weight has NaN or Inf, or no shape yet; a pattern matches nothing; the recipe is unknown. The
+            model is unchanged.
+        TypeError: A weight is not a plain fp32, bf16 or fp16 tensor; ``model`` or ``recipe`` has another type.
     """
     source = _source(calibration, method)
     if prepack:
         from lowbit.convert.prepack import prepack_
-    report = quantize_from(model, _plan(recipe, group), source, skip)
+    report = quantize_from(model, _recipes(recipe, group), source, skip)
     if prepack:
         prepack_(model)
     return report
 
 
-def quantize_from(model: nn.Module, chosen: LayerRecipes, source: Source, skip: Skip) -> Report:
-    """``quantize_`` with the weights that ``source`` has; for functions of the API, whose callers are warned."""
-    chosen = source.plan(chosen)
-    names, protect = protections(model, skip, chosen, unties=True)
+def quantize_from(model: nn.Module, recipes: LayerRecipes, source: Source, skip: Skip) -> Report:
+    """``quantize_`` with weights from ``source``."""
+    recipes = source.recipes(recipes)
+    names, protect = protections(model, skip, recipes, unties=True)
     maker = QuantMaker(model, source)
 
-    def put(model: nn.Module, made: dict[int, nn.Module]) -> None:
+    def put(model: nn.Module, layers: dict[int, nn.Module]) -> None:
         edits = source.edits(model)
-        swap(model, made)
+        swap(model, layers)
         for name, value in edits.items():
             model.get_parameter(name).data.copy_(value)
 
@@ -91,50 +102,52 @@ def quantize_from(model: nn.Module, chosen: LayerRecipes, source: Source, skip: 
         maker.measure,
         put,
     )
-    report, found = convert(model, task, chosen, names, protect)
-    notes = _untied(model, found)
-    small = _small_effect(model, found)
+    report, selection = convert(model, task, recipes, names, protect)
+    notes = _untied(model, selection)
+    small = _small_effect(model, selection)
     for note in (*notes, *([small] if small else [])):
         warn(note)
     return replace(report, notes=notes)
 
 
 def _source(calibration: Any, method: str | None) -> Source:
-    """Where the weights come from: a rule that needs no data, or what calibration found."""
+    """The source of the weights: a data-free method, or a calibration."""
     if calibration is None:
         return Ruled(find_data_free(method, "quantize_"))
     if method is not None:
         raise ValueError(
-            f"quantize_: method={method!r} is for weights without calibration, and the calibration has chosen them; "
-            f"give one of the two"
+            f"quantize_: method={method!r} is for weights without calibration, and a calibration is given; give one of "
+            f"the two"
         )
     if isinstance(calibration, str) or (
-        isinstance(calibration, tuple | list | set) and calibration and all(isinstance(one, str) for one in calibration)
+        isinstance(calibration, tuple | list | set)
+        and calibration
+        and all(isinstance(name, str) for name in calibration)
     ):
         names = (calibration,) if isinstance(calibration, str) else tuple(calibration)
         raise TypeError(f"quantize_: the third argument is calibration; for modules to leave, write skip={names!r}")
     if not hasattr(calibration, "weight"):
         raise TypeError(
-            f"quantize_: calibration must be what lowbit.calibrate returned, got {type(calibration).__name__}; to "
+            f"quantize_: calibration must be the result of lowbit.calibrate, got {type(calibration).__name__}; to "
             f"calibrate with batches, call lowbit.calibrate(model, recipe, batches) first"
         )
     return Calibrated(calibration)
 
 
-def _plan(recipe: Any, group: int | None) -> LayerRecipes:
+def _recipes(recipe: Any, group: int | None) -> LayerRecipes:
     if group is not None and isinstance(recipe, Mapping | LayerRecipes):
         raise ValueError(f"quantize_: group={group} is for one recipe; by layer, write for instance 'nf4:group{group}'")
-    chosen = layer_recipes(recipe if group is None else find_recipe(recipe, group=group))
-    for one in chosen.recipes:
-        refuse_beyond(one, "quantize_", ("output.a",), scale=("static",), transform=("hadamard",))
-        refuse_beyond(one, "quantize_", ("output.b",), transform=("hadamard",))
-    return chosen
+    recipes = layer_recipes(recipe if group is None else find_recipe(recipe, group=group))
+    for row in recipes.recipes:
+        refuse_beyond(row, "quantize_", ("output.a",), scale=("static",), transform=("hadamard",))
+        refuse_beyond(row, "quantize_", ("output.b",), transform=("hadamard",))
+    return recipes
 
 
 def replacements(model: nn.Module, recipes: dict[str, Recipe]) -> dict[int, nn.Module]:
-    """Unfilled quantized layers for the layers of ``model`` with these names, by the ``id`` of what they replace.
+    """Return unfilled quantized layers for the layers of ``model`` with these names, by the ``id`` of the plain layer.
 
-    Raises ValueError where the model has no such layer or one that cannot be converted.
+    Raises ValueError if the model has no such layer, or a layer cannot be converted.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     chosen: dict[str, Chosen] = {}
@@ -147,8 +160,8 @@ def replacements(model: nn.Module, recipes: dict[str, Recipe]) -> dict[int, nn.M
         adapter, listed, reason = find(layer)
         if listed is None:
             raise ValueError(
-                f"{name!r} is a {type(layer).__name__} in this model, which has no quantized counterpart; where your "
-                f"code registers one (lowbit.convert.register), run that first"
+                f"{name!r} is a {type(layer).__name__} in this model, which has no quantized counterpart; if your code "
+                f"registers one (lowbit.convert.register), run that first"
             )
         reason = reason if adapter is None else adapter.refuses(layer)
         if adapter is None or reason is not None:
@@ -157,44 +170,41 @@ def replacements(model: nn.Module, recipes: dict[str, Recipe]) -> dict[int, nn.M
     return make_all(chosen, QuantMaker(model, Allocated()).convert)
 
 
-# -- what is worth knowing --------------------------------------------------------------------------------------------
-def _untied(model: nn.Module, found: Selection) -> tuple[str, ...]:
+# -- notes and warnings -----------------------------------------------------------------------------------------------
+def _untied(model: nn.Module, selection: Selection) -> tuple[str, ...]:
     """A note for each converted layer whose weight another module keeps in high precision."""
-    taken = {id(chosen.module) for chosen in found.chosen.values()}
+    converted = {id(chosen.module) for chosen in selection.chosen.values()}
     keepers = {
         parameter: holder.path
-        for parameter, several in holders(model).items()
-        for holder in several
-        if id(holder.module) not in taken
+        for parameter, sharing in holders(model).items()
+        for holder in sharing
+        if id(holder.module) not in converted
     }
     return tuple(
         f"{name} shared its weight with {keepers[id(p)]}, which keeps it in high precision; {name} has its own "
         f"quantized copy now (skip it to keep the two tied)"
-        for name, chosen in found.chosen.items()
+        for name, chosen in selection.chosen.items()
         for p in chosen.module._parameters.values()
         if p is not None and p.dim() > 1 and keepers.get(id(p), name) != name
     )
 
 
-def _small_effect(model: nn.Module, found: Selection) -> str | None:
-    """A warning where less than half of the bytes of the weights were converted, with the largest that were not.
-
-    What the caller skipped does not count.
-    """
-    converted = tensor_bytes(p for chosen in found.chosen.values() for p in matrices(chosen.module))
-    others: dict[str, tuple[int, str]] = {}
+def _small_effect(model: nn.Module, selection: Selection) -> str | None:
+    """A warning if less than half of the weight bytes were converted, skipped modules not counted."""
+    converted = tensor_bytes(p for chosen in selection.chosen.values() for p in matrices(chosen.module))
+    unconverted: dict[str, tuple[int, str]] = {}
     seen: set[int] = set()
     for name, module in model.named_modules():
-        own = [p for p in matrices(module, recurse=False) if id(p) not in seen]
-        if kind(module) is not None or not own or any(is_inside(name, skipped) for skipped in found.skipped):
+        weights = [p for p in matrices(module, recurse=False) if id(p) not in seen]
+        if kind(module) is not None or not weights or any(is_inside(name, skipped) for skipped in selection.skipped):
             continue
-        seen |= {id(p) for p in own}
-        others[name] = (tensor_bytes(own), _what(module))
-    left = sum(size for size, _ in others.values())
+        seen |= {id(p) for p in weights}
+        unconverted[name] = (tensor_bytes(weights), _class_words(module))
+    left = sum(size for size, _ in unconverted.values())
     if converted >= left:
         return None
-    largest = sorted(others.items(), key=lambda row: -row[1][0])
-    names = [f"{name or 'the model itself'} ({what}, {amount(size)})" for name, (size, what) in largest[:4]]
+    largest = sorted(unconverted.items(), key=lambda row: -row[1][0])
+    names = [f"{name or 'the model itself'} ({words}, {amount(size)})" for name, (size, words) in largest[:4]]
     more = f" and {len(largest) - 4} more" if len(largest) > 4 else ""
     return (
         f"quantize_ converted {amount(converted)} of {amount(converted + left)} of weights; left: "
@@ -202,6 +212,6 @@ def _small_effect(model: nn.Module, found: Selection) -> str | None:
     )
 
 
-def _what(module: nn.Module) -> str:
+def _class_words(module: nn.Module) -> str:
     name = type(module).__name__
     return f"{name}, an embedding" if is_table(module) and "Embedding" not in name else name

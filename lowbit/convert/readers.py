@@ -1,9 +1,9 @@
-"""Layers whose weight the code of a model reads itself: what it reads there is no tensor once the layer is quantized.
+"""Finds layers whose weight the model's own code reads, which would fail on a quantized weight.
 
-Found in the source of the functions that the model's ``forward`` may reach: chains of attributes such as
-``self.conv.weight.squeeze``, which are then followed from each module. Both ways to be wrong are mild. A read that is
-missed (there is no source, or it goes through a function's argument) raises a TypeError at the first call, because a
-``Quantized`` is not a Tensor. A read that never happens leaves a layer in high precision, and the report says why.
+Parses the source of the functions that the model's ``forward`` may call for chains of attributes such as
+``self.conv.weight.squeeze``, and follows each chain from each module. Both kinds of error are mild. After a missed read
+(without source, or through a function's argument) the first call raises TypeError, because a ``Quantized`` is not a
+Tensor. A read that never happens leaves a layer in high precision, with the reason in the report.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lowbit.nn.base import full_name
 
 __all__ = ["read_layers"]
 
-#: What a quantized layer's ``weight`` answers as the plain one does: of any layer, and of a Linear.
-_ANSWERED = ("dtype", "device")
-_ANSWERED_BY_LINEAR = (*_ANSWERED, "shape", "ndim", "size", "dim", "numel")
+#: Attributes that a quantized layer's ``weight`` has as well: of any layer, and of a Linear.
+_SUPPORTED = ("dtype", "device")
+_SUPPORTED_BY_LINEAR = (*_SUPPORTED, "shape", "ndim", "size", "dim", "numel")
 
-#: Stands in a path for a subscript.
+#: A subscript in a path.
 _ANY = "*"
 
-#: What a test may consist of, to be evaluated on a module.
+#: Syntax that is evaluated in a test.
 _PLAIN = (
     ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop, ast.UnaryOp, ast.unaryop, ast.Attribute, ast.Name, ast.Constant,
     ast.expr_context,
@@ -38,61 +38,58 @@ _PLAIN = (
 
 
 class _Read(NamedTuple):
-    """A chain of attributes that the code of a module reads, ``("conv1d", "weight", "squeeze")`` of ``self``.
+    """A chain of attributes that a module's code reads."""
 
-    ``tests``: the conditions around it, and whether they hold there. ``me``: what the function calls ``self``.
-    """
-
-    path: tuple[str, ...]
-    tests: tuple[tuple[ast.expr, bool], ...]
-    me: str
-    where: str
+    path: tuple[str, ...]  # from self, such as ("conv1d", "weight", "squeeze")
+    tests: tuple[tuple[ast.expr, bool], ...]  # the conditions around it, and their values there
+    self_name: str  # the function's name for self
+    function: str
 
 
 class _Code(NamedTuple):
-    """What a function reads, and every name of an attribute in it, which may be that of a function it calls."""
+    """The reads of a function, and all names of attributes in it, which may be functions that it calls."""
 
     reads: tuple[_Read, ...] = ()
     names: frozenset[str] = frozenset()
 
 
 def read_layers(model: nn.Module, trained: bool = False) -> dict[int, str]:
-    """By ``id`` each module inside of ``model`` of which other code than its own reads a weight, and that code's name.
+    """By ``id``, each module in ``model`` whose weight is read by other modules' code, with the reading function.
 
-    ``trained``: whether what runs in training mode alone counts as well. Branches that the attributes of a module rule
-    out, as they are now, are left out, and so are torch's own classes, whose fused kernels a conversion switches off.
+    ``trained``: whether code that runs only in training mode counts as well. Branches that the current attributes of a
+    module rule out do not count. Neither do torch's classes, whose fused kernels a conversion switches off.
     """
     modules = list(model.modules())
     reads: dict[type, list[_Read]] = {plain_class(module): [] for module in modules}
     names, seen = {"forward", "__call__"}, set[str]()
     while new := names - seen:
         seen |= new
-        for cls, own in reads.items():
+        for cls, class_reads in reads.items():
             for name in new:
                 code = _code(getattr(cls, name, None))
-                own += code.reads
+                class_reads += code.reads
                 names |= code.names
     readers: dict[int, str] = {}
     for module in modules:
         for read in reads[plain_class(module)]:
             for layers, (parameter, *attributes) in _resolved(module, read.path):
                 plain = find(layers[-1]).listed == full_name(nn.Linear)
-                answered = attributes and attributes[0] in (_ANSWERED_BY_LINEAR if plain else _ANSWERED)
-                if not (answered and parameter == "weight") and all(
-                    _may_be(test, holds, module, read.me, trained) for test, holds in read.tests
+                supported = attributes and attributes[0] in (_SUPPORTED_BY_LINEAR if plain else _SUPPORTED)
+                if not (supported and parameter == "weight") and all(
+                    _may_be(test, holds, module, read.self_name, trained) for test, holds in read.tests
                 ):
-                    readers.update({id(layer): read.where for layer in layers})
+                    readers.update({id(layer): read.function for layer in layers})
     return readers
 
 
 def _resolved(
     module: nn.Module, path: tuple[str, ...], layers: tuple[nn.Module, ...] = ()
 ) -> Iterator[tuple[tuple[nn.Module, ...], tuple[str, ...]]]:
-    """The modules on the way to each weight inside of ``module`` that ``path`` names, and its end from there on."""
+    """The modules on the way to each weight in ``module`` that ``path`` reads, and the rest of the path."""
     if not path:
         return
     name, rest = path[0], path[1:]
-    if layers and name != "bias":  # which a quantized layer has as well
+    if layers and name != "bias":  # a quantized layer has a bias as well
         yield from (((*layers, holder), path) for holder in _holders(module, name))
     inner: Iterable[nn.Module | None] = module._modules.values() if name == _ANY else (module._modules.get(name),)
     for child in inner:
@@ -101,50 +98,50 @@ def _resolved(
 
 
 def _holders(module: nn.Module, name: str) -> list[nn.Module]:
-    """The module whose parameter ``module.name`` is: itself, or of a property, as peft's layers have, one inside."""
+    """The module with the parameter ``module.name``: itself, or a submodule if it is a property, as in peft."""
     if name in module._parameters:
         return [module]
     if not isinstance(getattr(type(module), name, None), property):
         return []
     try:
         value = getattr(module, name)
-    except Exception:  # of whatever the property computes
+    except Exception:  # a property can raise anything
         return []
     inside = () if value is None else module.modules()
     return [inner for inner in inside if any(p is value for p in inner._parameters.values())]
 
 
-def _may_be(test: ast.expr, holds: bool, module: nn.Module, me: str, trained: bool) -> bool:
-    """Whether ``test`` may be ``holds``: it is evaluated where only attributes of ``module`` decide it.
+def _may_be(test: ast.expr, holds: bool, module: nn.Module, self_name: str, trained: bool) -> bool:
+    """Whether ``test`` may be ``holds``. It is evaluated if it depends only on attributes of ``module``.
 
-    What ``eval`` sees is a test in the source of the model's class, which Python has imported already, and holds no
-    call: nothing but ``_PLAIN``. So it runs the properties and comparisons that the model's own call runs, and no other
-    code.
+    ``eval`` is safe here: the test is in the source of the model's class, which is imported already, and contains only
+    ``_PLAIN`` syntax, without calls. It runs the same properties and comparisons as a call of the model.
     """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return _may_be(test.operand, not holds, module, me, trained)
+        return _may_be(test.operand, not holds, module, self_name, trained)
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And if holds else ast.Or):
-        return all(_may_be(part, holds, module, me, trained) for part in test.values)
+        return all(_may_be(part, holds, module, self_name, trained) for part in test.values)
     if isinstance(test, ast.Attribute) and test.attr == "training":
         return trained or not holds
     for node in ast.walk(test):
-        another = isinstance(node, ast.Name) and node.id != me
-        if another or not isinstance(node, _PLAIN) or (isinstance(node, ast.Attribute) and node.attr == "training"):
+        other_name = isinstance(node, ast.Name) and node.id != self_name
+        if other_name or not isinstance(node, _PLAIN) or (isinstance(node, ast.Attribute) and node.attr == "training"):
             return True
     try:
-        return bool(eval(compile(ast.Expression(test), "", "eval"), {"__builtins__": {}}, {me: module})) is holds
-    except Exception:  # of whatever the attributes are
+        return bool(eval(compile(ast.Expression(test), "", "eval"), {"__builtins__": {}}, {self_name: module})) is holds
+    except Exception:  # a property or comparison can raise anything
         return True
 
 
 # -- reading source ---------------------------------------------------------------------------------------------------
 def _code(attribute: Any) -> _Code:
-    """What the function behind an attribute of a class reads; nothing of what is no function of Python."""
+    """The reads of the Python function of a class attribute; none for other attributes."""
     if isinstance(attribute, property):
         attribute = attribute.fget
     function = inspect.unwrap(getattr(attribute, "__func__", attribute))
+    # The __module__ of code that torch.fx generated is None.
     if not isinstance(function, FunctionType) or (function.__module__ or "").split(".")[0] == "torch":
-        return _Code()  # of code that torch.fx wrote the module is None
+        return _Code()
     return _parsed(function)
 
 
@@ -162,14 +159,14 @@ def _parsed(function: FunctionType) -> _Code:
 
 
 class _Chains(ast.NodeVisitor):
-    """Collects the chains of attributes of ``me``, of local names for them as well."""
+    """Collects the chains of attributes of ``self_name``, also through local variables."""
 
-    def __init__(self, me: str, where: str) -> None:
-        self.me, self.where = me, where
+    def __init__(self, self_name: str, function: str) -> None:
+        self.self_name, self.function = self_name, function
         self.reads: list[_Read] = []
         self.names: set[str] = set()
         self.tests: list[tuple[ast.expr, bool]] = []
-        self.local: dict[str, tuple[str, ...]] = {me: ()}
+        self.local: dict[str, tuple[str, ...]] = {self_name: ()}
 
     def _path(self, node: ast.expr) -> tuple[str, ...] | None:
         if isinstance(node, ast.Name):
@@ -182,12 +179,11 @@ class _Chains(ast.NodeVisitor):
         return (*path, node.attr if isinstance(node, ast.Attribute) else _ANY)
 
     def visit(self, node: ast.AST) -> None:
-        """Notes a chain as a whole, and what is in its subscripts."""
         if isinstance(node, ast.Attribute):
             self.names.add(node.attr)
         path = self._path(node) if isinstance(node, ast.Attribute | ast.Subscript | ast.Name) else None
         if path and isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
-            self.reads.append(_Read(path, tuple(self.tests), self.me, self.where))
+            self.reads.append(_Read(path, tuple(self.tests), self.self_name, self.function))
             self.names.update(path)
             for inner in ast.walk(node):
                 if isinstance(inner, ast.Subscript):

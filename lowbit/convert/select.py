@@ -1,4 +1,4 @@
-"""Which modules of a model a conversion takes, with which recipe, and why the others stay as they are."""
+"""Selects the modules that a conversion converts, with their recipes, and gives reasons for the rest."""
 
 from __future__ import annotations
 
@@ -24,60 +24,54 @@ __all__ = [
     "nothing_found", "plain_layers", "recipe_for", "select",
 ]  # fmt: skip
 
-#: Left in high precision unless the caller says otherwise: the output projection of language models.
+#: The default of ``skip``: the output projection of language models.
 DEFAULT_SKIP = ("lm_head",)
 
-#: Which modules a caller leaves out: a pattern of ``lowbit.models.names``, or several.
+#: The type of ``skip``: a pattern of ``lowbit.models.names``, or several.
 Skip = Pattern | Iterable[Pattern]
 
-#: Modules with their paths.
+#: Paths and modules.
 _Modules = list[tuple[str, nn.Module]]
 
-#: Words in the names of parameters that no product has for a weight.
+#: Words in the names of parameters that are added or looked up, not multiplied.
 _ADDED = frozenset({"token", "tokens", "embed", "embedding", "embeddings", "bias"})
 
 
 class Verdict(NamedTuple):
-    """What a conversion does with one kind of module.
+    """What a conversion does with a module. Without ``adapter``, ``reason`` and ``error`` it has nothing to convert."""
 
-    ``adapter``: converts it. ``reason``: it stays, for this reason. ``error``: the conversion stops, unless the module
-    is skipped. With none of them it has nothing to convert. ``inside``: the modules inside are looked at as well.
-    """
-
-    adapter: Adapter | None = None
-    reason: str | None = None
-    error: str | None = None
-    inside: bool = False
+    adapter: Adapter | None = None  # converts the module
+    reason: str | None = None  # why the module stays
+    error: str | None = None  # stops the conversion, unless the module is skipped
+    inside: bool = False  # whether submodules are judged as well
 
 
-#: Says what becomes of a module with these names.
+#: ``judge(names, module)`` returns the verdict on a module with these names.
 Judge = Callable[[list[str], nn.Module], Verdict]
 
 
 class Chosen(NamedTuple):
-    """A module to convert; ``recipe`` is None for conversions that have none."""
+    """A module to convert."""
 
     module: Any
     adapter: Adapter
-    recipe: Recipe | None
+    recipe: Recipe | None  # None in conversions without recipes
 
 
 class Protection(NamedTuple):
-    """Why a module stays unless a mapping of recipes spells ``word``, the part of its name that tells what it is; with
-    no ``word`` whatever is spelled.
-    """
+    """The reason why a module stays unless a pattern of the recipes contains ``word`` literally."""
 
-    word: str
+    word: str  # the part of the name that identifies it; empty: no pattern overrides the protection
     reason: str
 
 
 @dataclass
 class Selection:
-    """The modules to convert by (first) name, the names that were skipped, and why others are left as they are."""
+    """The result of ``select``."""
 
-    chosen: dict[str, Chosen] = field(default_factory=dict)
+    chosen: dict[str, Chosen] = field(default_factory=dict)  # modules to convert, by first name
     skipped: list[str] = field(default_factory=list)
-    left: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)  # reasons, by name
 
 
 class _Candidate(NamedTuple):
@@ -89,63 +83,69 @@ class _Candidate(NamedTuple):
 def select(
     model: nn.Module,
     judge: Judge,
-    plan: LayerRecipes | None = None,
+    recipes: LayerRecipes | None = None,
     skip: Skip = (),
     protect: Callable[[str, nn.Module], Protection | None] = lambda name, module: None,
 ) -> Selection:
-    """The modules of ``model`` that ``judge`` gives an adapter, ``skip`` does not mean and ``plan`` has a recipe for.
+    """Select the modules of ``model`` with an adapter from ``judge`` and a recipe, except skipped and protected ones.
 
-    ``protect``: what stays unless a pattern of ``plan`` spells it.
-    Raises TypeError for what is no model or no pattern; ValueError for a pattern without a match and as
-    ``judge`` says.
+    Args:
+        model: The model to convert.
+        judge: Returns the Verdict on a module.
+        recipes: The recipes; None for conversions without recipes.
+        skip: Patterns of modules to leave.
+        protect: ``protect(name, module)`` returns the Protection of a module, or None.
+
+    Raises:
+        ValueError: A pattern matches nothing, or ``judge`` has an error for a module that is not skipped.
+        TypeError: ``model`` is not an nn.Module, or a pattern has another type.
     """
     check_model(model)
     names, modules = paths(model), {id(module): module for module in model.modules()}
-    patterns = () if plan is None else patterns_in(tuple(pattern for pattern, _ in plan.patterns), "recipes")
-    every = [(plain_name(name), modules[key]) for key, several in names.items() for name in several]
+    patterns = () if recipes is None else patterns_in(tuple(pattern for pattern, _ in recipes.patterns), "recipes")
+    every = [(plain_name(name), modules[key]) for key, aliases in names.items() for name in aliases]
     skips = patterns_in(skip, "skip")
     _refuse_missing("skip", skips, every, every)
-    found, reached, whole = Selection(), [], []
+    selection, layers, closed = Selection(), [], []
 
     def spelled(path: str, word: str) -> bool:
         return any(spells(pattern, path, word) for pattern in patterns)
 
-    for candidate in _candidates(names, modules, judge):
-        several, module, verdict = candidate
-        first, plain = several[0], [plain_name(name) for name in several]
-        reached += [(path, module) for path in plain]
-        whole += [] if verdict.inside else reached[-len(plain) :]
+    for aliases, module, verdict in _candidates(names, modules, judge):
+        first, plain = aliases[0], [plain_name(name) for name in aliases]
+        layers += [(path, module) for path in plain]
+        closed += [] if verdict.inside else layers[-len(plain) :]
         if any(matches(pattern, path, module) for pattern in skips for path in plain):
-            found.skipped.append(first)
+            selection.skipped.append(first)
             continue
         protection = protect(first, module)
         if protection is not None and not any(spelled(path, protection.word) for path in plain):
             if protection.reason:
-                found.left[first] = protection.reason
+                selection.left[first] = protection.reason
             continue
         if verdict.error is not None:
             raise ValueError(f"{first or 'the model'} {verdict.error}")
-        recipe = None if plan is None else _one_recipe(plan, plain, module)
-        if plan is not None and recipe is None:
-            found.skipped.append(first)
+        recipe = None if recipes is None else _recipe(recipes, plain, module)
+        if recipes is not None and recipe is None:
+            selection.skipped.append(first)
         elif verdict.adapter is not None:
             slower = None if recipe is None else verdict.adapter.slower(module, recipe)
             if slower is not None and not any(spelled(path, path.rpartition(".")[2]) for path in plain):
-                found.left[first] = slower
+                selection.left[first] = slower
                 continue
-            found.chosen[first] = Chosen(module, verdict.adapter, recipe)
+            selection.chosen[first] = Chosen(module, verdict.adapter, recipe)
         else:
-            found.left[first] = verdict.reason or ""
-    if reached:
-        _refuse_parts("skip", skips, reached, whole, every)
-        _refuse_parts("recipes", patterns, reached, whole, every)
-        _refuse_missing("recipes", patterns, reached, every)
-    return found
+            selection.left[first] = verdict.reason or ""
+    if layers:
+        _refuse_parts("skip", skips, layers, closed, every)
+        _refuse_parts("recipes", patterns, layers, closed, every)
+        _refuse_missing("recipes", patterns, layers, every)
+    return selection
 
 
 def _candidates(names: dict[int, list[str]], modules: dict[int, nn.Module], judge: Judge) -> Iterator[_Candidate]:
-    """The modules that ``judge`` has something to say of, with all their names; not those inside of a whole one."""
-    above: str | None = None  # the module whose inside comes next, if any does: modules come depth first
+    """The modules with a verdict, and all their names; not those inside of a module that is converted as one."""
+    above: str | None = None  # modules come depth first, so all submodules of this one come next
     for key, module in modules.items():
         first = names[key][0]
         if above is not None and first.startswith(f"{above}." if above else ""):
@@ -157,53 +157,53 @@ def _candidates(names: dict[int, list[str]], modules: dict[int, nn.Module], judg
             yield _Candidate(names[key], module, verdict)
 
 
-def recipe_for(plan: LayerRecipes, path: str, module: nn.Module) -> Recipe | None:
-    """The recipe that ``plan`` has for the layer at ``path``; None: it is left as it is."""
-    return last_match(plan.patterns, plain_name(path), module)
+def recipe_for(recipes: LayerRecipes, path: str, module: nn.Module) -> Recipe | None:
+    """The recipe of the layer at ``path``; None: it is left as it is."""
+    return last_match(recipes.patterns, plain_name(path), module)
 
 
-def _one_recipe(plan: LayerRecipes, names: list[str], module: nn.Module) -> Recipe | None:
-    """The recipe of a module with these names. Raises ValueError where two names ask for two recipes."""
-    recipes = {name: recipe_for(plan, name, module) for name in names}
-    if any(recipe is None for recipe in recipes.values()):
+def _recipe(recipes: LayerRecipes, names: list[str], module: nn.Module) -> Recipe | None:
+    """The recipe of a module with these names. Raises ValueError if two names have different recipes."""
+    by_name = {name: recipe_for(recipes, name, module) for name in names}
+    if any(recipe is None for recipe in by_name.values()):
         return None
-    (first, recipe), *others = recipes.items()
-    for name, other in others:
+    (first, recipe), *rest = by_name.items()
+    for name, other in rest:
         if other != recipe:
             raise ValueError(
-                f"{first} and {name} are one module, and the recipes ask for {recipe} and {other}; give both names one"
+                f"{first} and {name} are one module, but have the recipes {recipe} and {other}; give both names one"
             )
     return recipe
 
 
-def _refuse_missing(what: str, patterns: tuple[Pattern, ...], meant: _Modules, every: _Modules) -> None:
-    """Raises ValueError for a pattern that means none of ``meant``."""
-    missed = [pattern for pattern in unmatched(patterns, meant) if pattern not in DEFAULT_SKIP]
+def _refuse_missing(what: str, patterns: tuple[Pattern, ...], modules: _Modules, every: _Modules) -> None:
+    """Raise ValueError for a pattern that matches none of ``modules``."""
+    missed = [pattern for pattern in unmatched(patterns, modules) if pattern not in DEFAULT_SKIP]
     if missed:
         raise ValueError(
-            f"{what}: the pattern {missed[0]!r} matches no {'module' if meant is every else 'layer'}"
-            f"{did_you_mean(missed[0], _endings(every))}; names are such as {_examples(meant)}. A name matches from "
-            f"any dot, and '*' stands for any part of it; 're:' has to match the whole path"
+            f"{what}: the pattern {missed[0]!r} matches no {'module' if modules is every else 'layer'}"
+            f"{did_you_mean(missed[0], _endings(every))}; names are such as {_examples(modules)}. A name matches from "
+            f"any dot, and '*' matches any text; 're:' must match the full path"
         )
 
 
-def _refuse_parts(what: str, patterns: tuple[Pattern, ...], layers: _Modules, whole: _Modules, every: _Modules) -> None:
-    """Raises ValueError for a pattern that means no layer, but a part of one of the ``whole``, which would be converted
-    with it all the same.
-    """
+def _refuse_parts(
+    what: str, patterns: tuple[Pattern, ...], layers: _Modules, closed: _Modules, every: _Modules
+) -> None:
+    """Raise ValueError for a pattern that matches no layer but a submodule of a ``closed`` one, converted as one."""
     for pattern in unmatched(patterns, layers):
         parts = [path for path, module in every if matches(pattern, path, module)]
-        for path, layer in whole:
+        for path, layer in closed:
             part = next((part for part in parts if is_inside(part, path)), None)
             if part is not None:
                 raise ValueError(
-                    f"{what}: the pattern {pattern!r} means {part!r}, a part of the {type(layer).__name__} {path!r}, "
+                    f"{what}: the pattern {pattern!r} matches {part!r}, a part of the {type(layer).__name__} {path!r}, "
                     f"which is one layer; name that instead"
                 )
 
 
 def _endings(modules: _Modules) -> set[str]:
-    """The names of modules, and what follows each of their dots."""
+    """The names of modules, and the rest of each name after each dot."""
     parts = [name.split(".") for name, _ in modules if name]
     return {".".join(words[start:]) for words in parts for start in range(len(words))}
 
@@ -211,24 +211,24 @@ def _endings(modules: _Modules) -> set[str]:
 def _examples(modules: _Modules, most: int = 4) -> str:
     names = [name for name, _ in modules]
     leaves = [name for name in names if name and not any(other.startswith(f"{name}.") for other in names)]
-    return ", ".join(repr(name) for name in leaves[:most]) or "none (the model has no modules inside)"
+    return ", ".join(repr(name) for name in leaves[:most]) or "none (the model has no submodules)"
 
 
 # -- judging plain layers ---------------------------------------------------------------------------------------------
 def plain_layers(only: tuple[type[nn.Module], ...] | None = None, replaced: bool = True) -> Judge:
-    """The judge of conversions that start from plain layers: those in the table, or of it the classes ``only``.
+    """The judge for plain layers of the classes in the table, or only those in ``only``.
 
-    ``replaced``: a new module takes the layer's place, which a layer that is compiled by itself would not notice.
+    ``replaced``: whether layers are replaced by new modules, which compiled code would not see.
     """
     allowed = None if only is None else {full_name(cls) for cls in only}
 
     def judge(names: list[str], module: nn.Module) -> Verdict:
-        found = kind(module)
-        if found is not None:
-            return Verdict(error=_detailed(module, KINDS[found]))
+        state = kind(module)
+        if state is not None:
+            return Verdict(error=_detailed(module, KINDS[state]))
         adapter, listed, reason = find(module)
         if listed is None or (allowed is not None and listed not in allowed):
-            # What a listed class does with the modules inside is its own.
+            # A listed class may read the weights of its submodules itself.
             return Verdict(reason=_not_converted(module) if _holds_weights(module) else None, inside=listed is None)
         error = _not_ready(names, module, replaced)
         if error is not None:
@@ -262,12 +262,12 @@ def _not_converted(module: nn.Module) -> str:
     name = type(module).__name__
     stacked = [f"{p} {list(w.shape)}" for p, w in _weights(module).items() if not is_lazy(w) and w.dim() == 3]
     if stacked and not hasattr(module, "kernel_size"):
-        return f"{name} holds stacked matrices ({', '.join(stacked)}), and is not a class that is converted"
-    return f"{name} is not a class that is converted"
+        return f"{name} holds stacked matrices ({', '.join(stacked)}), and its class is not supported"
+    return f"the class {name} is not supported"
 
 
 def is_table(module: nn.Module) -> bool:
-    """Whether the module looks rows of its weight up, as embeddings do, instead of multiplying with it."""
+    """Whether the module is an embedding, which looks up rows of its weight."""
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) or "Embedding" in type(module).__name__
 
 
@@ -276,14 +276,14 @@ def _matrix(parameter: nn.Parameter | None) -> bool:
 
 
 def _holds_weights(module: nn.Module) -> bool:
-    """Whether the module has a weight matrix that a reader of the report would miss: not embeddings and norms."""
+    """Whether the module has a weight matrix to mention in the report; not for embeddings and norms."""
     if is_table(module) or "Norm" in type(module).__name__:
         return False
     return bool(_weights(module))
 
 
 def _weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The module's own matrices, without what is added to activations or looked up: by its name, or ``[1, N, D]``."""
+    """The module's own matrices, without parameters that are added or looked up, by their name or shape [1, N, D]."""
     return {
         name: p
         for name, p in module._parameters.items()
@@ -293,15 +293,16 @@ def _weights(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 # -- nothing to do ----------------------------------------------------------------------------------------------------
-def nothing_found(model: nn.Module, found: Selection, what: str, converted: str) -> str:
-    """Why a conversion found nothing to do, and what to try."""
-    kinds = Counter(
+def nothing_found(model: nn.Module, selection: Selection, what: str, converted: str) -> str:
+    """The message of a conversion without a layer to convert."""
+    classes = Counter(
         type(module).__name__ for module in model.modules() if any(_matrix(p) for p in module._parameters.values())
     )
-    seen = ", ".join(f"{count} {name}" for name, count in kinds.most_common()) or "no layer with a weight matrix"
-    lines = [f"{what} found nothing to convert: it converts layers of class {converted}, and the model has {seen}"]
-    if found.skipped:
+    counts = ", ".join(f"{count} {name}" for name, count in classes.most_common()) or "no layer with a weight matrix"
+    lines = [f"{what} found nothing to convert: it converts layers of class {converted}, and the model has {counts}"]
+    if selection.skipped:
         lines.append(
-            f"skipped as asked: {', '.join(found.skipped)}; pass skip=(), or recipes that mean these, to convert them"
+            f"skipped as asked: {', '.join(selection.skipped)}; pass skip=(), or recipes that match these, to convert "
+            f"them"
         )
-    return "\n".join([*lines, *left_lines(found.left)])
+    return "\n".join([*lines, *left_lines(selection.left)])

@@ -1,4 +1,4 @@
-"""The calls of a model, by torch.fx."""
+"""Traces the calls of a model with torch.fx."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ __all__ = ["trace"]
 
 
 def trace(model: nn.Module, tracer: fx.Tracer) -> fx.Graph:
-    """The graph of a model's calls, without the model: nodes are in cycles with their tracer, which holds its root."""
+    """Return the graph of a model's calls. The tracer is emptied, because reference cycles would keep the model."""
+
     try:
         return tracer.trace(model)
     finally:

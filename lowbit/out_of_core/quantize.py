@@ -177,7 +177,7 @@ class _Work:
     ) -> None:
         self.stored, self.source = stored, source
         self.edits = {edit.name: edit.value for edit in edits}
-        chosen = source.plan(chosen)
+        chosen = source.recipes(chosen)
         planned = _Planned()
         self.report = quantize_from(model, chosen, planned, skip)
         self.tensors, self.tied = distinct(model.state_dict())

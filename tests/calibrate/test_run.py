@@ -404,7 +404,7 @@ def test_what_cannot_be_calibrated_is_refused():
         lb.calibrate(model, "int8", tokens(), "magic")
     with torch.device("meta"):
         empty = Stack()
-    with pytest.raises(ValueError, match="meta device and holds no numbers; load the model first"):
+    with pytest.raises(ValueError, match="meta device, without values; load the model first"):
         lb.calibrate(empty, "int8", None, "search")
     lb.quantize_(model, "int8", skip=())
     with pytest.raises(ValueError, match="quantized"):

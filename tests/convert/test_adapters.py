@@ -98,7 +98,7 @@ def test_peft_then_quantize_trains_and_merges_after_dequantize():
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     report = lb.quantize_(model, "nf4")
     assert len(report.converted) == 14
-    assert all("to be trained" in reason for name, reason in report.left.items() if "lora" in name)
+    assert all("for training" in reason for name, reason in report.left.items() if "lora" in name)
     assert {name for name, p in model.named_parameters() if p.requires_grad} == trained
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
     ids, losses = torch.randint(0, 64, (2, 7)), []

@@ -152,7 +152,9 @@ def test_pairs_are_of_patterns():
     assert fold_(model, [(r"re:1\.conv1", r"re:1\.bn1")]).converted == ("1.conv1 + 1.bn1",)
     model = trained_(nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)))
     for pairs in ([("[13]", "[02]")], [("1", "[02]")]):  # the convolution comes after; two norms and one layer
-        with pytest.raises(ValueError, match=r"means 1.* and \[02\] 0, 2, which are no layers each with the BatchNorm"):
+        with pytest.raises(
+            ValueError, match=r"matches 1.* and \[02\] matches 0, 2, but each layer needs the BatchNorm"
+        ):
             fold_(model, pairs)
 
 

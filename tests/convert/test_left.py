@@ -100,7 +100,7 @@ def test_nothing_is_loaded_into_a_layer_that_a_conversion_would_leave():
             lambda m: parametrize.register_parametrization(m.out_proj, "weight", Half()),
             "of its out_proj: its weight is computed",
         ),
-        (lambda m: setattr(m, "out_proj", nn.Sequential(m.out_proj)), "its out_proj is a Sequential, and not a Linear"),
+        (lambda m: setattr(m, "out_proj", nn.Sequential(m.out_proj)), "its out_proj is a Sequential, not a Linear"),
         (lambda m: m.out_proj.register_module("adapter", nn.Linear(8, 8)), "of its out_proj: it also holds adapter"),
         (lambda m: m.register_buffer("positions", torch.zeros(3)), "it also holds positions"),
         (lambda m: setattr(m, "forward", nn.MultiheadAttention(8, 2).forward), "its forward was replaced"),
@@ -120,7 +120,7 @@ def test_a_linear_whose_weight_attention_reads_is_not_trained_in_name_only(kind)
     model = nn.Sequential(nn.Linear(8, 8), kind(8, 2))
     model[1].out_proj = nn.Linear(8, 8)
     report = lb.train.prepare_(model)
-    assert report.converted == ("0",) and report.left == {"1": f"{kind.__name__} is not a class that is converted"}
+    assert report.converted == ("0",) and report.left == {"1": f"the class {kind.__name__} is not supported"}
     assert type(model[1].out_proj) is nn.Linear
 
 
@@ -207,9 +207,9 @@ def test_other_modules_with_weights_are_named_in_a_line_for_each_class():
     assert report.converted == ("line",)
     assert list(report.left) == ["", *(f"convs.{i}" for i in range(6)), "up", "rnn", "pair"]
     for line in (
-        "left the model itself: Many is not a class that is converted",
-        "left convs.0, convs.1, convs.2, convs.3 and 2 more: ConvTranspose1d is not a class that is converted",
-        "left rnn: LSTM is not",
+        "left the model itself: the class Many is not supported",
+        "left convs.0, convs.1, convs.2, convs.3 and 2 more: the class ConvTranspose1d is not supported",
+        "left rnn: the class LSTM is not",
     ):
         assert line in str(report)
     report = lb.quantize_(Many(), "int8", skip=("convs", "up"))

@@ -145,7 +145,7 @@ def attention() -> nn.Module:
         (Nested(), {"skip": (nn.Linear,)}, TypeError, "got Linear; write lambda module, path: isinstance"),
         (Nested(), {"recipe": {nn.Linear: "int8"}}, TypeError, r"a pattern is a string such as .*or a function"),
         (Nested(), {"recipe": "int7"}, ValueError, "unknown recipe 'int7'"),
-        (Nested(), {"calibration": [torch.zeros(2, 16)]}, TypeError, "what lowbit.calibrate returned, got list"),
+        (Nested(), {"calibration": [torch.zeros(2, 16)]}, TypeError, "the result of lowbit.calibrate, got list"),
         (Nested(), {"calibration": ("body.0",)}, TypeError, r"third argument is calibration.*skip=\('body.0',\)"),
         (Nested(), {"calibration": "body.0"}, TypeError, r"third argument is calibration.*skip=\('body.0',\)"),
         (Nested(), {"recipe": {"*": "int8"}, "group": 8}, ValueError, "by layer, write for instance 'nf4:group8'"),
@@ -240,7 +240,7 @@ def test_a_tied_embedding_keeps_its_weight():
     model["other"] = nn.Linear(8, 32)
     kept = copy.deepcopy(model)
     report = lb.quantize_(kept, "int8")
-    assert report.converted == ("other",) and "that of the embedding embed" in report.left["head"]
+    assert report.converted == ("other",) and "tied to the embedding embed" in report.left["head"]
     assert kept["head"].weight is kept["embed"].weight
     with pytest.warns(UserWarning, match="head shared its weight with embed, which keeps it in high precision"):
         report = lb.quantize_(model, "int8", skip=())

@@ -108,7 +108,7 @@ def test_it_prints_as_a_table_with_a_row_for_each_layer_and_the_reasons():
         ["blocks.1.down", "Linear", "nf4", "4.50"],
     ]
     assert "skipped: blocks.0.up" in lines
-    assert "left conv: ConvTranspose1d is not a class that is converted" in lines
+    assert "left conv: the class ConvTranspose1d is not supported" in lines
     assert any(line.startswith("left lm_head: an output layer stays in high precision") for line in lines)
 
 
@@ -179,8 +179,8 @@ def test_tokens_and_positions_are_no_weights_of_a_product():
     )
     left = lb.quantize_(model, "int8").left
     assert left == {
-        "mixed": "Sequential holds stacked matrices (stack [3, 32, 32]), and is not a class that is converted",
-        "row": "Sequential is not a class that is converted",
+        "mixed": "Sequential holds stacked matrices (stack [3, 32, 32]), and its class is not supported",
+        "row": "the class Sequential is not supported",
     }
 
 

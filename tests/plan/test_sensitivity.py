@@ -296,7 +296,7 @@ def test_what_it_refuses_and_warns_of():
         (["int8-static"], [x], {}, "static"),
         (["int8"], [x], {"method": "gptq"}, "methods without data"),
         (["int8"], [x], {"method": "signed"}, None),
-        (["nf4"], [x], {"method": "hqq"}, "layer '0': method 'hqq' cannot serve it"),
+        (["nf4"], [x], {"method": "hqq"}, "layer '0': method 'hqq' does not support this weight"),
         (["int8"], [x], {"loss": lambda y, batch: y.sum() * math.nan}, "the loss is nan"),
     ):
         if match is None:
