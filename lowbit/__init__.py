@@ -1,11 +1,11 @@
-"""lowbit: low-bit numbers for PyTorch, with the same bits on every backend.
+"""Low-bit numbers for PyTorch, bit-identical on every backend.
 
-``import lowbit as lb``; see README.md for a tour, docs/numerics.md for the arithmetic.
+``import lowbit as lb``; README.md is a tour, docs/numerics.md specifies the arithmetic.
 
-Here are the functions on tensors and on models that are deployed, the values that they take and return, and the tables
-of names with what adds a row to them. Submodules have the rest: ``nn`` layers, ``train`` and ``qat`` training,
-``optim`` optimizers, ``memory`` checkpointing and peaks, ``convert`` the table of layer classes, ``recipes`` plans by
-layer. ``distributed`` is imported when it is first used, which takes a second.
+This package has the functions on tensors and on deployed models, their types, and the tables of names. Submodules have
+the rest: ``nn`` layers, ``train`` and ``qat`` training, ``optim`` optimizers, ``memory`` checkpointing and peak memory,
+``convert`` the table of layer classes, ``recipes`` per-layer recipes. ``distributed`` is imported on first use, because
+that takes a second.
 """
 
 from importlib import import_module as _import_module
@@ -15,7 +15,7 @@ from lowbit import autograd as _autograd  # noqa: F401  (registers gradients)
 from lowbit import backends as _backends  # noqa: F401  (registers torch.ops.lowbit)
 from lowbit import checkout as _checkout  # noqa: F401  (finds bench and kernels)
 from lowbit import convert, memory, nn, optim, qat, train
-from lowbit import integrations as _integrations  # noqa: F401  (models of transformers learn that they are quantized)
+from lowbit import integrations as _integrations  # noqa: F401  (registers lowbit's quantizer with transformers)
 from lowbit._version import __version__
 from lowbit.backends.registry import BackendError, impls, use_backend
 from lowbit.calibrate import METHODS, Calibration, Method, calibrate, correct_bias_, register_method

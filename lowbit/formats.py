@@ -1,7 +1,7 @@
-"""Number formats: one table, everything else derived.
+"""The table of number formats, from which everything else about a format is derived.
 
-This module imports nothing outside the standard library, so that the build can generate the C++ format table from
-it before torch exists. Adding a format means adding one row to ``FORMATS``.
+This module imports only the standard library, so the build can generate the C++ format table before torch is
+installed. To add a format, add a row to ``FORMATS``.
 
 Source: docs/numerics.md sections 2 to 4.
 """
@@ -19,7 +19,7 @@ from math import frexp, inf, isnan, nan
 
 __all__ = ["FORMATS", "Format", "find", "float_format", "fp32_bits", "fp32_value", "power_of_two"]
 
-#: Numbers by which kernels know a format's kind; generated into the C++ header.
+#: Numbers of the kinds in kernels; generated into the C++ header.
 KINDS = {"float": 0, "integer": 1, "codebook": 2, "exponent": 3}
 
 
@@ -29,46 +29,52 @@ def fp32_bits(value: float) -> int:
 
 
 def power_of_two(value: float) -> int | None:
-    """``e`` where ``|value|`` is ``2**e``; None where it is no power of two."""
+    """The exponent ``e`` if ``|value|`` is ``2**e``, else None."""
     fraction, exponent = frexp(abs(value))
     return exponent - 1 if fraction == 0.5 else None
 
 
 def fp32_value(bits: int) -> float:
-    """The number that 32 ``bits`` of fp32 stand for."""
+    """The fp32 number with these 32 ``bits``."""
     return float(struct.unpack("<f", struct.pack("<I", bits))[0])
 
 
 def _nearest_bits(exact: Fraction) -> int:
-    """The 32 bits of a positive number rounded to fp32 once: by way of a double it could round twice."""
+    """The 32 bits of a positive number rounded to fp32 once; rounding to a double first could round it twice."""
     bits = fp32_bits(float(exact))
     return min((bits - 1, bits, bits + 1), key=lambda near: (abs(Fraction(fp32_value(near)) - exact), near & 1))
 
 
 @dataclass(frozen=True)
 class Format:
-    """One number format.
+    """A number format; made by a row of ``FORMATS`` or by ``float_format``."""
 
-    ``kind`` is ``float`` (sign, exponent, mantissa), ``integer``, ``codebook`` (a table of values) or ``exponent``
-    (E8M0: a power of two, no sign, no zero). ``nan`` is ``none``, ``ieee`` (top exponent holds Inf and NaN) or
-    ``all_ones`` (only the code with every exponent and mantissa bit set is NaN).
-    """
-
+    #: The name by which functions, schemes and ops find it.
     name: str
+    #: ``float``, ``integer``, ``codebook`` (a table of values) or ``exponent`` (E8M0: a power of two, no sign or zero).
     kind: str
+    #: Bits per code.
     bits: int
+    #: Exponent bits.
     exponent: int = 0
+    #: Mantissa bits.
     mantissa: int = 0
+    #: Exponent bias.
     bias: int = 0
+    #: ``none``, ``ieee`` (the top exponent is Inf and NaN) or ``all_ones`` (only the all-ones magnitude is NaN).
     nan: str = "none"
+    #: Whether there are negative values.
     signed: bool = True
+    #: The values in ascending order, for codebooks.
     codebook: tuple[float, ...] = ()
+    #: Name of the torch dtype with the same codes, if there is one.
     torch_dtype: str | None = None
+    #: Reference of the definition.
     source: str = ""
 
     @property
     def layout(self) -> str:
-        """Bits of sign, exponent and mantissa, as ``1-4-3``; of other kinds, the kind."""
+        """Bits of sign, exponent and mantissa, such as ``1-4-3``; for other kinds the kind."""
         if self.kind not in ("float", "exponent"):
             return self.kind
         return f"{int(self.signed)}-{self.exponent}-{self.mantissa}"
@@ -87,7 +93,7 @@ class Format:
 
     @property
     def max_code(self) -> int:
-        """The code of the largest finite value (for integers: of ``qmax``)."""
+        """The code of the largest finite value (integers: ``qmax``)."""
         if self.kind == "integer":
             return self.qmax
         if self.kind == "codebook":
@@ -109,7 +115,7 @@ class Format:
 
     @property
     def zero_code(self) -> int:
-        """The code of the value nearest to zero (what NaN becomes in a codebook)."""
+        """The code of the value nearest to zero; a codebook encodes NaN as this."""
         return min(range(len(self.codebook)), key=lambda k: abs(self.codebook[k])) if self.codebook else 0
 
     def value(self, code: int) -> float:
@@ -133,13 +139,13 @@ class Format:
 
     @cached_property
     def table(self) -> tuple[float, ...]:
-        """The value of every code; formats of at most 8 bits only."""
+        """The values of all codes; only for formats of at most 8 bits."""
         self.require_codes("a decode table")
         return tuple(self.value(code) for code in range(1 << self.bits))
 
     @cached_property
     def bits_table(self) -> tuple[int, ...]:
-        """The fp32 bit pattern of every code's value; a NaN is 0x7fc00000 with the code's sign."""
+        """The fp32 bit patterns of all values; NaN is 0x7fc00000 with the code's sign."""
         sign = self.bits - 1
         return tuple(
             0x7FC00000 | (((code >> sign) << 31) if self.signed else 0) if isnan(value) else fp32_bits(value)
@@ -149,18 +155,18 @@ class Format:
     @cached_property
     def thresholds(self) -> tuple[int, ...]:
         """Codebooks: fp32 bits of the largest fp32 at or below each exact midpoint; code = number of them below x."""
-        found = []
+        thresholds = []
         for low, high in zip(self.codebook, self.codebook[1:], strict=False):
             middle = (Fraction(low) + Fraction(high)) / 2
             bits = fp32_bits(float(middle))
             while Fraction(fp32_value(bits)) > middle:  # one step towards -Inf
                 bits = bits - 1 if 0 < bits < 0x80000000 else 0x80000001 if bits == 0 else bits + 1
-            found.append(bits)
-        return tuple(found)
+            thresholds.append(bits)
+        return tuple(thresholds)
 
     @cached_property
     def weights(self) -> tuple[int, ...]:
-        """Codebooks: fp32 bits of the number nearest 2**16 over the distance to the next entry; 0 of the last."""
+        """Codebooks: fp32 bits of 2**16 / (distance to the next entry), rounded to nearest; 0 for the last entry."""
         gaps = (Fraction(high) - Fraction(low) for low, high in zip(self.codebook, self.codebook[1:], strict=False))
         return (*(_nearest_bits(65536 / gap) for gap in gaps), 0)
 
@@ -175,7 +181,7 @@ class Format:
 
     @property
     def max(self) -> float:
-        """The largest finite value; what an amax is scaled to."""
+        """The largest finite value, to which the amax of a block is scaled."""
         if self.kind == "float":
             field, fraction = self.max_code >> self.mantissa, self.max_code & ((1 << self.mantissa) - 1)
             if field == 0:
@@ -185,19 +191,19 @@ class Format:
 
     @property
     def emin(self) -> int:
-        """The exponent of the least normal value."""
+        """The exponent of the smallest normal value."""
         return 1 - self.bias
 
     @property
     def min_normal(self) -> float:
-        """The least positive normal value (integers: 1; codebooks: the least positive entry)."""
+        """The smallest positive normal value (integers: 1; codebooks: the smallest positive entry)."""
         if self.kind == "float":
             return 2.0**self.emin
         return 2.0**-self.bias if self.kind == "exponent" else self.min_subnormal
 
     @property
     def min_subnormal(self) -> float:
-        """The least positive value."""
+        """The smallest positive value."""
         if self.kind == "float":
             return 2.0 ** (self.emin - self.mantissa)
         if self.kind == "codebook":
@@ -213,19 +219,19 @@ class Format:
 
     @property
     def in_bf16(self) -> bool:
-        """Whether bf16 holds every value."""
+        """Whether bf16 represents every value exactly."""
         return not any(bits & 0xFFFF for bits in self.bits_table)
 
     @property
     def num_finite(self) -> int:
-        """How many codes decode to a finite value; +0 and -0 are two."""
+        """Number of codes with a finite value; +0 and -0 are two."""
         if self.kind in ("integer", "codebook"):
             return 1 << self.bits
         return (self.max_code + 1) * (2 if self.signed else 1)
 
     # -- for kernels ---------------------------------------------------------------------------------------------
     def params(self) -> list[int]:
-        """The plain integers by which kernels know a format; the order is that of ``FormatParams`` in csrc."""
+        """The integers that describe the format to kernels, in the order of ``FormatParams`` in csrc."""
         self.require_codes("kernels")
         return [
             KINDS[self.kind], self.bits, self.exponent, self.mantissa, self.bias, int(self.signed),
@@ -234,11 +240,11 @@ class Format:
 
     @property
     def codebook_index(self) -> int:
-        """The position of this codebook among those of ``FORMATS``; -1 for other kinds. Raises ValueError."""
-        books = [row for row in FORMATS.values() if row.kind == "codebook"]
-        if self.kind == "codebook" and self not in books:
-            raise ValueError(f"kernels know the codebooks that are rows of FORMATS, and {self.name} is none")
-        return books.index(self) if self.kind == "codebook" else -1
+        """Index of this codebook among the codebooks of ``FORMATS``; -1 for other kinds."""
+        codebooks = [row for row in FORMATS.values() if row.kind == "codebook"]
+        if self.kind == "codebook" and self not in codebooks:
+            raise ValueError(f"kernels support only codebooks of FORMATS, not {self.name}; add a row to FORMATS")
+        return codebooks.index(self) if self.kind == "codebook" else -1
 
     def require_codes(self, what: str) -> None:
         if self.bits > 8:
@@ -266,16 +272,16 @@ _NF4 = (
 
 
 def _codebook(name: str, values: Iterable[Fraction | float], source: str) -> Format:
-    """The format whose entries are these values, in order and each rounded to fp32."""
+    """A codebook of these values, sorted and rounded to fp32."""
     entries = tuple(sorted(fp32_value(fp32_bits(float(value))) for value in values))
     bits = (len(entries) - 1).bit_length()
     return Format(name, "codebook", bits, signed=entries[0] < 0, codebook=entries, source=source)
 
 
 def _dynamic(bits: int, signed: bool) -> list[Fraction]:
-    """A dynamic tree: 0, 1, and below it ``bits - 1`` decades, each with twice as many values as the one below.
+    """A dynamic tree: 0, 1, and ``bits - 1`` decades below 1, each with twice as many values as the next smaller one.
 
-    A decade's values are the middles of equal steps from a tenth of its end to the end.
+    A decade's values are the midpoints of equal steps from a tenth of its end to the end.
     """
     values = [Fraction(0), Fraction(1)]
     for decade in range(bits - 1):
@@ -287,13 +293,13 @@ def _dynamic(bits: int, signed: bool) -> list[Fraction]:
 
 
 def _expanded(y: Fraction) -> Fraction:
-    """What the compander ``y = 2x / (1 + |x|)`` makes ``y`` of."""
+    """The inverse of the compander ``y = 2x / (1 + |x|)``."""
     return y / (2 - abs(y))
 
 
 _TREE, _COMPANDER = "dynamic tree, arXiv 2110.02861", "compander of arXiv 2602.23349"
 
-#: Every named format. Names are API.
+#: All named formats. Names are API.
 FORMATS: dict[str, Format] = {
     row.name: row
     for row in (
@@ -327,7 +333,7 @@ FORMATS: dict[str, Format] = {
 
 
 def fingerprint() -> str:
-    """A hash of what native code is generated from: it differs when a row with codes does."""
+    """A hash of the rows from which native code is generated."""
     rows = [(f.name, f.params(), f.codebook) for f in FORMATS.values() if f.bits <= 8]
     return sha256(repr(rows).encode()).hexdigest()[:16]
 
@@ -338,13 +344,22 @@ _CUSTOM = re.compile(r"e(\d)m(\d)(?:b(-?\d+))?(i?)(n?)")
 def float_format(
     exponent: int, mantissa: int, bias: int | None = None, *, inf: bool = False, nan: bool | None = None
 ) -> Format:
-    """A floating-point format of your own: 1 sign bit, ``exponent`` and ``mantissa`` bits, at most 8 in all.
+    """A custom floating-point format of at most 8 bits, with a sign bit.
 
-    ``bias`` defaults to ``2**(exponent - 1) - 1``. ``inf`` reserves the top exponent for Inf and NaN as IEEE 754
-    does; ``nan`` alone makes the one all-ones code NaN, as OFP8 E4M3 does. Parameters that equal a row of ``FORMATS``
-    return that row. The name (``e2m1b3``, ``e4m3n``) says everything, so ``find(name)`` rebuilds the format.
+    Its name, such as ``e2m1b3`` or ``e4m3n``, contains all parameters, so functions also accept the name.
 
-    Raises: ValueError when the bits do not fit or a value would not be exact in fp32.
+    Args:
+        exponent: Exponent bits, at least 1.
+        mantissa: Mantissa bits.
+        bias: Exponent bias; by default ``2**(exponent - 1) - 1``.
+        inf: Reserve the top exponent for Inf and NaN, as IEEE 754 does.
+        nan: Without ``inf``, make only the code with all magnitude bits set NaN, as OFP8 E4M3 does.
+
+    Returns:
+        The format; the row of ``FORMATS`` if one has these parameters.
+
+    Raises:
+        ValueError: There are too many bits, or a value would not be a normal fp32 number.
     """
     if exponent < 1 or mantissa < 0 or 1 + exponent + mantissa > 8:
         raise ValueError(
@@ -358,15 +373,16 @@ def float_format(
     for row in FORMATS.values():
         if row.kind == "float" and (row.exponent, row.mantissa, row.bias, row.nan) == (exponent, mantissa, bias, kind):
             return row
-    shown = "" if bias == 2 ** (exponent - 1) - 1 else f"b{bias}"
+    suffix = "" if bias == 2 ** (exponent - 1) - 1 else f"b{bias}"
     flags = "in" if inf else "n" if nan else ""
-    made = _float(f"e{exponent}m{mantissa}{shown}{flags}", exponent, mantissa, bias, kind, source="float_format()")
-    if made.max_code < 1 or made.emin - mantissa < -126 or (1 << exponent) - bias > 127:
+    name = f"e{exponent}m{mantissa}{suffix}{flags}"
+    format = _float(name, exponent, mantissa, bias, kind, source="float_format()")
+    if format.max_code < 1 or format.emin - mantissa < -126 or (1 << exponent) - bias > 127:
         raise ValueError(
-            f"{made.name}: every value must be a normal fp32 number, "
-            f"but it runs from 2**{made.emin - mantissa} to about 2**{(1 << exponent) - bias}; choose another bias"
+            f"{name}: every value must be a normal fp32 number, "
+            f"but it runs from 2**{format.emin - mantissa} to about 2**{(1 << exponent) - bias}; choose another bias"
         )
-    return made
+    return format
 
 
 def _parse(name: str) -> Format:
@@ -382,28 +398,29 @@ def _parse(name: str) -> Format:
 
 
 def find(format: str | Format) -> Format:
-    """The format of that name (a row of ``FORMATS`` or a ``float_format`` name), or the Format itself.
+    """The format with this name (of ``FORMATS`` or ``float_format``), or the Format itself.
 
-    Raises ValueError for an unknown name, and for a Format made by hand that its name does not stand for.
+    Raises:
+        TypeError: ``format`` is neither a Format nor a string.
+        ValueError: The name is unknown, or a Format differs from the format with its name.
     """
     if isinstance(format, Format):
         named = find(format.name)
-        if named is not format and named != format:  # ops know a format by its name, and would compute in the other
-            raise ValueError(f"{format.name!r} names another format than this one; make your own with float_format()")
+        if named is not format and named != format:  # ops look a format up by name, and would use the other
+            raise ValueError(f"another format is named {format.name!r}; use float_format() for a custom format")
         return format
     if not isinstance(format, str):
         raise TypeError(f"a format is a Format or a name such as 'fp8_e4m3', got {type(format).__name__}")
-    found = _found.get(format)
-    if found is None:
-        found = _parse(format)
+    row = _cache.get(format)
+    if row is None:
+        row = _parse(format)
         if not tracing():
-            _found[format] = found
-    return found
+            _cache[format] = row
+    return row
 
 
-#: Formats by every name they were asked for. A plain dict, since torch.compile looks through one without complaint;
-#: but not through a change of one that it has just guarded.
-_found: dict[str, Format] = dict(FORMATS)
+#: Formats by name. A plain dict, because torch.compile can trace reads of it; it cannot trace a write after a guard.
+_cache: dict[str, Format] = dict(FORMATS)
 
-#: Whether torch.compile is tracing this code. A hook, since this module knows no torch: ``lowbit.ops`` sets it.
+#: Whether torch.compile is tracing. A hook that ``lowbit.ops`` sets, because this module does not import torch.
 tracing: Callable[[], bool] = bool

@@ -1,4 +1,4 @@
-"""Rounding: the random bits of stochastic rounding as one value. No torch is needed here.
+"""``Rounding``: the random bits of stochastic rounding as a value. Works without torch.
 
 Source: docs/numerics.md section 7.
 """
@@ -13,15 +13,23 @@ __all__ = ["Rounding"]
 
 @dataclass(frozen=True)
 class Rounding:
-    """Stochastic rounding with the random bits that ``(seed, step, stream)`` and an element's place decide.
+    """Stochastic rounding whose random bits depend only on ``(seed, step, stream)`` and the element's position.
 
-    ``seed``: an integer; or an int64 tensor ``[2]`` of seed and step, on the device of what is rounded, which compiled
-    code reads in each call; or None: each call draws one from torch's generator of that device.
-    ``stream``: an integer, or text, which stands for the CRC-32 of its UTF-8 bytes.
-    ``seed``, ``offset`` and ``pitch`` are integers of 64 bits, ``step`` and ``stream`` of 32, each signed or unsigned.
-    An element's place is ``offset + row * pitch + col``; for a slice, give the whole tensor's offset and pitch (its
-    number of columns).
-    Raises ValueError for integers of more bits, and for a step beside a tensor; TypeError for what is no integer.
+    An element's position is ``offset + row * pitch + col``. To round a slice like a part of its tensor, pass the
+    slice's offset and the tensor's pitch. Integers may be signed or unsigned.
+
+    Attributes:
+        seed: 64-bit integer; or an int64 tensor ``[2]`` of seed and step on the input's device, which compiled code
+            reads in each call; or None, which draws a seed from torch's generator of that device in each call.
+        step: 32-bit integer; not with a tensor as seed.
+        stream: 32-bit integer, or a string, which stands for the CRC-32 of its UTF-8 bytes.
+        offset: 64-bit integer, the position of the first element.
+        pitch: 64-bit integer, positions per row; by default the number of columns.
+
+    Raises:
+        TypeError: A number is not an integer.
+        ValueError: An integer has too many bits, or a step is passed with a tensor as seed.
+
     Source: docs/numerics.md section 7.
     """
 
@@ -35,23 +43,23 @@ class Rounding:
         if isinstance(self.seed, int):
             _word("seed", self.seed, 64)
         elif self.seed is not None and self.step:
-            raise ValueError(f"Rounding: a tensor of seed and step holds the step; leave step={self.step} out")
+            raise ValueError(f"Rounding: a tensor of seed and step contains the step; leave step={self.step} out")
         _word("step", self.step, 32)
         self.place()
 
     def seed_and_step(self) -> list[int]:
-        """Both as the signed 64-bit integers that ops take, of an integer seed."""
+        """An integer seed and the step as the signed 64-bit integers that ops take."""
         return [_word("seed", self.seed, 64), _word("step", self.step, 32)]
 
     def place(self) -> tuple[int, int, int | None]:
-        """Stream, offset and pitch as the signed 64-bit integers that op schemas carry."""
+        """Stream, offset and pitch as the signed 64-bit integers that ops take."""
         stream = _crc32(self.stream) if isinstance(self.stream, str) else self.stream
         pitch = None if self.pitch is None else _word("pitch", self.pitch, 64)
         return _word("stream", stream, 32), _word("offset", self.offset, 64), pitch
 
 
 def _word(name: str, word: int, bits: int) -> int:
-    """A word of 32 or 64 bits, signed or not, as a signed 64-bit integer."""
+    """A signed or unsigned word of ``bits`` bits as a signed 64-bit integer."""
     if not isinstance(word, int) and not hasattr(word, "__index__"):  # SymInt is no int
         raise TypeError(f"{name}: expected an integer, got {type(word).__name__}")
     if not -(1 << bits - 1) <= word < 1 << bits:
@@ -60,7 +68,7 @@ def _word(name: str, word: int, bits: int) -> int:
 
 
 def _crc32(text: str) -> int:
-    """The CRC-32 of the text's UTF-8 bytes, in operations that torch.compile follows: it knows none of zlib's."""
+    """The CRC-32 of the text's UTF-8 bytes, in operations that torch.compile can trace, unlike zlib's."""
     crc = 0xFFFFFFFF
     for byte in text.encode():
         crc ^= byte

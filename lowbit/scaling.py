@@ -1,8 +1,8 @@
-"""Scalings and schemes: how a tensor is cut into blocks, and what is kept of each block's scale.
+"""Scalings and schemes: how a tensor is divided into blocks, and how each block's scale is computed and stored.
 
 A *scaling* is a row of ``SCALINGS``: block shape, scale format, global scale. A *scheme* is a format with a scaling and
-options, written ``"fp8_e4m3:row"``, ``"uint4:group128:affine"``, ``"int4:group32:e4m3"`` or by a short name
-(``mxfp4``). No torch is needed here.
+options, written ``"fp8_e4m3:row"``, ``"uint4:group128:affine"``, ``"int4:group32:e4m3"`` or as a short name
+(``mxfp4``). Works without torch.
 
 Source: docs/numerics.md section 5.
 """
@@ -32,18 +32,18 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ScaleFormat:
-    """What a block's scale is stored as. ``dtype`` is the stored tensor's torch dtype; ``id`` is what kernels see.
-
-    ``roundings``: how scales may be rounded to it, the default first.
-    """
+    """The format in which scales of blocks are stored."""
 
     name: str
+    #: Its number in kernels.
     id: int
+    #: torch dtype of the stored tensor.
     dtype: str
+    #: Supported roundings of scales; the first is the default.
     roundings: tuple[str, ...]
 
 
-#: fp32 scales are exact; bf16 and fp16 round up, so that nothing clips; of the others an option chooses.
+#: fp32 scales are exact. bf16 and fp16 scales round up, so that no element clips. For others an option chooses.
 SCALE_FORMATS: dict[str, ScaleFormat] = {
     row.name: row
     for row in (
@@ -55,26 +55,30 @@ SCALE_FORMATS: dict[str, ScaleFormat] = {
     )
 }
 
-#: How a scale is rounded to its format: names are options of schemes, numbers are what kernels see.
+#: Roundings of scales: names are options of schemes, numbers are used in kernels.
 SCALE_ROUNDINGS: dict[str, int] = {"nearest": 0, "floor": 1, "ceil": 2}
 
-#: Formats whose E8M0 scales round to nearest: above this multiple of ``2**floor_log2(amax / max)`` the exponent is one
-#: more. For FP4, whose maximum is 6, clipping 7.25 to 6 costs what rounding it to 8 at twice the step does.
+#: Formats whose E8M0 scales can round to nearest: the exponent is raised by 1 above this multiple of
+#: ``2**floor_log2(amax / max)``. For FP4, whose maximum is 6, the error of clipping 7.25 to 6
+#: equals the error with the doubled step.
 _E8M0_NEAREST = {"fp4_e2m1": 7.25}
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """Blocks of ``rows x cols`` elements (``None``: the whole axis), each with one scale.
+    """Blocks of ``rows x cols`` elements, each with one scale.
 
-    A tensor of any rank is seen as ``[rows, cols]`` with cols its last axis; blocks at the edges are smaller.
-    ``global_scale`` adds one fp32 scale for the whole tensor, the global scale, above the blocks' scales.
+    A tensor of any rank is treated as ``[rows, cols]``; cols is its last axis. Blocks at the edges are smaller.
     """
 
     name: str
+    #: Rows of a block; None for all rows.
     rows: int | None
+    #: Columns of a block; None for all columns.
     cols: int | None
+    #: Format of the scales, a key of ``SCALE_FORMATS``.
     scale_format: str = "fp32"
+    #: Whether an additional fp32 scale multiplies the blocks' scales.
     global_scale: bool = False
 
     def transposed(self) -> Scaling:
@@ -82,7 +86,7 @@ class Scaling:
 
 
 def _sized(name: str, *sizes: str) -> Scaling:
-    """Blocks of the sizes that go into a scaling's name, where they have no leading zeros."""
+    """A scaling of one-row groups or of blocks, from the sizes in its name. Drops leading zeros of the name."""
     extents = [int(size) for size in sizes]
     if min(extents) < 1:
         raise ValueError(f"a block needs at least one element along each axis, got {name.format(*sizes)}")
@@ -90,7 +94,7 @@ def _sized(name: str, *sizes: str) -> Scaling:
     return Scaling(name.format(*extents), rows, cols)
 
 
-#: One row a scaling (or a family of them): a pattern for its name, and what it means. Names are API.
+#: One row per scaling or family of scalings: a pattern of its name, and a function that makes it. Names are API.
 SCALINGS: dict[str, tuple[str, Callable[..., Scaling]]] = {
     "tensor": ("tensor", lambda name: Scaling(name, None, None)),
     "row": ("row", lambda name: Scaling(name, 1, None)),
@@ -101,7 +105,7 @@ SCALINGS: dict[str, tuple[str, Callable[..., Scaling]]] = {
     "nvfp4": ("nvfp4", lambda name: Scaling(name, 1, 16, "fp8_e4m3", global_scale=True)),
 }
 
-#: What a global scale spans; positions are what kernels see.
+#: The span of a global scale; kernels use the index.
 GLOBAL_SCALE_SPANS = (None, "tensor", "row")
 
 #: Short scheme names. Names are API.
@@ -112,8 +116,8 @@ SHORT_NAMES: dict[str, str] = {
     "nvfp4": "fp4_e2m1:nvfp4",
     "nf4": "nf4:group64",
 }
-#: More short names for functions that take 8-bit schemes alone; recipes with these names quantize weights so. Elsewhere
-#: ``int8`` is a format.
+#: More short names for functions that only take 8-bit schemes. Recipes with these names quantize weights in these
+#: schemes. For other functions ``int8`` is a format.
 SHORT_NAMES_8BIT: dict[str, str] = {"fp8": "fp8_e4m3:row", "fp8-tensor": "fp8_e4m3:tensor", "int8": "int8:row"}
 _LONG_TO_SHORT = {long: short for short, long in SHORT_NAMES.items()}
 
@@ -123,29 +127,31 @@ _GRAMMAR = (
     "options: affine, e8m0 | bf16 | fp16 | e4m3, floor | ceil | nearest, full, global_row, T"
 )
 
-#: The scale format that an option asks for.
+#: Options that set the scale format.
 _SCALE_OPTIONS = {"e8m0": "e8m0", "bf16": "bf16", "fp16": "fp16", "e4m3": "fp8_e4m3"}
-#: Options in the order of a scheme's canonical name; T comes last.
+#: Options in the order of a scheme's canonical name.
 _OPTIONS = ("affine", *_SCALE_OPTIONS, *SCALE_ROUNDINGS, "full", "global_row", "T")
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A format with a scaling: everything ``quantize`` needs to know. Made by ``scheme(text)``.
+    """A format with a scaling and options: all that ``quantize`` needs. Made by ``scheme(text)``."""
 
-    ``block`` is ``(rows, cols)`` with ``None`` for a whole axis. ``rounding`` says how scales are rounded to their
-    format. ``affine`` adds a zero point to each block. ``global_scale`` is what one fp32 scale above the blocks' scales
-    spans: ``"tensor"``, ``"row"``, or ``None`` for schemes without one. ``full`` scales signed integers so that the
-    element of largest magnitude takes the least code; such scales may be negative.
-    """
-
+    #: Canonical name; ``scheme(name)`` returns an equal Scheme.
     name: str
+    #: Format of the elements.
     format: Format
+    #: ``(rows, cols)`` of a block; None for a whole axis.
     block: tuple[int | None, int | None]
+    #: Format of the scales.
     scale_format: ScaleFormat
+    #: How scales are rounded to their format.
     rounding: str
+    #: Whether each block has a zero point.
     affine: bool = False
+    #: Span of the fp32 scale that multiplies the blocks' scales: ``"tensor"``, ``"row"``, or None if there is none.
     global_scale: str | None = None
+    #: Signed integers only: map the element of largest magnitude to the most negative code. Scales may be negative.
     full: bool = False
 
     def __str__(self) -> str:
@@ -153,23 +159,23 @@ class Scheme:
 
     @property
     def amax_divisor(self) -> float:
-        """A block's scale is its amax (affine: its range) over this."""
+        """A block's scale is its amax (affine: its range) divided by this."""
         format = self.format
         return float(format.qmax - format.qmin if self.affine else -format.qmin if self.full else format.max)
 
     @property
     def global_scale_divisor(self) -> float:
-        """The global scale is the finite amax of what it spans over this, so that every block scale is in range."""
+        """The global scale is the finite amax of its span divided by this, so that every block scale is in range."""
         return self.amax_divisor * formats.find(self.scale_format.name).max
 
     @property
     def zero_scale(self) -> float:
-        """The scale of a block of zeros: 0 where no code of the format is zero, so that all of them decode to zero."""
+        """The scale of a block of zeros: 1, or 0 if the format has no code for zero."""
         return 0.0 if self.format.value(self.format.zero_code) else 1.0
 
     @property
     def raise_above(self) -> int:
-        """E8M0: the fraction (23 bits) of an amount in fp32 above which the floored exponent is raised by one."""
+        """E8M0: the 23-bit fp32 fraction above which the exponent is raised by one."""
         if self.rounding == "floor":
             return 0x7FFFFF
         limit = _E8M0_NEAREST[self.format.name] if self.rounding == "nearest" else self.amax_divisor
@@ -177,29 +183,29 @@ class Scheme:
 
     @property
     def both_ends(self) -> bool:
-        """Whether scales are made from a block's minimum and maximum, not from its amax alone."""
+        """Whether scales are computed from a block's minimum and maximum, not only from its amax."""
         return self.affine or self.full
 
     @property
     def scale_bits(self) -> int:
-        """Bits of one stored scale (zero point included)."""
+        """Bits of one stored scale, including its zero point."""
         return {"float32": 32, "bfloat16": 16, "float16": 16, "uint8": 8}[self.scale_format.dtype] + 8 * self.affine
 
     def block_of(self, rows: int, cols: int) -> tuple[int, int]:
-        """The block as two integers, for a tensor of ``rows x cols``."""
+        """Block size in a tensor of ``rows x cols``."""
         return self.block[0] or max(rows, 1), self.block[1] or max(cols, 1)
 
     def scale_shape(self, rows: int, cols: int) -> tuple[int, int]:
-        """Shape of the scale (and zero point) of a tensor of ``rows x cols``: ``[ceil(rows/r), ceil(cols/c)]``."""
+        """Shape of the scales and zero points of a tensor of ``rows x cols``: ``[ceil(rows/r), ceil(cols/c)]``."""
         r, c = self.block
         return (1 if r is None else -(-rows // r)), (1 if c is None else -(-cols // c))
 
     def global_scale_shape(self, rows: int) -> tuple[int, int]:
-        """Shape of the global scale of a tensor of ``rows`` rows, for a scheme that has one."""
+        """Shape of the global scale of a tensor with ``rows`` rows, for schemes that have one."""
         return (rows if self.global_scale == "row" else 1), 1
 
     def packed_cols(self, cols: int) -> int:
-        """Bytes that a row of ``cols`` codes takes."""
+        """Bytes of a row of ``cols`` codes."""
         return packed_cols(cols, self.format.bits)
 
     def t(self) -> Scheme:
@@ -208,18 +214,18 @@ class Scheme:
         return scheme(":".join(words[:-1] if words[-1] == "T" else [*words, "T"]))
 
     def with_format(self, format: str) -> Scheme:
-        """The same scaling and options of another format. Raises ValueError where they do not go together."""
+        """The scheme with another format. Raises ValueError if the scaling or options do not support it."""
         return scheme(":".join([format, *_words(self.name)[1:]]))
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of the codes, scales (global ones too) and zero points of a tensor of that shape."""
+        """Bytes of the codes, scales, global scales and zero points of a tensor of this shape."""
         rows, cols = as_matrix(shape)
         scales = prod(self.scale_shape(rows, cols)) * self.scale_bits // 8
         global_scale = 4 * prod(self.global_scale_shape(rows)) if self.global_scale else 0
         return rows * self.packed_cols(cols) + scales + global_scale
 
     def params(self) -> list[int]:
-        """The plain integers by which kernels know a scheme, in csrc's order; a block that spans its axis is 0."""
+        """The integers that describe the scheme to kernels, in csrc's order; 0 for a block that spans its axis."""
         return [
             *self.format.params(), *(extent or 0 for extent in self.block),
             self.scale_format.id, SCALE_ROUNDINGS[self.rounding], int(self.affine),
@@ -228,7 +234,7 @@ class Scheme:
 
 
 def packed_cols(cols: int, bits: int) -> int:
-    """Bytes that a row of ``cols`` codes of ``bits`` bits takes."""
+    """Bytes of a row of ``cols`` codes of ``bits`` bits."""
     return -(-cols * bits // 8)
 
 
@@ -246,33 +252,41 @@ def find_scaling(name: str) -> Scaling | None:
 
 
 def scheme(text: str | Scheme) -> Scheme:
-    """The scheme that ``text`` names, or the Scheme itself.
+    """Parses the name of a scheme.
 
-    Raises ValueError, with the grammar, for what is not one, and for a Scheme made by hand that its name does not
-    stand for.
+    Args:
+        text: ``"FORMAT:SCALING"`` or a short name, followed by options, such as ``"uint4:group128:affine"`` or
+            ``"mxfp4:ceil"``; or a Scheme, which is returned.
+
+    Returns:
+        The Scheme.
+
+    Raises:
+        TypeError: ``text`` is neither a Scheme nor a string.
+        ValueError: The name does not follow the grammar, or a Scheme differs from the scheme with its name.
     """
     if isinstance(text, Scheme):
         named = scheme(text.name)
-        if named is not text and named != text:  # ops know a scheme by its name, and would compute in the other
-            raise ValueError(f"{text.name!r} names another scheme than this one; {_GRAMMAR}")
+        if named is not text and named != text:  # ops look a scheme up by name, and would use the other
+            raise ValueError(f"another scheme is named {text.name!r}; {_GRAMMAR}")
         return text
     if not isinstance(text, str):
         raise TypeError(f"a scheme is named by a string, got {type(text).__name__}; {_GRAMMAR}")
-    found = _parsed.get(text)
-    if found is None:
-        found = _parse(text)
+    parsed = _cache.get(text)
+    if parsed is None:
+        parsed = _parse(text)
         if not formats.tracing():
-            _parsed[text] = found
-    return found
+            _cache[text] = parsed
+    return parsed
 
 
 def scheme_8bit(text: str | Scheme) -> Scheme:
-    """``scheme(text)``, which also knows ``SHORT_NAMES_8BIT``. Raises ValueError as ``scheme``."""
+    """``scheme(text)`` that also accepts ``SHORT_NAMES_8BIT``."""
     return scheme(SHORT_NAMES_8BIT.get(text, text) if isinstance(text, str) else text)
 
 
-#: Schemes by every name they were asked for; kept as ``formats.find`` keeps formats.
-_parsed: dict[str, Scheme] = {}
+#: Schemes by name; a plain dict for the same reason as ``formats._cache``.
+_cache: dict[str, Scheme] = {}
 
 
 def _parse(text: str) -> Scheme:
@@ -287,7 +301,7 @@ def _parse(text: str) -> Scheme:
 
 
 def _words(text: str) -> list[str]:
-    """The words of a scheme's name, a short name spelled out."""
+    """The words of a scheme's name, with a short name replaced by its format and scaling."""
     words = text.split(":")
     if words[0] in SHORT_NAMES and (len(words) == 1 or find_scaling(words[1]) is None):
         return SHORT_NAMES[words[0]].split(":") + words[1:]
@@ -305,15 +319,17 @@ def _build(text: str, format: Format, scaling: Scaling, options: list[str]) -> S
         raise fail(f"elements cannot have the format {format.name}; use one of at most 8 bits, such as fp8_e4m3")
     affine = "affine" in options
     if affine and format.kind != "integer":
-        raise fail(f"a zero point needs an integer format, and {format.name} is none; leave out 'affine'")
+        raise fail(f"a zero point needs an integer format, not {format.name}; leave out 'affine'")
     if format.kind == "integer" and not format.signed and not affine:
         raise fail(
             f"{format.name} cannot hold negative numbers without a zero point; add ':affine' or use {format.name[1:]}"
         )
-    chosen = [option for option in options if option in _SCALE_OPTIONS]
-    if len(chosen) > 1 or (chosen and scaling.scale_format != "fp32"):
-        raise fail(f"one scale format at most; {scaling.name} has {scaling.scale_format}, and the options add {chosen}")
-    scale_format = SCALE_FORMATS[_SCALE_OPTIONS[chosen[0]] if chosen else scaling.scale_format]
+    scale_options = [option for option in options if option in _SCALE_OPTIONS]
+    if len(scale_options) > 1 or (scale_options and scaling.scale_format != "fp32"):
+        raise fail(
+            f"one scale format at most; {scaling.name} has {scaling.scale_format}, and the options add {scale_options}"
+        )
+    scale_format = SCALE_FORMATS[_SCALE_OPTIONS[scale_options[0]] if scale_options else scaling.scale_format]
     if "T" in options:
         scaling = scaling.transposed()
     global_scale = _global_scale_of(scaling, scale_format, affine, format, "global_row" in options, fail)
@@ -322,59 +338,65 @@ def _build(text: str, format: Format, scaling: Scaling, options: list[str]) -> S
     if full and (affine or format.kind != "integer"):
         raise fail("'full' is for signed integers without a zero point: affine ones use their whole range already")
     if full and scale_format.name == "e8m0":
-        raise fail("'full' makes scales of either sign, and e8m0 has none; use fp32, bf16, fp16 or e4m3 scales")
+        raise fail("'full' needs signed scales, and e8m0 has no sign; use fp32, bf16, fp16 or e4m3 scales")
     default = scale_format.roundings[0]
-    kept = [o for o in _OPTIONS if o in options and o not in (default, "T")]
+    name = _canonical(format, scaling, [o for o in _OPTIONS if o in options and o not in (default, "T")])
     return Scheme(
-        _canonical(format, scaling, kept), format, (scaling.rows, scaling.cols), scale_format, rounding,
-        affine, global_scale, full,
+        name, format, (scaling.rows, scaling.cols), scale_format, rounding, affine, global_scale, full,
     )  # fmt: skip
 
 
 def _global_scale_of(
-    scaling: Scaling, kind: ScaleFormat, affine: bool, format: Format, row: bool, fail: Callable[[str], ValueError]
+    scaling: Scaling,
+    scale_format: ScaleFormat,
+    affine: bool,
+    format: Format,
+    row: bool,
+    fail: Callable[[str], ValueError],
 ) -> str | None:
-    """What the global scale spans; E4M3 scales, and no others, have one above them."""
-    if kind.name != "fp8_e4m3":
+    """The span of the global scale. All schemes with E4M3 scales have one, and no others."""
+    if scale_format.name != "fp8_e4m3":
         if row:
-            raise fail("'global_row' says what the global scale above e4m3 scales spans; add ':e4m3', or use nvfp4")
+            raise fail("'global_row' needs a scheme with a global scale; add ':e4m3', or use nvfp4")
         return None
     if affine:
-        raise fail("a scheme with a global scale has no zero points; leave out 'affine', or 'e4m3'")
+        raise fail("a scheme with a global scale has no zero points; leave out 'affine' or 'e4m3'")
     if format.max < 1:
-        raise fail(f"a global scale over {format.name}, whose maximum is below 1, could overflow; use fp32 scales")
+        raise fail(f"a global scale could overflow for {format.name}, whose maximum is below 1; use fp32 scales")
     if row and scaling.rows != 1:
         raise fail(f"'global_row' needs blocks of one row, and those of {scaling.name} have {scaling.rows or 'all'}")
     return "row" if row else "tensor"
 
 
-def _rounding_of(format: Format, kind: ScaleFormat, options: list[str], fail: Callable[[str], ValueError]) -> str:
-    """How scales are rounded: as an option says, or by the default of their format."""
-    asked = [o for o in options if o in SCALE_ROUNDINGS]
-    if not asked:
-        return kind.roundings[0]
-    if len(kind.roundings) == 1 or len(asked) > 1 or asked[0] not in kind.roundings:
+def _rounding_of(
+    format: Format, scale_format: ScaleFormat, options: list[str], fail: Callable[[str], ValueError]
+) -> str:
+    """The rounding of scales: an option, or the default of the scale format."""
+    roundings = [o for o in options if o in SCALE_ROUNDINGS]
+    if not roundings:
+        return scale_format.roundings[0]
+    if len(scale_format.roundings) == 1 or len(roundings) > 1 or roundings[0] not in scale_format.roundings:
         raise fail(
-            f"{asked} cannot round its scales: 'floor', 'ceil' and 'nearest' (one of them) are for e8m0 scales, 'ceil' "
-            f"and 'nearest' for e4m3 ones, and these are {kind.name}"
+            f"{roundings} cannot round its {scale_format.name} scales; use one of 'floor', 'ceil' and 'nearest' for "
+            f"e8m0 scales, 'ceil' or 'nearest' for e4m3 scales, and none of them for others"
         )
-    if kind.name == "e8m0" and asked[0] == "nearest" and format.name not in _E8M0_NEAREST:
+    if scale_format.name == "e8m0" and roundings[0] == "nearest" and format.name not in _E8M0_NEAREST:
         raise fail(
-            f"'nearest' e8m0 scales are known for {', '.join(_E8M0_NEAREST)} alone; use 'ceil' or 'floor' for "
+            f"'nearest' e8m0 scales are only defined for {', '.join(_E8M0_NEAREST)}; use 'ceil' or 'floor' for "
             f"{format.name}"
         )
-    return asked[0]
+    return roundings[0]
 
 
 def _canonical(format: Format, scaling: Scaling, options: Sequence[str]) -> str:
-    """The one name of a scheme: the short one if there is one; a transposed block's plain name if it has one."""
-    for option, kind, global_scale in (("e8m0", "e8m0", False), ("e4m3", "fp8_e4m3", True)):
-        if option in options:  # a scaling may have such scales of its own: int8:group32:e8m0 is int8:mx
-            wanted = replace(scaling, scale_format=kind, global_scale=global_scale)
+    """The canonical name of a scheme: the short name if there is one; without T if a plain scaling is equal."""
+    for option, scale_format, global_scale in (("e8m0", "e8m0", False), ("e4m3", "fp8_e4m3", True)):
+        if option in options:  # a scaling may imply this option: int8:group32:e8m0 is int8:mx
+            target = replace(scaling, scale_format=scale_format, global_scale=global_scale)
             for row in filter(None, map(find_scaling, SCALINGS)):
-                for turned in (row, row.transposed()):
-                    if turned == replace(wanted, name=row.name):
-                        return _canonical(format, turned, [o for o in options if o != option])
+                for candidate in (row, row.transposed()):
+                    if candidate == replace(target, name=row.name):
+                        return _canonical(format, candidate, [o for o in options if o != option])
     for pattern, make in SCALINGS.values():
         for name in (scaling.name, "row", "col", f"group{scaling.cols}", f"block{scaling.rows}x{scaling.cols}"):
             match = re.fullmatch(pattern, name)

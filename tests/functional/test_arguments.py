@@ -203,7 +203,7 @@ def test_a_tensor_of_seed_and_step_is_the_integers():
 
 
 def test_what_is_no_seed_and_step_is_refused():
-    with pytest.raises(ValueError, match="a tensor of seed and step holds the step; leave step=3 out"):
+    with pytest.raises(ValueError, match="a tensor of seed and step contains the step; leave step=3 out"):
         lb.Rounding(torch.tensor([7, 3]), 3)
     for seed in (torch.tensor([7]), torch.tensor([7.0, 3.0]), torch.tensor([7, 3], dtype=torch.int32)):
         with pytest.raises(ValueError, match=r"stochastic rounding takes rng, an int64 tensor \[seed, step\], got"):
