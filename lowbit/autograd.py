@@ -1,8 +1,8 @@
-"""Gradients of the ops that have one: straight-through for fake_quantize, through decoded operands for the products.
+"""Gradients of ops: straight-through for fake_quantize, with dequantized operands for matmuls and convolutions.
 
-All can be differentiated again; what has no gradient raises.
+All gradients can be differentiated again; arguments without a gradient raise RuntimeError if they require one.
 
-A backward pass runs on the backend that served its forward, also where ``use_backend`` has ended meanwhile.
+A backward pass runs on the backend of its forward, even after the end of ``use_backend``.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from lowbit.torch_private import below_autograd, functorch_level, graph_task, si
 __all__ = ["backend_now", "bias_gradient", "first_order", "in_backward", "on_backend", "transformed", "uncompiled"]
 
 
-#: Marks a function that torch.compile calls as it is.
+#: Decorator for functions that torch.compile must not trace.
 uncompiled: Callable[..., Any] = torch.compiler.disable
 
 
 def in_backward() -> bool:
-    """Whether a backward pass runs this: a layer that is called there is recomputed by a checkpoint."""
+    """Whether a backward pass is running; a layer that is called then is recomputed by a checkpoint."""
     return bool(graph_task() != -1)
 
 
 def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum in fp32 of the gradient [..., N] of an output over all but its last dimension, as ``dtype`` [N]."""
+    """The bias gradient ``[N]`` in ``dtype``: the output gradient ``[..., N]`` summed in fp32."""
     rows = grad.flatten(0, -2)
     if rows.dtype == torch.float32 or rows.device.type != "cpu":
         return rows.sum(0, dtype=torch.float32).to(dtype)
-    # On a CPU torch's sum makes an fp32 copy of all that it adds; columns do not depend on each other.
-    return torch.cat([part.sum(0, dtype=torch.float32) for part in rows.split(1024, 1)]).to(dtype)
+    # On a CPU torch's sum allocates an fp32 copy of its input, so sum some columns at a time.
+    return torch.cat([cols.sum(0, dtype=torch.float32) for cols in rows.split(1024, 1)]).to(dtype)
 
 
 def transformed() -> bool:
-    """Whether a transform of torch.func (grad, vmap) runs this; dynamo traces those of compiled code."""
+    """Whether a transform of torch.func (grad, vmap) is running, outside of compiled code."""
     return not torch.compiler.is_compiling() and functorch_level() is not None
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a function's backward that has no derivative: ``create_graph=True`` is refused.
+    """Decorator for a backward without a derivative: it raises RuntimeError under ``create_graph=True``.
 
-    torch's ``once_differentiable`` refuses it where the incoming gradient requires grad, and lets a gradient of a
-    gradient with respect to weights be lost where it is a constant.
+    torch's ``once_differentiable`` only raises if the incoming gradient requires grad. If that is a constant, it
+    silently drops second derivatives with respect to weights.
     """
     once: Callable[..., Any] = once_differentiable(backward)
 
@@ -61,9 +61,8 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     def refusing(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed():
             raise RuntimeError(
-                "a backward pass with create_graph=True came to a function of lowbit.train whose gradient has no "
-                "derivative; take gradients of gradients of a plain model (lowbit.train.convert_, "
-                "uncompress_activations_)"
+                "create_graph=True: this gradient of lowbit.train has no derivative; compute second derivatives on a "
+                "plain model (lowbit.train.convert_, uncompress_activations_)"
             )
         return once(ctx, *grads)
 
@@ -71,17 +70,17 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def backend_now() -> str | None:
-    """The backend that a forward pass was forced to, for its backward (compiled code leaves it to each call)."""
+    """The backend that ``use_backend`` sets, to be saved for backward; None in compiled code."""
     return None if torch.compiler.is_compiling() else forced()
 
 
 def on_backend(name: str | None) -> AbstractContextManager[None]:
-    """Within, lowbit ops run on what ``backend_now`` answered in forward."""
+    """A context in which ops use the backend that ``backend_now`` returned in forward."""
     return nullcontext() if torch.compiler.is_compiling() or name == forced() else use_backend(name)
 
 
 def _wanted(x: Tensor | None) -> bool:
-    """Whether a gradient of ``x`` is asked for; ``ctx.needs_input_grad`` is short where trailing arguments are."""
+    """Whether ``x`` requires grad; ``ctx.needs_input_grad`` is too short if trailing arguments are omitted."""
     return x is not None and x.requires_grad
 
 
@@ -90,12 +89,12 @@ def _refuse(op: str, **constants: Tensor | None) -> None:
     for name, value in constants.items():
         if _wanted(value):
             raise RuntimeError(
-                f"lowbit.{op}: {name} requires grad, and there is no gradient with respect to it; give {name}.detach()"
+                f"lowbit.{op}: {name} requires grad, and there is no gradient with respect to it; pass {name}.detach()"
             )
 
 
 def _grads(op: str, **grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of an op's arguments, given by their names, in the order of the op; all others are None."""
+    """Gradients by argument name, in the order of the op's arguments; None for other arguments."""
     fields = OPS[op].args._fields
     if not grads.keys() <= set(fields):
         raise TypeError(f"lowbit.{op} has no argument {', '.join(grads.keys() - set(fields))}")
@@ -116,8 +115,8 @@ def _fake_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_scale = torch.ops.lowbit.fake_quantize_backward(
             grad, x, ctx.scheme, scale, zero_point, global_scale
         )
-    of_scale = grad_scale if zero_point is None else grad_scale[0]
-    return _grads("fake_quantize", x=grad_x, scale=of_scale.to(scale.dtype) if ctx.learned else None)
+    grad_scale = grad_scale if zero_point is None else grad_scale[0]
+    return _grads("fake_quantize", x=grad_x, scale=grad_scale.to(scale.dtype) if ctx.learned else None)
 
 
 def _mask_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -130,12 +129,12 @@ def _mask_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
 
 
 def _mask_backward(ctx: Any, grad: Tensor | None, grad_of_scale: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The mask that selected ``grad`` selects its gradient; nearly everywhere it does not change with x and scale."""
+    """Applies the mask of forward; almost everywhere the mask is constant in x and scale."""
     x, scale, zero_point, global_scale = ctx.saved_tensors
     if grad_of_scale is not None and scale is not None:
         raise RuntimeError(
-            "lowbit.fake_quantize: the gradient of its scale has no derivative; take second derivatives of x's alone, "
-            "or give scale.detach()"
+            "lowbit.fake_quantize: the gradient of its scale has no derivative; compute second derivatives only "
+            "through x, or pass scale.detach()"
         )
     wants_grad, wants_x, wants_scale = ctx.wanted
     masked = None
@@ -147,7 +146,7 @@ def _mask_backward(ctx: Any, grad: Tensor | None, grad_of_scale: Tensor | None) 
 
 
 def _mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Each operand is saved only for the gradient of the other: a frozen weight leaves the activation free."""
+    """Saves each operand only for the gradient of the other: with a frozen weight no activation is saved."""
     call = OPS["scaled_mm"].args(*inputs)
     _refuse(
         "scaled_mm", a_scale=call.a_scale, a_global_scale=call.a_global_scale,
@@ -176,12 +175,12 @@ def _mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _weight_setup(name: str, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Saves no activation: the gradient of ``x`` needs the weight alone, and passes straight through x's rounding."""
+    """Saves only the weight: the gradient of ``x`` passes straight through its rounding."""
     call = OPS[name].args(*inputs)
     _refuse(name, scale=call.scale, global_scale=call.global_scale, input_scale=call.input_scale)
     if call.out_scheme is not None:
         raise RuntimeError(
-            f"lowbit.{name}: x or bias requires grad, and a result in codes carries none; leave out_scheme out, or run "
+            f"lowbit.{name}: x or bias requires grad, and a quantized result has no gradient; drop out_scheme, or run "
             "under torch.no_grad()"
         )
     ctx.backend, ctx.scheme, ctx.x_shape, ctx.x_dtype = forced(), call.scheme, call.x.shape, call.x.dtype
@@ -210,7 +209,7 @@ def _conv_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cols = ctx.x_shape[-1] // ctx.window.groups * prod(ctx.window.kernel_size)
         with on_backend(ctx.backend):
             decoded = _decoded((weight, *scales), ctx.scheme, cols, grad.dtype)
-        x = grad.new_empty(1).expand(ctx.x_shape)  # its shape alone is read
+        x = grad.new_empty(1).expand(ctx.x_shape)  # only its shape is read
         grad_x = ctx.window.gradients(grad, x, decoded, (True, False))[0].to(ctx.x_dtype)
     if ctx.bias_dtype is not None:
         grad_bias = bias_gradient(grad, ctx.bias_dtype)
@@ -227,10 +226,10 @@ def _decoded(saved: Sequence[Tensor], scheme: str | None, cols: int, dtype: torc
 
 # -- registration ------------------------------------------------------------------------------------------------------
 def _differentiable(name: str, setup: Callable[..., None], backward: Callable[..., Any]) -> None:
-    """Registers the gradient of an op as a kernel of the autograd key, with which transforms of torch.func compose.
+    """Registers the gradient of an op as a kernel of the Autograd key, which supports transforms of torch.func.
 
-    A call with nothing to differentiate goes on at once. ``torch.library.register_autograd`` takes longer for that than
-    a small product does.
+    A call without a gradient skips autograd. ``torch.library.register_autograd`` would add more time to such a call
+    than a small matmul takes.
     """
     overload, spec = getattr(torch.ops.lowbit, name).default, OPS[name]
 
@@ -239,7 +238,7 @@ def _differentiable(name: str, setup: Callable[..., None], backward: Callable[..
             return overload(*args)
 
     methods = {"forward": forward, "setup_context": setup, "backward": backward}
-    # One level of autograd: the dispatcher calls this kernel once for each level of torch.func.grad.
+    # A single level of autograd: the dispatcher calls this kernel once per level of torch.func.grad.
     function: Any = type(
         f"lowbit_{name}",
         (single_level_function(),),

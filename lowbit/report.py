@@ -1,4 +1,4 @@
-"""What a conversion did, layer by layer: prints as a table, and is JSON data by ``to_dict``."""
+"""``Report``: the result of functions that change a model in place, layer by layer, as a table or JSON data."""
 
 from __future__ import annotations
 
@@ -23,64 +23,75 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerReport", "Report", "families", "family", "left_lines", "report_on"]
 
-#: Longer tables show layers whose names differ in numbers only, and that came out alike, as one row.
+#: In longer tables, layers with the same result whose names differ only in numbers share a row.
 _MOST_ROWS = 40
 
-#: What the printed table may take; names of layers are long, and are broken beyond it.
+#: Columns of printed text.
 _WIDTH = 180
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One converted layer.
+    """One converted layer."""
 
-    ``kind``: the class it had. ``weights``: how many numbers its weights hold; ``bits`` a weight, scales included.
-    ``bytes_before``, ``bytes_after``: of its parameters and buffers. ``sqnr``: 10 log10 of the weights' energy over
-    that of the error of quantization, in dB, where the conversion measures it (inf: no error). ``consumers``: after
-    ``fuse_requantize_``, the layers that take this layer's codes. ``activations_before``, ``activations_after``: bytes
-    that the layer makes and keeps for backward, where they were estimated.
-    """
-
+    #: Qualified name in the model.
     name: str
+    #: Name of its class before the conversion.
     kind: str
+    #: Name of its recipe, if any.
     recipe: str | None
+    #: Number of elements of its weights.
     weights: int
+    #: Bits per weight element, including scales.
     bits: float
+    #: Bytes of its parameters and buffers before the conversion.
     bytes_before: int
+    #: Bytes of its parameters and buffers after the conversion.
     bytes_after: int
+    #: Signal-to-quantization-noise ratio of the weights in dB (inf: no error); None if it was not measured.
     sqnr: float | None = None
+    #: After ``fuse_requantize_``: the layers that receive this layer's codes.
     consumers: tuple[str, ...] = ()
+    #: Estimated bytes that the layer allocates and saves for backward, before the change.
     activations_before: int | None = None
+    #: Estimated bytes that the layer allocates and saves for backward, after the change.
     activations_after: int | None = None
 
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What a function did to a model in place. ``print(report)`` shows it as a table, ``to_dict()`` gives JSON data.
+    """The changes that a function made to a model in place.
 
-    ``layers``: the layers that it changed, and ``done`` what was done to them, for people. ``skipped``: names left
-    because the caller asked for it. ``left``: names left for another reason, with the reason. ``notes``: what else is
-    worth knowing. ``bytes_before`` and ``bytes_after`` are of the whole model, tensors that are shared counted once.
-
-    Functions that take ``batch`` and change the memory of a step give estimates in bytes. ``activations_before`` and
-    ``activations_after`` are kept for backward when the forward ends. ``peak_before`` and ``peak_after`` are the peak
-    of forward and backward. They are None without a batch, and if the model has no estimate, for a reason in ``notes``.
-
-    The printed table has no column that is empty, and no bytes of weights if none changed.
+    ``print(report)`` shows a table, ``to_dict()`` returns JSON data. The printed table omits empty columns, and bytes
+    of weights if none changed. Estimates are None if the function got no ``batch``, or if the model could not be
+    estimated; ``notes`` then has the reason.
     """
 
+    #: Name of the function.
     what: str
+    #: Name of the recipe, if any.
     recipe: str | None
+    #: The layers that were changed.
     layers: tuple[LayerReport, ...]
+    #: Names of layers that the caller excluded.
     skipped: tuple[str, ...] = ()
+    #: Names of other layers that were not changed, each with the reason.
     left: dict[str, str] = field(default_factory=dict)
+    #: Further remarks.
     notes: tuple[str, ...] = ()
+    #: Bytes of the model before the change; shared tensors are counted once.
     bytes_before: int = 0
+    #: Bytes of the model after the change.
     bytes_after: int = 0
+    #: Participle for the change, such as "converted", for printing.
     done: str = "converted"
+    #: Estimated bytes that are saved for backward when the forward ends, before the change.
     activations_before: int | None = None
+    #: The same after the change.
     activations_after: int | None = None
+    #: Estimated peak bytes of forward and backward, before the change.
     peak_before: int | None = None
+    #: The same after the change.
     peak_after: int | None = None
 
     @property
@@ -90,12 +101,12 @@ class Report:
 
     @property
     def bits(self) -> float:
-        """Bits a weight of ``layers``, scales included."""
+        """Bits per weight element of ``layers``, including scales."""
         weights = sum(layer.weights for layer in self.layers)
         return sum(layer.bits * layer.weights for layer in self.layers) / weights if weights else math.nan
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON data. An infinite or undefined SQNR is None, which JSON has a word for."""
+        """The report as JSON data. An infinite or undefined SQNR becomes None, because JSON has no number for it."""
         data = asdict(self)
         for layer in data["layers"]:
             sqnr = layer["sqnr"]
@@ -104,7 +115,7 @@ class Report:
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
-            f"{self.what} changes the model in place and returns this report, which is no model; write "
+            f"{self.what} changes the model in place and returns a Report, not a model; write "
             f"`report = lowbit.{self.what}(model, ...)`, and call the model"
         )
 
@@ -112,7 +123,7 @@ class Report:
         return f"<{self._headline()}; print it for a table>"
 
     def __str__(self) -> str:
-        from rich.console import Console  # imported when it is needed: the library imports without it
+        from rich.console import Console  # here, so that lowbit imports without rich
 
         console = Console(file=(out := StringIO()), width=_WIDTH, color_system=None, legacy_windows=False)
         if self.layers:
@@ -128,18 +139,24 @@ class Report:
         return Group(Text(self._headline()), *table, *(Text(line) for line in self._remarks()))
 
     def table(self, every_layer: bool | None = None) -> Table:
-        """``layers`` as a table of rich. ``every_layer``: a row for each (None: where they are few)."""
-        each = len(self.layers) <= _MOST_ROWS if every_layer is None else every_layer
-        rows = [(layer.name, [layer]) for layer in self.layers] if each else families(list(self.layers))
+        """``layers`` as a table of rich.
+
+        Args:
+            every_layer: True for one row per layer, False for one row per family of equal layers. None picks the first
+                if there are few layers.
+        """
+        if every_layer is None:
+            every_layer = len(self.layers) <= _MOST_ROWS
+        rows = [(layer.name, [layer]) for layer in self.layers] if every_layer else families(list(self.layers))
         columns = [column for column in _COLUMNS if column.shown(self.layers)]
         head = ("layer", *(column.title for column in columns))
-        cells = ([_named(name, layers), *(column.cell(layers) for column in columns)] for name, layers in rows)
-        numbers = [place for place, column in enumerate(columns, 1) if column.number]
+        cells = ([_row_name(name, layers), *(column.cell(layers) for column in columns)] for name, layers in rows)
+        numbers = [index for index, column in enumerate(columns, 1) if column.number]
         return rich_table(head, cells, numbers=numbers, boxed=True)
 
     def _headline(self) -> str:
-        some = f"{len(self.layers)} layer{'' if len(self.layers) == 1 else 's'}"
-        parts = [f"{self.what}{f' {self.recipe}' if self.recipe else ''}: {some} {self.done}"]
+        count = f"{len(self.layers)} layer{'' if len(self.layers) == 1 else 's'}"
+        parts = [f"{self.what}{f' {self.recipe}' if self.recipe else ''}: {count} {self.done}"]
         if self.bytes_before != self.bytes_after:
             parts.append(f"{amount(self.bytes_before)} -> {amount(self.bytes_after)} in all")
         if self.activations_before is not None and self.activations_after is not None:
@@ -154,42 +171,42 @@ class Report:
 
 
 def report_on(what: str, model: nn.Module, layers: Mapping[str, Any], done: str) -> Report:
-    """The Report of ``what``, which has changed what ``layers`` do and not what they hold."""
+    """The Report of the function ``what``, which has changed ``layers`` but not their weights."""
     size = model_bytes(model)
     rows = []
     for name, layer in layers.items():
         weights = [w for module in layer.modules() for w in _weights(module)]
-        numbers, held = sum(w.numel() for w in weights), tensor_bytes((*layer.parameters(), *layer.buffers()))
-        bits = 8 * sum(w.nbytes for w in weights) / max(numbers, 1)
+        count, layer_bytes = sum(w.numel() for w in weights), tensor_bytes((*layer.parameters(), *layer.buffers()))
+        bits = 8 * sum(w.nbytes for w in weights) / max(count, 1)
         recipe = getattr(getattr(layer, "recipe", None), "name", None)
-        rows.append(LayerReport(name, plain_class(layer).__name__, recipe, numbers, bits, held, held))
+        rows.append(LayerReport(name, plain_class(layer).__name__, recipe, count, bits, layer_bytes, layer_bytes))
     return Report(what, None, tuple(rows), bytes_before=size, bytes_after=size, done=done)
 
 
 def _weights(module: nn.Module) -> list[Any]:
-    """What a module itself multiplies by: a quantized weight, or its parameters but the bias."""
+    """The weights of a module without its submodules: a quantized weight, or all parameters except the bias."""
     if hasattr(type(module), "lowbit_kind") and isinstance(weight := getattr(module, "weight", None), Quantized):
         return [weight]
     return [p for name, p in module.named_parameters(recurse=False) if name != "bias" and not is_lazy(p)]
 
 
 def families(layers: list[LayerReport]) -> list[tuple[str, list[LayerReport]]]:
-    """Layers that came out alike and whose names differ in numbers only, under a name with ``*`` for the numbers."""
-    found: dict[tuple[Any, ...], list[LayerReport]] = {}
+    """Groups of layers with the same result whose names differ only in numbers; ``*`` replaces the numbers."""
+    groups: dict[tuple[Any, ...], list[LayerReport]] = {}
     for layer in layers:
-        alike = (family(layer.name), layer.kind, layer.recipe, layer.weights, layer.bits, layer.consumers)
-        found.setdefault(alike, []).append(layer)
-    return [(key[0] if len(several) > 1 else several[0].name, several) for key, several in found.items()]
+        key = (family(layer.name), layer.kind, layer.recipe, layer.weights, layer.bits, layer.consumers)
+        groups.setdefault(key, []).append(layer)
+    return [(key[0] if len(group) > 1 else group[0].name, group) for key, group in groups.items()]
 
 
 def family(name: str) -> str:
-    """A name with ``*`` for the numbers in it."""
+    """``name`` with ``*`` in place of numbers."""
     return ".".join("*" if word.isdigit() else word for word in name.split("."))
 
 
 # -- columns ----------------------------------------------------------------------------------------------------------
 class _Column(NamedTuple):
-    """A column of the table: ``shown(layers)`` says whether it tells anything, ``cell`` writes it for some layers."""
+    """A column of the table: ``shown`` tells whether it is printed, ``cell`` is the text for a group of layers."""
 
     title: str
     shown: Callable[[Sequence[LayerReport]], bool]
@@ -197,7 +214,7 @@ class _Column(NamedTuple):
     number: bool = True
 
 
-def _named(name: str, layers: Sequence[LayerReport]) -> str:
+def _row_name(name: str, layers: Sequence[LayerReport]) -> str:
     return name or "the model itself" if len(layers) == 1 else f"{len(layers)} x {name}"
 
 
@@ -227,7 +244,7 @@ def _range_of_sqnr(layers: Sequence[LayerReport]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-#: After the layer's name. The first layer stands for a family, whose layers are alike in what is no sum.
+#: The columns after the name. Cells that are not sums show the first layer of a family, whose layers are equal there.
 _COLUMNS = (
     _Column("class", lambda layers: True, lambda layers: layers[0].kind, number=False),
     _Column(
@@ -252,7 +269,7 @@ _COLUMNS = (
 
 
 def left_lines(left: dict[str, str]) -> list[str]:
-    """One line a reason, with the first names that it holds for."""
+    """One line per reason, with the first names of its layers."""
     reasons: dict[str, list[str]] = {}
     for name, reason in left.items():
         reasons.setdefault(reason, []).append(name or "the model itself")

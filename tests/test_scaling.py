@@ -231,6 +231,6 @@ def test_recipe_options():
     for name in ("mxfp4", "mxfp6", "nvfp4"):
         for ask in (lambda name=name: recipes.recipe(name, group=16), lambda name=name: recipes.recipe(f"{name}:row")):
             with pytest.raises(
-                ValueError, match=r"another format; use one .* int4-weight-only:(group16|row), or Recipe"
+                ValueError, match=r"part of the format; use a recipe .* int4-weight-only:(group16|row), or Recipe"
             ):
                 ask()

@@ -1,1 +1,1 @@
-"""How low-bit numbers lie in memory: packed rows, codes with their scales, and the packed layout of weights."""
+"""Storage of low-bit numbers: packed rows, quantized tensors, and the packed layout of weights."""

@@ -1,4 +1,4 @@
-"""Sub-byte storage: each row of codes is one little-endian bit stream, padded with zero bits to whole bytes.
+"""Sub-byte packing: each row of codes is a little-endian bit stream, padded with zero bits to whole bytes.
 
 Source: docs/numerics.md section 8.
 """
@@ -14,9 +14,9 @@ __all__ = ["pack", "packed_cols", "unpack"]
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack ``codes: [..., cols]`` uint8 (one code a byte) into ``[..., packed_cols(cols, bits)]`` uint8.
+    """Packs ``codes`` (uint8 ``[..., cols]``, one per byte) into uint8 ``[..., packed_cols(cols, bits)]``.
 
-    Code ``j`` of a row takes bits ``[bits*j, bits*(j+1))`` of the row's bit stream: the first 4-bit code is the
+    Code ``j`` of a row takes bits ``[bits*j, bits*(j+1))`` of the row's bit stream, so the first 4-bit code is the
     low half of a byte. Bits of a code above ``bits`` are dropped.
     """
     if bits == 8:
@@ -28,7 +28,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, cols: int) -> Tensor:
-    """The codes ``[..., cols]`` (uint8, one a byte) of ``packed: [..., packed_cols(cols, bits)]``."""
+    """Unpacks ``packed`` (``[..., packed_cols(cols, bits)]``) to uint8 codes ``[..., cols]``, one per byte."""
     if bits == 8:
         return packed.clone()
     stream = (packed[..., None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1

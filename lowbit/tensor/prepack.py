@@ -1,16 +1,16 @@
-"""The packed layout: a quantized weight as one vector of bytes, in the order in which CPU kernels read it.
+"""The packed layout: a quantized weight as a vector of bytes, in the order in which CPU kernels read it.
 
-``prepack`` makes it of a ``Quantized`` matrix ``[N, K]``, and ``unpack`` is its inverse in every bit. The vector
-describes itself: a header of ``HEADER`` bytes, 64-bit words at the places that ``Word`` names, then codes, scales, zero
-points and global scale, each from a multiple of 64 bytes on.
+``prepack`` converts a ``Quantized`` matrix ``[N, K]``, and ``unpack`` inverts this exactly. The vector begins with a
+header of ``HEADER`` bytes: 64-bit words, which ``Word`` names, and the names of the schemes. Codes, scales, zero points
+and global scale follow, each aligned to 64 bytes.
 
-Codes of 8 or 4 bits are ``[P, D, 32, 4]`` bytes: P panels of 32 rows, D dwords of depth, and in each the 4 bytes of
-every row. With 8 bits, byte ``i`` of dword ``d`` is code ``4d + i``; with 4 bits, its low half is code ``8d + i`` and
-its high half code ``8d + 4 + i``, so that the low and the high halves of a dword are two dwords of one-byte codes.
-Codes of signed integers have their sign bit flipped, which makes them unsigned numbers with an offset. What lies past
-the last row or column is 0. The other parts are as ``Quantized`` has them.
+Codes of 8 or 4 bits are ``[P, D, 32, 4]`` bytes: P panels of 32 rows, D dwords of depth, and per dword 4 bytes of each
+row. With 8 bits, byte ``i`` of dword ``d`` is code ``4d + i``. With 4 bits, its low half is code ``8d + i`` and its
+high half code ``8d + 4 + i``, so that the low and the high halves of a dword are two dwords of one-byte codes. The sign
+bit of signed integers is flipped, which makes them unsigned with an offset. Bytes past the last row or column are 0.
+The other parts are as in ``Quantized``.
 
-csrc/ops_matmul.h and csrc/cpu/matmul/packed.h read this.
+csrc/ops_matmul.h and csrc/cpu/matmul/packed.h read this layout.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ _WORDS = 64
 _MAGIC = 0x316B636150626C00
 _ALIGN = 64
 
-#: Rows of a panel, and bytes of depth that one row has side by side.
+#: Rows of a panel, and consecutive bytes of a row.
 _ROWS, _DWORD = 32, 4
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-#: Exchanges within a dword of 4-bit codes, as (shift, mask): the bits of the mask change places with those ``shift``
-#: above them. First the two middle bytes, then the two middle halves of either pair: codes 0 4 1 5 2 6 3 7.
+#: Exchanges within a dword of 4-bit codes, as (shift, mask): the bits of the mask are swapped with the bits ``shift``
+#: above. First the two middle bytes, then the two middle halves of each pair; the result is codes 0 4 1 5 2 6 3 7.
 _INTERLEAVE = ((8, 0x0000FF00), (4, 0x00F000F0))
 
 
 class Word(IntEnum):
-    """What the words of the header say; ``SCHEME`` and ``INPUT`` begin a scheme's integers (``Scheme.params``)."""
+    """Indices of the header's words; the integers of a scheme (``Scheme.params``) start at ``SCHEME`` and ``INPUT``."""
 
     MAGIC = 0
     BYTES = 1
     ROWS = 2
     COLS = 3
-    CODES = 4  # where each part begins
+    CODES = 4  # byte offset of each part
     SCALE = 5
     ZERO_POINT = 6
     GLOBAL_SCALE = 7
     PANEL_BYTES = 8
     HAS_INPUT = 9
-    DTYPE = 10  # of the tensor that was quantized, its place in fp32, bf16, fp16
-    SCHEME_NAME = 11  # how long the names are that follow the words
+    DTYPE = 10  # index in _DTYPES of the dtype before quantization
+    SCHEME_NAME = 11  # lengths of the names that follow the words
     INPUT_NAME = 12
     SCHEME = 16
     INPUT = 40
 
 
 def refusal(weight: Scheme, input: Scheme | None) -> str | None:
-    """Why a weight in this scheme has no packed layout, or no kernel that reads it; None where it has one."""
+    """Why a weight of this scheme cannot be packed, or None."""
     if input is None or {weight.format.kind, input.format.kind} != {"integer"}:
-        return "kernels read the packed layout of integer weights under integer inputs (int8, w4a8) alone"
+        return "kernels only support the packed layout for integer weights with integer inputs (int8, w4a8)"
     if weight.format.bits not in (4, 8):
         return f"the packed layout holds codes of 8 or 4 bits, and {weight.format} has {weight.format.bits}"
     if weight.block[0] != 1:
@@ -74,9 +74,10 @@ def refusal(weight: Scheme, input: Scheme | None) -> str | None:
 
 
 def prepack(weight: Quantized, input: Scheme | None) -> Tensor:
-    """The packed layout of ``weight [N, K]`` for inputs that are quantized in ``input``: uint8, one axis, new memory.
+    """Packs ``weight [N, K]`` for inputs that are quantized in ``input``, into a new uint8 vector.
 
-    Raises ValueError for a weight that has none (``refusal``).
+    Raises:
+        ValueError: The weight cannot be packed (``refusal`` tells why).
     """
     reason = refusal(weight.scheme, input)
     if weight.ndim != 2 or reason is not None:
@@ -95,14 +96,14 @@ def prepack(weight: Quantized, input: Scheme | None) -> Tensor:
     words[Word.PANEL_BYTES] = panels[0].numel() if rows else 0
     words[Word.HAS_INPUT], words[Word.DTYPE] = 1, _DTYPES.index(weight.dtype)
     words[Word.SCHEME_NAME], words[Word.INPUT_NAME] = map(len, names)
-    for begin, kind in ((Word.SCHEME, weight.scheme), (Word.INPUT, input)):
-        words[begin : begin + len(kind.params())] = kind.params()
-    at = HEADER
+    for begin, params in ((Word.SCHEME, weight.scheme.params()), (Word.INPUT, input.params())):
+        words[begin : begin + len(params)] = params
+    offset = HEADER
     for word, part in parts.items():
-        words[word] = at
-        at += -(-part.nbytes // _ALIGN) * _ALIGN
-    words[Word.BYTES] = at
-    packed = torch.zeros(at, dtype=torch.uint8, device=weight.device)
+        words[word] = offset
+        offset += -(-part.nbytes // _ALIGN) * _ALIGN
+    words[Word.BYTES] = offset
+    packed = torch.zeros(offset, dtype=torch.uint8, device=weight.device)
     packed[: 8 * _WORDS] = torch.tensor(words, dtype=torch.int64).view(torch.uint8)
     text = b"".join(names)
     packed[8 * _WORDS : 8 * _WORDS + len(text)] = torch.tensor(list(text), dtype=torch.uint8)
@@ -112,19 +113,17 @@ def prepack(weight: Quantized, input: Scheme | None) -> Tensor:
 
 
 def header_of(packed: Tensor) -> list[int]:
-    """The words of the header. Raises ValueError for what ``prepack`` did not make."""
+    """The words of the header. Raises ValueError if ``packed`` is not a result of ``prepack``."""
     if packed.dtype != torch.uint8 or packed.dim() != 1 or packed.numel() < HEADER:
-        raise ValueError(
-            f"a packed weight is a uint8 vector that prepack made, got {packed.dtype} {list(packed.shape)}"
-        )
+        raise ValueError(f"expected a uint8 vector from prepack, got {packed.dtype} {list(packed.shape)}")
     words: list[int] = packed[: 8 * _WORDS].view(torch.int64).tolist()
     if words[Word.MAGIC] != _MAGIC or words[Word.BYTES] != packed.numel():
-        raise ValueError(f"these {packed.numel()} bytes are no packed weight; make one with lowbit.prepack_")
+        raise ValueError(f"expected a packed weight, got {packed.numel()} other bytes; call lowbit.prepack_")
     return words
 
 
 def shape_of(packed: Tensor) -> tuple[int, int]:
-    """``(N, K)``."""
+    """``(N, K)`` of the weight."""
     words = header_of(packed)
     return words[Word.ROWS], words[Word.COLS]
 
@@ -136,12 +135,12 @@ def _names(packed: Tensor, words: list[int]) -> tuple[str, str]:
 
 
 def input_of(packed: Tensor) -> Scheme:
-    """The scheme in which inputs are quantized."""
+    """The scheme in which inputs of the layer are quantized."""
     return scheme(_names(packed, header_of(packed))[1])
 
 
 def unpack(packed: Tensor) -> Quantized:
-    """The weight that ``packed`` was made of, in new memory."""
+    """Converts a packed weight back to a Quantized with new tensors."""
     words = header_of(packed)
     kind, rows, cols = scheme(_names(packed, words)[0]), words[Word.ROWS], words[Word.COLS]
 
@@ -168,10 +167,10 @@ def _panels_shape(rows: int, cols: int, bits: int) -> tuple[int, int, int, int]:
 
 
 def _to_panels(codes: Tensor, format: Format, cols: int) -> Tensor:
-    """The panels of stored ``codes [N, packed cols]``."""
-    rows, used = codes.shape
+    """The panels of packed ``codes [N, packed cols]``."""
+    rows, row_bytes = codes.shape
     panels, depth, *_ = _panels_shape(rows, cols, format.bits)
-    edge = (0, depth * _DWORD - used, 0, panels * _ROWS - rows)
+    edge = (0, depth * _DWORD - row_bytes, 0, panels * _ROWS - rows)
     padded = torch.nn.functional.pad(_flipped(codes, format, cols).contiguous(), edge)
     dwords = padded.view(panels, _ROWS, depth, _DWORD).view(torch.int32).squeeze(-1)
     if format.bits == 4:
@@ -181,7 +180,7 @@ def _to_panels(codes: Tensor, format: Format, cols: int) -> Tensor:
 
 
 def _from_panels(panels: Tensor, format: Format, rows: int, cols: int) -> Tensor:
-    """The stored codes ``[rows, packed cols]`` of which ``_to_panels`` made ``panels``; bits past the last are 0."""
+    """The inverse of ``_to_panels``; bits past a row's last code are 0."""
     dwords = _transposed(panels.view(torch.int32).squeeze(-1))
     if format.bits == 4:
         for shift, mask in reversed(_INTERLEAVE):
@@ -191,12 +190,12 @@ def _from_panels(panels: Tensor, format: Format, rows: int, cols: int) -> Tensor
 
 
 def _transposed(dwords: Tensor) -> Tensor:
-    """A copy with the last two axes, a panel's rows and its depth, exchanged."""
+    """A copy with the last two axes, rows and depth of a panel, exchanged."""
     return dwords.transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 def _flipped(codes: Tensor, format: Format, cols: int) -> Tensor:
-    """A copy with the sign bits of signed integers flipped, and the bits of a row past its last code 0."""
+    """A copy with flipped sign bits of signed integers and zeros past a row's last code."""
     signs = {8: 0x80, 4: 0x88}[format.bits] if format.kind == "integer" and format.signed else 0
     flipped = codes ^ signs
     if cols * format.bits % 8:

@@ -1,7 +1,6 @@
-"""A quantized tensor: packed codes with the scales that decode them.
+"""``Quantized``: packed codes with the scales that decode them.
 
-Deliberately not a Tensor subclass: an operation that does not know low-bit numbers fails loudly instead of computing on
-codes.
+It is not a Tensor subclass, so operations that do not support low-bit numbers raise instead of computing with codes.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ __all__ = ["Quantized", "Scales", "scale_dtype", "zero_dtype"]
 
 
 def scale_dtype(scheme: Scheme) -> torch.dtype:
-    """What scales are stored in; E8M0 and E4M3 ones as their codes."""
+    """dtype of the stored scales; E8M0 and E4M3 scales are stored as codes."""
     dtype: torch.dtype = getattr(torch, scheme.scale_format.dtype)
     return dtype
 
 
 def zero_dtype(scheme: Scheme) -> torch.dtype:
-    """What zero points are stored in."""
+    """dtype of the stored zero points."""
     return torch.int8 if scheme.format.signed else torch.uint8
 
 
 class Scales(NamedTuple):
-    """What decodes codes, as ``quantize`` takes it: stored scales and zero points ``[R, C]``, the global scale."""
+    """Static scales as ``quantize`` takes them: stored scales and zero points ``[R, C]``, and the global scale."""
 
     scale: Tensor
     zero_point: Tensor | None = None
@@ -41,30 +40,31 @@ class Scales(NamedTuple):
 
     @classmethod
     def of(cls, q: Quantized) -> Scales:
-        """Those of a quantized tensor."""
+        """The scales of a quantized tensor."""
         return cls(q.scale, q.zero_point, q.global_scale)
 
 
-#: How a user comes by a plain tensor.
+#: The remedy in errors of operations that need a plain tensor.
 _PLAIN = "call dequantize() for a tensor, or lowbit.dequantize_(model) for plain layers"
 
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """What ``quantize`` returns.
+    """A quantized tensor, as ``quantize`` returns it."""
 
-    ``codes``: uint8, ``shape[:-1] + [packed cols]`` (a scalar: ``[1]``). ``scale``: ``[R, C]`` in the scheme's scale
-    dtype (E8M0 and E4M3 scales are uint8 codes). ``zero_point``: ``[R, C]`` int8/uint8, affine schemes only.
-    ``global_scale``: the global scale, fp32 ``[1, 1]`` or ``[rows, 1]``, of schemes that have one. ``dtype`` is that of
-    the tensor that was quantized.
-    """
-
+    #: Packed codes, uint8 ``shape[:-1] + [packed cols]`` (a scalar: ``[1]``).
     codes: Tensor
+    #: ``[R, C]`` in the scheme's scale dtype; E8M0 and E4M3 scales are uint8 codes.
     scale: Tensor
+    #: int8 or uint8 ``[R, C]``; only in affine schemes.
     zero_point: Tensor | None
+    #: fp32 ``[1, 1]`` or ``[rows, 1]``; only in schemes with a global scale.
     global_scale: Tensor | None
+    #: The scheme.
     scheme: Scheme
+    #: Shape of the tensor that was quantized.
     shape: torch.Size
+    #: dtype of the tensor that was quantized.
     dtype: torch.dtype
 
     @property
@@ -77,32 +77,41 @@ class Quantized:
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        """The tensors that are there, by name."""
-        own = {
+        """The tensors by name, without those that are None."""
+        tensors = {
             "codes": self.codes, "scale": self.scale, "zero_point": self.zero_point, "global_scale": self.global_scale,
         }  # fmt: skip
-        return {name: value for name, value in own.items() if value is not None}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and zero points."""
+        """Bytes of codes, scales, global scales and zero points."""
         return self.scheme.nbytes(tuple(self.shape))
 
     def numel(self) -> int:
         return self.shape.numel()
 
     def dequantize(self, dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
-        """The numbers that the codes stand for, in ``dtype`` (default: that of ``out``, or what was quantized).
+        """Decodes to a float tensor.
 
-        ``out``, of the same shape, is filled and returned: a fresh tensor's pages cost more than its numbers. Raises
-        ValueError where it does not fit, RuntimeError where it requires grad.
+        Args:
+            dtype: dtype of the result; by default the dtype of ``out``, else of the tensor that was quantized.
+            out: Tensor of the same shape that receives the result, which saves an allocation.
+
+        Returns:
+            ``out``, or a new tensor.
+
+        Raises:
+            ValueError: ``out`` has another shape or dtype.
+            RuntimeError: ``out`` requires grad.
         """
         if out is not None and out.shape != self.shape:
             raise ValueError(f"lowbit.dequantize: out must be of shape {list(self.shape)}, got {list(out.shape)}")
-        made_in = dtype if dtype is not None else self.dtype if out is None else out.dtype
+        if dtype is None:
+            dtype = self.dtype if out is None else out.dtype
         args = (
             self.codes, self.scheme.name, as_matrix(self.shape)[1], self.scale, self.zero_point, self.global_scale,
-            made_in,
+            dtype,
         )  # fmt: skip
         if out is None:
             y: Tensor = call("dequantize", *args)
@@ -111,7 +120,7 @@ class Quantized:
         return out
 
     def t(self) -> Quantized:
-        """The transposed matrix: a view of 8-bit codes, a repacked copy of narrower ones; blocks turn with it."""
+        """The transposed matrix. 8-bit codes are a view, narrower codes are repacked; blocks are transposed too."""
         if self.ndim != 2:
             raise ValueError(f"t() needs a matrix, got shape {list(self.shape)}")
         codes, bits = self.codes, self.scheme.format.bits
@@ -128,7 +137,7 @@ class Quantized:
         )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Quantized:
-        """The same number with each of its tensors (``parts``) changed (moved, detached, ...), shapes kept."""
+        """A Quantized with ``change`` applied to each tensor of ``parts``, such as a move; shapes must not change."""
         parts = {name: change(part) for name, part in self.parts.items()}
         return Quantized(
             parts["codes"], parts["scale"], parts.get("zero_point"), parts.get("global_scale"),
@@ -138,50 +147,49 @@ class Quantized:
     def to(
         self, device: torch.device | str | int, dtype: torch.dtype | None = None, *, non_blocking: bool = False
     ) -> Quantized:
-        """The same number on another device. Raises TypeError for a dtype, which ``dequantize(dtype)`` is for."""
-        asked = device if isinstance(device, torch.dtype) else dtype
-        if asked is not None:
-            raise TypeError(f"a Quantized keeps its scheme; for numbers in {asked}, call dequantize({asked})")
+        """Copies to another device. Raises TypeError for a dtype; use ``dequantize(dtype)`` for this."""
+        dtype = device if isinstance(device, torch.dtype) else dtype
+        if dtype is not None:
+            raise TypeError(f"a Quantized keeps its scheme; for numbers in {dtype}, call dequantize({dtype})")
         return self.map(lambda part: part.to(device, non_blocking=non_blocking))
 
     def cpu(self) -> Quantized:
-        """The same number on the CPU."""
+        """Copies to the CPU."""
         return self.to("cpu")
 
     def cuda(self) -> Quantized:
-        """The same number on the current CUDA device."""
+        """Copies to the current CUDA device."""
         return self.to("cuda")
 
     def dim(self) -> int:
-        """How many axes ``shape`` has."""
+        """Number of axes."""
         return len(self.shape)
 
     def size(self, axis: int | None = None) -> torch.Size | int:
-        """``shape``, or its entry for one axis."""
+        """``shape``, or its size along one axis."""
         return self.shape if axis is None else self.shape[axis]
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Reached for names that a Quantized lacks. Raises AttributeError."""
             known = not name.startswith("_") and hasattr(Tensor, name)
             hint = f": it holds codes, no numbers; {_PLAIN}" if known else ""
             raise AttributeError(f"a Quantized has no attribute {name!r}{hint}")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        """What torch calls for a function of tensors that is given a Quantized. Raises TypeError."""
+        """torch calls this if one of its functions gets a Quantized. Raises TypeError."""
         name = getattr(func, "__name__", str(func))
         raise TypeError(f"torch's {name} takes tensors, and a Quantized holds codes; {_PLAIN}")
 
     def __matmul__(self, other: Any) -> NoReturn:
-        """Raises TypeError: low-bit products are ``lowbit.scaled_mm``."""
+        """Raises TypeError; the matmul of quantized tensors is ``lowbit.scaled_mm``."""
         raise TypeError(f"@ takes tensors, and a Quantized holds codes; call lowbit.scaled_mm(x, q), or {_PLAIN}")
 
     __rmatmul__ = __matmul__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies, pickles and ``torch.save`` keep the scheme by its name."""
+        """Copies, pickles and ``torch.save`` store the scheme by name."""
         return _restored, (*_flatten(self)[1], *self.parts.values())
 
     def __repr__(self) -> str:
@@ -210,7 +218,7 @@ def _restored(
     return _unflatten(parts, (names, scheme, shape, dtype))
 
 
-#: What ``torch.load(weights_only=True)`` may call, once lowbit is imported.
+# torch.load(weights_only=True) may call this once lowbit is imported.
 torch.serialization.add_safe_globals([_restored])
 
 

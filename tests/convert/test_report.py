@@ -141,7 +141,7 @@ def test_families_lose_no_layer(pairs):
 
 def test_a_report_is_no_model():
     report = lb.quantize_(Model(), "int8")
-    with pytest.raises(TypeError, match=r"quantize_ changes the model in place and returns this report"):
+    with pytest.raises(TypeError, match=r"quantize_ changes the model in place and returns a Report, not a model"):
         report(torch.randn(2, 32))
     assert isinstance(report, Report) and "4 layers converted" in repr(report) and "\n" not in repr(report)
 
