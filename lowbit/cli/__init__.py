@@ -1,4 +1,4 @@
-"""The command ``lowbit``. One file here is one command; all of them are listed in ``COMMANDS``."""
+"""The command line ``lowbit``: one file per command, listed in ``COMMANDS``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 
 
 class _Commands(TyperGroup):
-    """The commands. An interrupt from the keyboard prints what to do next."""
+    """The commands. Ctrl-C prints how to continue."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -44,7 +44,7 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     name="lowbit",
     cls=_Commands,
-    epilog="Begin with: lowbit formats fp8_e4m3   ·   lowbit train   ·   lowbit doctor",
+    epilog="Start with: lowbit doctor   ·   lowbit fit demo --memory 60%   ·   lowbit formats fp8_e4m3",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
@@ -54,8 +54,8 @@ for command in COMMANDS:
     app.command()(command)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(show: bool) -> None:
+    if show:
         out.print(f"lowbit {__version__}")
         raise typer.Exit
 
@@ -66,24 +66,25 @@ def _options(
         False
     ),
 ) -> None:
-    """Low-bit numbers for PyTorch: formats, training in FP8, quantized models, measured kernels."""
+    """Train and run PyTorch models within a memory budget: FP8 and FP4 training, low-bit optimizers, quantization."""
 
 
-def _told(message: Warning | str, *_: Any, **__: Any) -> None:
-    """A warning without the line of the command's own code that it was raised at."""
+def _print_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Print a warning without the source line that raised it."""
     errors.print(Text.assemble(("warning:", "bold yellow"), f" {message}"), highlight=False, soft_wrap=True)
 
 
 def main() -> None:
-    """Run the command line. A warning is one message, and a user's mistake is another and exit code 1 (set
-    LOWBIT_TRACEBACK=1 for their origin).
+    """Run the command line.
+
+    A warning or a user error prints one line; a user error exits with code 1. LOWBIT_TRACEBACK=1 prints tracebacks.
     """
     if os.environ.get("LOWBIT_TRACEBACK"):
         app()
         return
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _told
+            warnings.showwarning = _print_warning
             app()
     except MISTAKES as error:
         print_error(error)

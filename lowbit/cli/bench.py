@@ -1,4 +1,4 @@
-"""``lowbit bench``: every op on this CPU, beside its peers and the machine's limits."""
+"""``lowbit bench``: speed and memory of lowbit on this machine, compared with other packages and hardware limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Suite(str, Enum):
-    """What is measured: each a module of ``lowbit.bench``."""
+    """The suites; each is a module of ``lowbit.bench``."""
 
     ops = "ops"
     embed = "embed"
@@ -51,66 +51,68 @@ def bench(
     suite: Annotated[
         Suite,
         typer.Argument(
-            help="Every op; a sentence encoder end to end; shapes that no vector divides; products of other shapes and "
-            "formats; codecs in the caches and what a call costs; convolutions; optimizers; mixed precision; "
-            "losses and attention without their largest tensor; what an estimate of memory is worth, "
-            "on real models and op by op; the memory of training a 7B model, by the way to train it; plans for "
-            "generation with a real model; each technique of saving memory; plans within a budget; bytes and time of "
-            "training in each recipe; where that ends, with paired seeds; gradients in few bits on two processes; the "
-            "kernels that would serve a GPU, compiled without one; how long the host takes for a layer there; "
-            "or what quantization-aware training brings back, of the demo's GPT and of a convolutional network."
+            help="ops: every op. embed: a sentence encoder. ragged: shapes that vectors do not divide. products: other "
+            "matmul shapes and formats. small: codecs in the caches, and call overhead. conv: convolutions. "
+            "optimizers: optimizer steps. mixed: mixed precision. memory-kit: losses and attention in tiles. "
+            "memory, estimates: accuracy of memory estimates, for models and per op. llama7b: memory of training a 7B "
+            "model. generation: plans for generation. techniques: each memory-saving technique. fit: plans within a "
+            "budget. training: memory and time per training recipe. evidence: final losses with paired seeds. "
+            "distributed: compressed gradients on two processes. kernels: GPU kernels, compiled without a GPU. host: "
+            "host time of a layer on a GPU. qat, qat-conv: quantization-aware training of a GPT and of a CNN."
         ),
     ] = Suite.ops,
     only: Annotated[
-        str, typer.Option(metavar="REGEX", help="Only what matches, as 'encode fp8' or '^scaled_mm 1x'.")
+        str, typer.Option(metavar="REGEX", help="Only matching cases, such as 'encode fp8' or '^scaled_mm 1x'.")
     ] = "",
-    directory: Annotated[Path, typer.Option("--out", help="Where the results go.")] = Path("out/bench"),
+    directory: Annotated[Path, typer.Option("--out", help="Directory for the results.")] = Path("out/bench"),
     quick: Annotated[
-        bool, typer.Option("--quick", help="Tiny inputs, or few kernels: shows that all runs, measures nothing.")
+        bool, typer.Option("--quick", help="Tiny inputs or few kernels: a smoke test, not a measurement.")
     ] = False,
-    device: Annotated[str, typer.Option(help="Of the suite 'memory': cpu or cuda.")] = "cpu",
-    text: Annotated[
-        Path | None, typer.Option(help="Of the suite 'generation': a file of UTF-8 text.", show_default=False)
-    ] = None,
+    device: Annotated[str, typer.Option(help="Suite memory: cpu or cuda.")] = "cpu",
+    text: Annotated[Path | None, typer.Option(help="Suite generation: a UTF-8 text file.", show_default=False)] = None,
     cache: Annotated[
         Path | None,
-        typer.Option(help="Of 'kernels': a folder of what was compiled, by default OUT/kernels.", show_default=False),
+        typer.Option(help="Suite kernels: cache of compiled kernels, by default OUT/kernels.", show_default=False),
     ] = None,
     workers: Annotated[
-        int, typer.Option(min=0, help="Of 'kernels': processes; with 0 what the cache has is written.")
+        int, typer.Option(min=0, help="Suite kernels: processes; 0 reports only kernels in the cache.")
     ] = 2,
-    list_only: Annotated[bool, typer.Option("--list", help="Print what would be measured, and stop.")] = False,
+    list_only: Annotated[bool, typer.Option("--list", help="List the cases, and stop.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
 ) -> None:
-    """Measure every op, format and scheme on this CPU, on each instruction set, beside peers that are installed.
+    """Measure lowbit's ops on this CPU, for each format, scheme and instruction set, next to installed peers.
 
-    All cases of a group take turns with the machine's limit (a copy of as many bytes; arithmetic in registers). Writes
-    cpu.md, cpu.csv and cpu.png; other suites files of their names. Minutes in all; leave the machine alone meanwhile.
+    Cases of a group are interleaved with a measured hardware limit: a copy of equal size, or arithmetic in registers.
+    Writes cpu.md, cpu.csv and cpu.png; other suites write files of their own name. A run takes minutes; keep the
+    machine idle meanwhile.
     """
     from lowbit.bench import run
 
     if device not in ("cpu", "cuda") or (device != "cpu" and suite is not Suite.memory):
-        raise ValueError(f"--device is cpu or cuda, and of the suite 'memory', got {device!r} for {suite.value!r}")
+        raise ValueError(
+            f"--device expects cpu or cuda, and only the suite 'memory' supports cuda, got {device!r} for "
+            f"{suite.value!r}"
+        )
     if (text is None) == (suite is Suite.generation):
-        raise ValueError(f"--text is of the suite 'generation' and needed there, got {text} for {suite.value!r}")
+        raise ValueError(f"--text is required by the suite 'generation' only, got {text} for {suite.value!r}")
     if cache is not None and suite is not Suite.gpu_kernels:
-        raise ValueError(f"--cache is of the suite 'kernels', got {cache} for {suite.value!r}")
+        raise ValueError(f"--cache applies only to the suite 'kernels', got {cache} for {suite.value!r}")
     if suite is not Suite.ops:
-        chosen: dict[str, Any] = {"only": only} if only and suite is Suite.evidence else {}
-        if (only and not chosen) or (quick and suite is not Suite.gpu_kernels) or list_only or json:
+        options: dict[str, Any] = {"only": only} if only and suite is Suite.evidence else {}
+        if (only and not options) or (quick and suite is not Suite.gpu_kernels) or list_only or json:
             raise ValueError(
-                f"--list and --json are of the suite 'ops', --quick of it and of 'kernels', and --only of it and of "
-                f"'evidence', not of {suite.value!r}"
+                f"--list and --json apply to the suite 'ops', --quick to 'ops' and 'kernels', --only to 'ops' and "
+                f"'evidence'; leave them out for {suite.value!r}"
             )
         if suite is Suite.gpu_kernels:
-            chosen = {"cache_directory": cache or directory / "kernels", "workers": workers, "quick": quick}
+            options = {"cache_directory": cache or directory / "kernels", "workers": workers, "quick": quick}
         if suite is Suite.memory:
-            chosen["device"] = device
+            options["device"] = device
         if suite is Suite.generation:
-            chosen["text"] = text
+            options["text"] = text
         with errors.status(f"measuring {suite.value}"):
-            path = import_module(f"lowbit.bench.{suite.name}").run(directory, **chosen)
-        if suite is Suite.gpu_kernels:  # as many lines as there are rows
+            path = import_module(f"lowbit.bench.{suite.name}").run(directory, **options)
+        if suite is Suite.gpu_kernels:  # its table has one line per kernel
             out.print(f"results: {path}", soft_wrap=True)
             return
         out.print(path.read_text(), markup=False, soft_wrap=True)
@@ -140,13 +142,13 @@ def bench(
 
 
 def _summary(rows: list[Row]) -> Table:
-    """The best of lowbit and the best peer of each group."""
+    """The fastest kernel of lowbit and the fastest peer, per group."""
     cells = []
     for key in dict.fromkeys((row.op, row.subject) for row in rows):
-        mine = sorted((row for row in rows if (row.op, row.subject) == key), key=lambda row: row.seconds)
-        ours = next(row for row in mine if row.who.startswith("lowbit"))
-        peer = next((row for row in mine if not row.who.startswith("lowbit")), None)
+        group = sorted((row for row in rows if (row.op, row.subject) == key), key=lambda row: row.seconds)
+        ours = next(row for row in group if row.who.startswith("lowbit"))
+        peer = next((row for row in group if not row.who.startswith("lowbit")), None)
         unit = "GFLOP/s" if ours.flops else "GB/s"
-        beside = "-" if peer is None else f"{peer.who} {peer.rate:.3g} {unit}, {ours.rate / peer.rate:.2f}x"
-        cells.append((*key, f"{ours.rate:.3g} {unit}", f"{ours.percent:.0f}%", beside))
+        comparison = "-" if peer is None else f"{peer.who} {peer.rate:.3g} {unit}, {ours.rate / peer.rate:.2f}x"
+        cells.append((*key, f"{ours.rate:.3g} {unit}", f"{ours.percent:.0f}%", comparison))
     return rich_table(("op", "of", "lowbit", "of limit", "best peer"), cells, numbers=(2, 3))

@@ -1,4 +1,4 @@
-"""``lowbit calibrate``: codes and scales for a saved model, chosen by what it reads."""
+"""``lowbit calibrate``: calibrate a saved model on a text, for ``lowbit quantize``."""
 
 from __future__ import annotations
 
@@ -29,38 +29,40 @@ EPILOG = """
 
 Then: `lowbit quantize SmolLM2-135M int4-weight-only --calibration found`
 
-A run that was stopped goes on when it is given again.
+To continue an interrupted run, repeat the command.
 
-Recipes with static scales of activations: {static}. All others: `lowbit quantize --help`.
+Recipes with static activation scales: {static}. Other recipes: see `lowbit quantize --help`.
 
-Methods of weights: {methods}. Before them: {transforms}. Of static scales of activations: {observers}.
+Weight methods: {methods}. Transforms, applied before them: {transforms}. Observers for static activation scales:
+{observers}.
 """
 
 
 def calibrate(
     directory: Annotated[
-        Path, typer.Argument(metavar="MODEL_DIR", help="A directory of lowbit.save_model or of transformers.")
+        Path, typer.Argument(metavar="MODEL_DIR", help="Directory of a Hugging Face model or from lowbit.save_model.")
     ],
     recipe: Annotated[str, typer.Argument(help="A recipe, such as int4-weight-only:group32 or int8-static.")],
-    target: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the result goes.")],
+    target: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory for the result.")],
     text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="UTF-8 text of the kind that the model will read.")
+        Path | None, typer.Option(metavar="FILE", help="UTF-8 text, similar to the model's later inputs.")
     ] = None,
     method: Annotated[str | None, typer.Option(metavar="A,B", help=f"Methods; by default {DEFAULT_METHOD}.")] = None,
-    count: Annotated[int, typer.Option("--windows", help="Windows of the text, at most.")] = 16,
-    length: Annotated[int, typer.Option("--length", help="Tokens of a window.")] = 512,
+    count: Annotated[int, typer.Option("--windows", help="Most windows of the text to use.")] = 16,
+    length: Annotated[int, typer.Option("--length", help="Tokens per window.")] = 512,
     dtype: Annotated[
-        Dtype, typer.Option(help="As for lowbit quantize, which must be given the same one.")
+        Dtype, typer.Option(help="Dtype of unquantized weights; use the same for lowbit quantize.")
     ] = Dtype.auto,
     skip: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Modules to leave, * for many; lm_head by default.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Modules not to quantize; * is a wildcard. By default lm_head. Repeatable."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Choose codes and scales for a saved model by what it computes of a text, and save them for lowbit quantize."""
+    """Run a saved model on a text to choose quantized weights and scales, and save them for lowbit quantize."""
     chosen, methods = recipe_in(recipe, text), methods_in(method, text)
     if min(count, length) < 1:
-        raise ValueError(f"--windows and --length must be 1 or more, got {count} and {length}")
+        raise ValueError(f"--windows and --length must be at least 1, got {count} and {length}")
     with errors.status(Text(f"loading {directory}")):
         batches = None if text is None else windows(directory, text, count, length)
         model = load(directory)
@@ -92,6 +94,6 @@ calibrate.__doc__ = f"{calibrate.__doc__}\n{EPILOG}".format(
 )
 
 
-def _row(found: Any, name: str) -> dict[str, Any]:
-    row = found.rows[name]
+def _row(calibration: Any, name: str) -> dict[str, Any]:
+    row = calibration.rows[name]
     return {"recipe": row.recipe.name, "method": row.method, "sqnr": row.sqnr, "output_sqnr": row.output_sqnr}

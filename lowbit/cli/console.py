@@ -1,4 +1,4 @@
-"""Where the commands print: results to standard output, progress and errors to standard error."""
+"""Console output of the commands: results to standard output, progress and errors to standard error."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from rich.text import Text
 
 __all__ = ["MISTAKES", "errors", "out", "print_error", "print_json", "resumable", "size"]
 
-#: No markup: paths and names in messages may hold brackets. What is styled is a ``Text``, or has a ``style``.
+#: No markup: paths and names in messages may contain brackets.
 out = Console(highlight=False, markup=False)
 errors = Console(stderr=True, markup=False)
 
-
-#: Errors whose message tells a user what to do; of others the origin is told.
+#: Errors whose message tells the user what to do; other errors print a traceback.
 MISTAKES = (ValueError, OSError, ArithmeticError, RuntimeError, ImportError)
 
 
 def print_error(error: Exception) -> None:
-    """The message of a user's mistake alone; with LOWBIT_TRACEBACK=1, and of any other error, where it comes from."""
+    """Print the message of a user error; print a traceback of other errors, or if LOWBIT_TRACEBACK is set."""
     if os.environ.get("LOWBIT_TRACEBACK") or not isinstance(error, MISTAKES):
         traceback.print_exception(error)
         return
@@ -35,15 +34,15 @@ def print_error(error: Exception) -> None:
 
 @contextmanager
 def resumable() -> Iterator[None]:
-    """Inside, an interrupt says that the same command goes on with what is finished."""
+    """Context in which Ctrl-C tells the user that repeating the command continues the run."""
     try:
         yield
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("the same command goes on") from None
+        raise KeyboardInterrupt("repeat the command to continue") from None
 
 
 def print_json(value: Any) -> None:
-    """``value`` as strict JSON: what JSON cannot hold (Inf, NaN) becomes a string."""
+    """Print ``value`` as strict JSON: Inf and NaN become strings."""
     print(json.dumps(_strict(value), indent=2))
 
 
@@ -56,7 +55,7 @@ def _strict(value: Any) -> Any:
 
 
 def size(count: float) -> str:
-    """Bytes for people, in binary units."""
+    """A number of bytes in binary units, such as ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"

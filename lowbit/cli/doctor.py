@@ -1,4 +1,4 @@
-"""``lowbit doctor``: what is installed, which kernels can run, and how to get what is missing."""
+"""``lowbit doctor``: versions, usable kernels, settings, and how to install missing parts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lowbit.tables import rich_table
 
 PACKAGES = ("torch", "numpy", "triton", "transformers", "ml_dtypes", "matplotlib")
 
-#: Backends that a machine without a GPU can do without.
+#: Backends that a machine without a GPU does not need.
 _FOR_GPUS = ("cuda", "triton")
 
-#: What variables that matter here begin with.
+#: Prefixes of the environment variables to report.
 _SETTINGS = ("LOWBIT_", "TRITON_", "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
@@ -32,19 +32,19 @@ def doctor(
         str,
         typer.Option(
             metavar="MODEL",
-            help="What training this model takes of memory, and what each technique would save: demo, a directory "
-            "with a config.json of transformers, or MODULE:FUNCTION, which returns a model and a batch.",
+            help="Estimate the memory for training this model, and how much each technique saves: demo, a Hugging Face "
+            "model directory (config.json), or MODULE:FUNCTION, which returns (model, batch).",
         ),
     ] = "",
-    batch: Annotated[int, typer.Option(min=1, help="Rows of a batch, with --memory.")] = 8,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a row, with --memory.")] = 512,
+    batch: Annotated[int, typer.Option(min=1, help="Rows per batch, with --memory.")] = 8,
+    length: Annotated[int, typer.Option(min=1, help="Tokens per row, with --memory.")] = 512,
     optimizer: Annotated[str, typer.Option(help="adamw, adamw8bit, lion8bit ..., with --memory.")] = "adamw",
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16, with --memory.")] = "fp32",
-    recipe: Annotated[str, typer.Option(help="A recipe that trains, such as fp8, with --memory.")] = "",
+    recipe: Annotated[str, typer.Option(help="Training recipe, such as fp8, with --memory.")] = "",
 ) -> None:
-    """Check the installation: versions, backends and how to get the missing ones, CPU features, settings.
+    """Check the installation: versions, backends, CPU features, settings, and how to install missing parts.
 
-    Send its output along when something does not work. With --memory: the usual checklist for out of memory.
+    Include the output in bug reports. With --memory: a checklist against out-of-memory errors.
     """
     if memory:
         from lowbit.cli.memory import report as report_memory
@@ -62,12 +62,12 @@ def doctor(
             out.print(f"\n{title}", style="bold")
             out.print(rich_table((), ((f"  {key}", _mark(value)) for key, value in values.items())))
     out.print("\nadvice", style="bold")
-    for line in report["advice"] or ["none: everything that this machine can have is there"]:
+    for line in report["advice"] or ["none: everything that this machine can use is installed"]:
         out.print(f"  - {line}", soft_wrap=True)
 
 
 def examine() -> dict[str, Any]:
-    """Everything ``lowbit doctor`` prints."""
+    """The report of ``lowbit doctor``, as a dict."""
     import torch
 
     from lowbit.backends import registry
@@ -81,19 +81,19 @@ def examine() -> dict[str, Any]:
         f"{name}: {state.removeprefix('missing: ')}" for name, state in backends.items() if state.startswith("missing")
     ]
     advice += [state.removeprefix("unusable: ") for state in native.values() if state.startswith("unusable")]
-    # A record of a build says nothing where the library is there: a later build in place may have made it.
+    # If the library is there, the record of a failed build is outdated: a later build succeeded.
     if notice and "cpu" in registry.absent() and not any(notice in line for line in advice):
         advice.append(f"build: {notice}")
     if precision == "highest":
         advice.append(
-            "torch.set_float32_matmul_precision('medium') lets fp32 layers, torch's own and those on low-bit weights, "
-            "round their operands to bf16, which processors with bf16 products multiply twice as fast or more"
+            "torch.set_float32_matmul_precision('medium') rounds the operands of fp32 matmuls to bf16, also in layers "
+            "with low-bit weights; on CPUs with bf16 instructions matmuls are at least twice as fast"
         )
     if _gives_pages_back():
         advice.append(
-            "MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_MMAP_THRESHOLD_=33554432 in the environment (or a preloaded "
-            "tcmalloc or jemalloc) let a process on the CPU keep the memory of its activations, which glibc otherwise "
-            "gives back and takes anew at every layer: a fifth of the time of a small encoder (docs/measured.md)"
+            "set MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_MMAP_THRESHOLD_=33554432 in the environment, or preload "
+            "tcmalloc or jemalloc: glibc then keeps the memory of activations between layers, which saves a fifth of "
+            "the time of a small encoder on CPUs (docs/measured.md)"
         )
     return {
         "versions": {
@@ -120,14 +120,14 @@ def examine() -> dict[str, Any]:
 
 
 def _gives_pages_back() -> bool:
-    """Whether memory comes from a glibc that nobody told to keep it; each of its two thresholds alone is no help."""
-    kept = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} <= os.environ.keys()
+    """Whether glibc with default thresholds allocates memory. Setting only one of the two thresholds does not help."""
+    thresholds = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} <= os.environ.keys()
     other = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or "malloc" in os.environ.get("LD_PRELOAD", "")
-    return platform.libc_ver()[0] == "glibc" and not (kept or other)
+    return platform.libc_ver()[0] == "glibc" and not (thresholds or other)
 
 
 def _backends() -> dict[str, str]:
-    """The state of each backend: ``ready``, ``idle`` where only a GPU would need it, or ``missing`` and the reason."""
+    """The state of each backend: ``ready``, ``idle`` (needs a GPU), or ``missing`` and the reason."""
     from lowbit.backends import BACKENDS, registry
     from lowbit.ops import OPS
 
@@ -135,22 +135,22 @@ def _backends() -> dict[str, str]:
     states = {}
     for name in BACKENDS:
         rows = {impl for op in OPS for device in ("cpu", "cuda") for impl in registry.impls(op, device)}
-        mine = [impl for impl in rows if impl.backend == name]
-        devices = {device for impl in mine for device in impl.devices} - (set() if gpu else {"cuda"})
-        count = f"{len({impl.op for impl in mine})} of {len(OPS)} ops"
+        impls = [impl for impl in rows if impl.backend == name]
+        devices = {device for impl in impls for device in impl.devices} - (set() if gpu else {"cuda"})
+        count = f"{len({impl.op for impl in impls})} of {len(OPS)} ops"
         if name in missing and (gpu or name not in _FOR_GPUS):
             states[name] = f"missing: {missing[name]}"
         elif name in missing:
-            states[name] = "idle: not installed, and there is no GPU here"
+            states[name] = "idle: not installed, and this machine has no GPU"
         elif devices:
             states[name] = f"ready: {count} on {', '.join(sorted(devices))}"
         else:
-            states[name] = f"idle: installed, {count}, and there is no GPU here"
+            states[name] = f"idle: installed, {count}, and this machine has no GPU"
     return states
 
 
 def _has_gpu() -> bool:
-    """Whether this machine has a GPU of NVIDIA's, also where torch was built without CUDA."""
+    """Whether this machine has an NVIDIA GPU, even if torch was built without CUDA."""
     import torch
 
     return torch.cuda.is_available() or Path("/dev/nvidiactl").exists()

@@ -1,4 +1,4 @@
-"""``lowbit evaluate``: what quantizing costs real models, and what it saves."""
+"""``lowbit evaluate``: quality, size and speed of real models with each recipe."""
 
 from __future__ import annotations
 
@@ -18,58 +18,61 @@ from lowbit.tables import rich_table
 EPILOG = """
 **Examples**
 
-`lowbit evaluate` — the models, and what gets those that are not installed
+`lowbit evaluate` — list the models, and how to install missing ones
 
 `lowbit evaluate minilm efficientnet-lite0`
 
 `lowbit evaluate smollm2 --text wiki.test.raw --recipes int8,int4-weight-only`
 
 `lowbit evaluate smollm2 --text wiki.test.raw --recipes int4-weight-only --methods search,gptq,awq+gptq --calibrate
-wiki.valid.raw` — methods of calibration beside the default without data
+wiki.valid.raw` — compare calibration methods with the default, which needs no data
 
 `lowbit evaluate efficientnet-lite0 --recipes int8-static-affine --methods fold+nearest+mse,fold+nearest+mse+bias` —
-`fold`: BatchNorm is folded before; `bias`: biases are corrected after
+`fold`: fold BatchNorm first; `bias`: correct biases at the end
 
-`lowbit evaluate ./my-model --text book.txt` — a directory that transformers loads
+`lowbit evaluate ./my-model --text book.txt` — a Hugging Face model directory
 
-`lowbit evaluate ./my-model ./my-model-4.5bit --text book.txt --recipes int8` — beside it a model that lowbit has
-quantized already: it is measured as it is, and decoded to fp32 and bf16
+`lowbit evaluate ./my-model ./my-model-4.5bit --text book.txt --recipes int8` — with a model that lowbit has already
+quantized; it is measured as saved, and decoded to fp32 and bf16
 
-A run that was stopped goes on when it is given again: finished cells are read from --out.
+To continue an interrupted run, repeat the command: finished measurements are read from --out.
 """
 
 
 def evaluate(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[MODEL]...", help="Names of models, or directories of models.")
+        list[str] | None, typer.Argument(metavar="[MODEL]...", help="Names of models, or model directories.")
     ] = None,
     recipes: Annotated[
         str | None,
-        typer.Option(metavar="A,B", help="Recipes, for models that are not quantized yet; all named ones by default."),
+        typer.Option(metavar="A,B", help="Recipes, for unquantized models; by default all named recipes."),
     ] = None,
-    text: Annotated[Path | None, typer.Option(metavar="FILE", help="UTF-8 text; perplexity needs one.")] = None,
+    text: Annotated[Path | None, typer.Option(metavar="FILE", help="UTF-8 text to measure perplexity on.")] = None,
     windows: Annotated[int, typer.Option(help="Windows of 512 tokens for perplexity.")] = 12,
-    limit: Annotated[int, typer.Option(help="Texts or photographs, at most.")] = 128,
+    limit: Annotated[int, typer.Option(help="Most texts or images to use.")] = 128,
     methods: Annotated[
-        str | None, typer.Option(metavar="A,B+C", help="Methods of calibration to compare, plain layers only.")
+        str | None, typer.Option(metavar="A,B+C", help="Calibration methods to compare, in the plain layout only.")
     ] = None,
     calibrate: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="UTF-8 text that methods look at; not that of --text.")
+        Path | None, typer.Option(metavar="FILE", help="UTF-8 text for calibration; not the file of --text.")
     ] = None,
-    samples: Annotated[int | None, typer.Option(help="Windows (16), texts (512) or photographs (128) of it.")] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(help="Calibration samples; by default 16 windows of text, 512 sentences or 128 images."),
+    ] = None,
     peers: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Other packages to compare with; `all` for those installed.")
+        str | None, typer.Option(metavar="A,B", help="Other packages to compare with; `all`: all installed ones.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="fp32 or bf16, for what recipes leave alone; else the model's own.")
+        str | None, typer.Option(help="Dtype of unquantized parts: fp32 or bf16; by default as in the model.")
     ] = None,
-    directory: Annotated[Path, typer.Option("--out", help="Where the results go.")] = Path("out/evaluate"),
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Measure again what is finished.")] = False,
+    directory: Annotated[Path, typer.Option("--out", help="Directory for the results.")] = Path("out/evaluate"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Repeat finished measurements.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure real models with each recipe: quality, bytes, peak memory, time to quantize and speed.
 
-    Writes evaluate.md, evaluate.csv, evaluate.png and a JSON file for each model, recipe and layout.
+    Writes evaluate.md, evaluate.csv, evaluate.png and one JSON file per model, recipe and layout.
     """
     from lowbit.evaluate import models, report, run
     from lowbit.evaluate.data import Wanted
@@ -79,27 +82,21 @@ def evaluate(
         return
     rows = [models.find(name) for name in names]
     wanted = Wanted(text, windows, limit)
-    chosen = None if recipes is None else [name.strip() for name in recipes.split(",") if name.strip()]
-    named = () if methods is None else tuple(name.strip() for name in methods.split(",") if name.strip())
-    others = _peers(peers)
-    if (chosen or named or others) and all(row.held for row in rows):
+    recipe_names = None if recipes is None else _split(recipes)
+    method_names, peer_names = tuple(_split(methods)), _peers(peers)
+    if (recipe_names or method_names or peer_names) and all(row.held for row in rows):
         raise ValueError(
-            f"{', '.join(names)}: quantized already, and measured as saved; leave out --recipes, --methods and "
-            "--peers, or name the model that was quantized too"
+            f"{', '.join(names)}: already quantized, and measured as saved; leave out --recipes, --methods and "
+            "--peers, or add the unquantized model"
         )
     cells = [
         cell
         for row in rows
         for cell in run.cells_of(
-            row,
-            chosen,
-            wanted,
-            directory,
-            dtype,
-            run.Methods(named, calibrate, samples or row.samples),
-            others,
+            row, recipe_names, wanted, directory, dtype,
+            run.Methods(method_names, calibrate, samples or row.samples), peer_names,
         )
-    ]
+    ]  # fmt: skip
     for row in rows:
         for warning in row.warnings():
             errors.print(f"warning: {warning}", soft_wrap=True)
@@ -116,7 +113,7 @@ def evaluate(
 
 
 def _measured(cells: list[Any], overwrite: bool) -> list[Any]:
-    """The cells, each measured unless it is finished, with a bar of progress."""
+    """The cells, measured unless they are finished, with a progress bar."""
     from lowbit.evaluate import run
 
     bar = Progress(
@@ -128,34 +125,38 @@ def _measured(cells: list[Any], overwrite: bool) -> list[Any]:
         task = bar.add_task("", total=len(cells))
 
         def begin(cell: Any) -> None:
-            bar.update(task, description=_named(cell))
+            bar.update(task, description=_label(cell))
 
         for cell in run.run(cells, overwrite, begin):
             done.append(cell)
             bar.update(task, completed=len(done))
             if cell.failed is not None:
-                errors.print(f"{_named(cell)} failed:\n{cell.failed}", soft_wrap=True, highlight=False)
+                errors.print(f"{_label(cell)} failed:\n{cell.failed}", soft_wrap=True, highlight=False)
     return done
 
 
 evaluate.__doc__ = f"{evaluate.__doc__}\n{EPILOG}"
 
 
-def _peers(asked: str | None) -> list[str]:
-    """The names of peers; of ``all`` those that are installed."""
+def _split(option: str | None) -> list[str]:
+    return [name.strip() for name in (option or "").split(",") if name.strip()]
+
+
+def _peers(option: str | None) -> list[str]:
+    """The named peers; ``all`` stands for the installed ones."""
     from lowbit.evaluate.peers import PEERS
 
-    if asked != "all":
-        return [name.strip() for name in (asked or "").split(",") if name.strip()]
+    if option != "all":
+        return _split(option)
     return [name for name, peer in PEERS.items() if peer.missing() is None]
 
 
-def _named(cell: Any) -> str:
+def _label(cell: Any) -> str:
     return f"{cell.model.name} {cell.request.recipe} {cell.request.method or cell.request.layout}"
 
 
 def _list(json: bool) -> None:
-    """The table of models, and of each whether it is there or how to get it."""
+    """Print the models, and how to install missing ones."""
     from lowbit.evaluate.models import MODELS
 
     entries = []
@@ -172,11 +173,11 @@ def _list(json: bool) -> None:
     for entry in entries:
         out.print(Text.assemble((f"{entry['name']:<19}", "bold"), str(entry["about"])), soft_wrap=True)
         out.print(f"{'':<19}" + ("installed" if entry["installed"] else f"get it with: {entry['get']}"), soft_wrap=True)
-    out.print("\nOr a directory that transformers can load, or that lowbit has quantized.")
+    out.print("\nOr a Hugging Face model directory, or a directory from lowbit quantize.")
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    """The table in short: quality, size and speed."""
+    """Print a short table: quality, size and speed."""
     cells = []
     for row in rows:
         quality = []

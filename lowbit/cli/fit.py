@@ -1,4 +1,4 @@
-"""``lowbit fit``: the fastest training of a model within a budget, and with ``--ladder`` what each technique buys."""
+"""``lowbit fit``: the fastest training plan within a memory budget; ``--ladder`` measures each technique."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from torch import Tensor, nn
+from torch import nn
 
 from lowbit.backends.cpu import processor
 from lowbit.cli.console import errors, out, print_json, resumable
@@ -29,35 +29,35 @@ from lowbit.tables import rich_table
 EPILOG = """
 **Examples**
 
-`lowbit fit demo --memory 60%` — the demo's transformer, in 60% of what plain training takes
+`lowbit fit demo --memory 60%` — the demo transformer, in 60% of the memory of plain training
 
-`lowbit fit models/llama --memory 6GiB --rows 8 --length 1024 --out out/plan` — of a directory of transformers
+`lowbit fit models/llama --memory 6GiB --rows 8 --length 1024 --out out/plan` — a Hugging Face model directory
 
-`lowbit fit mine:made --memory 2GiB --require bf16 --exclude disk` — of your own function, with choices of yours
+`lowbit fit my_module:my_function --memory 2GiB --require bf16 --exclude disk` — your own model, in bf16, no disk
 
-`lowbit fit demo --memory 100MiB --gpus 8 --link 25GB/s` — on 8 processes, each within its memory
+`lowbit fit demo --memory 100MiB --gpus 8 --link 25GB/s` — 8 processes, 100 MiB each
 
 `lowbit fit --ladder --memory 300MiB --quick` — each technique once, about a minute
 
-`lowbit fit --ladder --memory 2GiB --out out/ladder` — with the largest model of each; it goes on after Ctrl-C
+`lowbit fit --ladder --memory 2GiB --out out/ladder` — also the largest model per technique; continues after Ctrl-C
 
 `lowbit fit --ladder --memory 8GiB --device cuda` — on a GPU
 
-`lowbit fit --ladder --memory 300MiB --gpus 4 --quick` — a model shared over 2 and 4 processes, each under the limit
+`lowbit fit --ladder --memory 300MiB --gpus 4 --quick` — also a model sharded over 2 and 4 processes
 """
 
-_LADDER = "Climb the techniques of memory-efficient training one by one, each in a process with a real limit."
+_LADDER = "Measure memory-saving techniques one by one, each in a process with a hard memory limit."
 _MODEL = (
-    "demo, a directory with a config.json of transformers, or MODULE:FUNCTION, which returns a model, a batch, and a "
-    "loss of output and batch where it is not the model's own."
+    "demo, a Hugging Face model directory (config.json), or MODULE:FUNCTION. The function returns (model, batch) or "
+    "(model, batch, loss); loss(output, batch) is needed if the model does not return its loss."
 )
-_MEMORY = "What a step may take: a size such as 2GiB, or of MODEL a share of plain training, such as 60%."
-_REQUIRE = "What the plan must have, such as bf16, adamw8bit, block, memory; repeat."
-_EXCLUDE = "What the plan must not have, such as disk; repeat."
-_GPUS = "Processes that train together, each within the memory; of --ladder the most."
-_LINK = "What a process sends to others a second, such as 25GB/s."
+_MEMORY = "Budget for one training step: a size such as 2GiB, or with MODEL a share of plain training such as 60%."
+_REQUIRE = "Option that the plan must use, such as bf16, adamw8bit, block or memory. Repeatable."
+_EXCLUDE = "Option that the plan must not use, such as disk. Repeatable."
+_GPUS = "Number of processes; each must fit the budget. With --ladder: the largest number to try."
+_LINK = "Bandwidth between processes, such as 25GB/s."
 
-#: The options that serve some uses alone, by the names of their parameters.
+#: Options that apply only to some uses, by parameter name.
 _OF_MODEL = {"rows": "--rows", "length": "--length", "require": "--require", "exclude": "--exclude", "link": "--link"}
 _OF_BATCH = {"rows": "--rows", "length": "--length"}
 _OF_LADDER = {"search": "--search", "quick": "--quick", "device": "--device"}
@@ -67,50 +67,55 @@ def fit(
     context: typer.Context,
     model: Annotated[str | None, typer.Argument(help=_MODEL, show_default=False)] = None,
     memory: Annotated[str | None, typer.Option(help=_MEMORY, show_default="2GiB with --ladder")] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of a batch, of MODEL but MODULE:FUNCTION.")] = 8,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a row, of MODEL but MODULE:FUNCTION.")] = 512,
+    rows: Annotated[int, typer.Option(min=1, help="Rows per batch, for demo or a directory.")] = 8,
+    length: Annotated[int, typer.Option(min=1, help="Tokens per row, for demo or a directory.")] = 512,
     require: Annotated[list[str] | None, typer.Option(metavar="NAME", help=_REQUIRE)] = None,
     exclude: Annotated[list[str] | None, typer.Option(metavar="NAME", help=_EXCLUDE)] = None,
     gpus: Annotated[int, typer.Option(min=1, help=_GPUS)] = 1,
     link: Annotated[str | None, typer.Option(help=_LINK, show_default="1.25GB/s, on GPUs 25GB/s")] = None,
-    directory: Annotated[Path | None, typer.Option("--out", help="Where plan, report and finished runs go.")] = None,
+    directory: Annotated[
+        Path | None, typer.Option("--out", help="Directory for plan, report and finished runs.")
+    ] = None,
     ladder: Annotated[bool, typer.Option("--ladder", help=_LADDER)] = False,
-    search: Annotated[int, typer.Option(help="Models tried for the largest of a technique; 0: none.")] = 6,
-    quick: Annotated[bool, typer.Option("--quick", help="Two steps each, and no search.")] = False,
+    search: Annotated[int, typer.Option(help="Tries per technique to find its largest model; 0: no search.")] = 6,
+    quick: Annotated[bool, typer.Option("--quick", help="Two steps per technique, no search.")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Make a model fit: the fastest training within a budget; with --ladder, what each technique buys and costs."""
+    """Find the fastest training plan within a memory budget. With --ladder, measure what each technique saves.
+
+    The plan chooses precision, optimizer, checkpointing, micro-batches and offload before anything is trained.
+    """
     if ladder:
         if model is not None:
-            raise ValueError(f"lowbit fit --ladder climbs with models of its own, got {model!r}; leave one of them out")
-        _refuse(context, _OF_MODEL, "is for lowbit fit MODEL, and --ladder has models of its own")
+            raise ValueError(f"lowbit fit --ladder uses its own models, got {model!r}; remove the model or --ladder")
+        _refuse(context, _OF_MODEL, "applies to lowbit fit MODEL, and --ladder uses its own models")
         _climb("2GiB" if memory is None else memory, gpus, directory, search, quick, device, json)
         return
     if model is None:
         raise ValueError(
-            "lowbit fit expects a model and a budget, such as lowbit fit demo --memory 60%, or --ladder, such as "
-            "lowbit fit --ladder --memory 2GiB; lowbit fit --help lists what there is"
+            "lowbit fit expects a model and a budget (lowbit fit demo --memory 60%) or --ladder (lowbit fit --ladder "
+            "--memory 2GiB); see lowbit fit --help"
         )
-    _refuse(context, _OF_LADDER, "is for lowbit fit --ladder")
+    _refuse(context, _OF_LADDER, "applies only to lowbit fit --ladder")
     if ":" in model and not is_directory(Path(model)):
-        _refuse(context, _OF_BATCH, f"is of a batch that lowbit makes, and {model} makes its own")
+        _refuse(context, _OF_BATCH, f"sets the batch that lowbit creates, but {model} returns its own batch")
     if memory is None:
         raise ValueError(
             f"lowbit fit {model} expects a budget: --memory 6GiB, or a share of plain training, --memory 60%"
         )
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "require": tuple(require or ()), "exclude": tuple(exclude or ()), "gpus": gpus, "link": link,
     }  # fmt: skip
     with nullcontext() if directory is None else exclusive(directory, "lowbit fit --out"):
-        _plan(model, memory, rows, length, {name: value for name, value in asked.items() if value}, directory, json)
+        _plan(model, memory, rows, length, {name: value for name, value in options.items() if value}, directory, json)
 
 
 fit.__doc__ = f"{fit.__doc__}\n{EPILOG}"
 
 
 def _refuse(context: typer.Context, options: dict[str, str], why: str) -> None:
-    """Raises ValueError where one of the options is given."""
+    """Raise ValueError if the command line has one of the options."""
     for name, option in options.items():
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
@@ -119,31 +124,30 @@ def _refuse(context: typer.Context, options: dict[str, str], why: str) -> None:
 
 # -- a plan ------------------------------------------------------------------------------------------------------------
 def _plan(
-    name: str, memory: str, rows: int, length: int, asked: dict[str, Any], directory: Path | None, json: bool
+    name: str, memory: str, rows: int, length: int, options: dict[str, Any], directory: Path | None, json: bool
 ) -> None:
-    """Plan, print, and save where there is a directory."""
-    budget_in(memory, "--memory")  # before a model is loaded or made
+    budget_in(memory, "--memory")  # raises before the model is loaded
     model, batch, loss = find(name, rows, length, "MODEL")
     try:
-        plan = plan_training(model, batch, memory, loss, progress=True, **asked)
+        plan = plan_training(model, batch, memory, loss, progress=True, **options)
     except TypeError as error:
         raise ValueError(f"{name}: {error}") from error
-    made = Path("plan.json") if directory is None else directory / "plan.json"
-    given = "" if loss is None else ", loss"
-    code = "\n".join([*_model_lines(name, model, batch, given), *_plan_lines(memory, asked, directory and made, given)])
+    argument = "" if loss is None else ", loss"
+    file = None if directory is None else directory / "plan.json"
+    code = "\n".join([*_model_lines(name, model, batch, argument), *_plan_lines(memory, options, file, argument)])
     if directory is not None:
         _save(plan, directory, f"{name} within {memory}", code)
     if json:
         print_json(plan.as_dict())
         return
-    sections = ((f"{name} within {memory}", str(plan)), ("what else was to be had", plan.table()), ("apply it", code))
+    sections = ((f"{name} within {memory}", str(plan)), ("alternatives", plan.table()), ("apply it", code))
     for title, text in sections:
         out.print(title, style="bold")
         out.print(f"{text}\n", markup=False, soft_wrap=True)
 
 
 def _model_lines(name: str, model: nn.Module, batch: Any, loss: str) -> list[str]:
-    """Python that makes the model and the batch, and the ``loss``, ``", loss"`` where there is one."""
+    """Python lines that build the model and the batch; ``loss`` is ``", loss"`` or empty."""
     if ":" in name:
         module, _, function = name.partition(":")
         return [
@@ -152,32 +156,29 @@ def _model_lines(name: str, model: nn.Module, batch: Any, loss: str) -> list[str
             "",
             f"model, batch{', loss' if loss else ''} = {function}()",
         ]
-    kind = type(model).__name__
-    made = ("lowbit.demo.gpt", "GPT, GPTConfig", "GPT(GPTConfig())")
+    cls = type(model).__name__
+    module, imports, expression = ("lowbit.demo.gpt", "GPT, GPTConfig", "GPT(GPTConfig())")
     if name != "demo":
-        made = ("transformers", kind, f"{kind}.from_pretrained({name!r}, dtype='auto').train()")
-    given = {key: f"torch.zeros{tuple(t.shape)}.to({t.dtype})" for key, t in _tensors(batch).items()}
-    listed = given.get("") or "{" + ", ".join(f"{key!r}: {value}" for key, value in given.items()) + "}"
+        module, imports = "transformers", cls
+        expression = f"{cls}.from_pretrained({name!r}, dtype='auto').train()"
+    items = batch.items() if isinstance(batch, dict) else [("", batch)]
+    zeros = {key: f"torch.zeros{tuple(tensor.shape)}.to({tensor.dtype})" for key, tensor in items}
+    value = zeros.get("") or "{" + ", ".join(f"{key!r}: {code}" for key, code in zeros.items()) + "}"
     return [
-        "import torch", "import lowbit as lb", f"from {made[0]} import {made[1]}", "",
-        f"model = {made[2]}", f"batch = {listed}  # of these shapes",
+        "import torch", "import lowbit as lb", f"from {module} import {imports}", "",
+        f"model = {expression}", f"batch = {value}  # example: use tensors of these shapes",
     ]  # fmt: skip
 
 
-def _tensors(batch: Any) -> dict[str, Tensor]:
-    """A batch as ``find`` makes one: the tensors by name, a single one under no name."""
-    return batch if isinstance(batch, dict) else {"": batch}
-
-
-def _plan_lines(memory: str, asked: dict[str, Any], made: Path | None, loss: str) -> list[str]:
-    """Python that takes the plan, from its file where there is one, and trains by it."""
-    chosen = "".join(f", {key}={value!r}" for key, value in asked.items() if (key, value) != ("gpus", 1))
+def _plan_lines(memory: str, options: dict[str, Any], file: Path | None, loss: str) -> list[str]:
+    """Python lines that load the plan from ``file``, or compute it again, and train with it."""
+    arguments = "".join(f", {key}={value!r}" for key, value in options.items() if (key, value) != ("gpus", 1))
     plan = (
-        f"lb.fit(model, batch, {memory!r}{loss}{chosen})"
-        if made is None
-        else f"lb.plan.TrainingPlan.load({str(made)!r})"
+        f"lb.fit(model, batch, {memory!r}{loss}{arguments})"
+        if file is None
+        else f"lb.plan.TrainingPlan.load({str(file)!r})"
     )
-    count = asked["gpus"]
+    count = options["gpus"]
     start = [f"torch.distributed.init_process_group()  # torchrun --nproc-per-node {count}"] if count > 1 else []
     return [
         *start,
@@ -188,19 +189,19 @@ def _plan_lines(memory: str, asked: dict[str, Any], made: Path | None, loss: str
 
 
 def _save(plan: TrainingPlan, directory: Path, title: str, code: str) -> None:
-    """Write ``plan.json``, ``plan.md`` and, where matplotlib is installed, ``plan.png``."""
+    """Write ``plan.json``, ``plan.md`` and, if matplotlib is installed, ``plan.png``."""
     plan.save(directory / "plan.json")
     plots = find_spec("matplotlib") is not None
     if plots:
         plan.plot(directory / "plan.png")
     else:
-        errors.print(f"no plot, which needs matplotlib: {sys.executable} -m pip install matplotlib", soft_wrap=True)
-    made = provenance(shlex.join(["lowbit", *sys.argv[1:]]), kernels=processor())
+        errors.print(f"no plot: matplotlib is missing; {sys.executable} -m pip install matplotlib", soft_wrap=True)
+    origin = provenance(shlex.join(["lowbit", *sys.argv[1:]]), kernels=processor())
     lines = [
-        f"# {title}", "", "```", str(plan), "```", "", "## What else was to be had", "",
+        f"# {title}", "", "```", str(plan), "```", "", "## Alternatives", "",
         *(["![peaks and times to choose from](plan.png)", ""] if plots else []),
         "```", plan.table(), "```", "", "## Apply it", "", "```python", code, "```", "",
-        "## How it was made", "", *(f"- {key}: {value}" for key, value in made.items()),
+        "## How it was made", "", *(f"- {key}: {value}" for key, value in origin.items()),
     ]  # fmt: skip
     write_atomically(directory / "plan.md", lambda file: file.write("\n".join(lines).encode() + b"\n"))
     errors.print(f"plan: {directory / 'plan.json'}", soft_wrap=True)
@@ -211,13 +212,13 @@ def _climb(memory: str, gpus: int, directory: Path | None, search: int, quick: b
     if device not in LIMITS:
         raise ValueError(f"--device is one of {', '.join(LIMITS)}, got {device!r}")
     if search < 0:
-        raise ValueError(f"--search is a number of models, got {search}; 0 searches for none")
+        raise ValueError(f"--search expects a number of models, got {search}; 0 disables the search")
     steps, tries = (2, 0) if quick else (3, search)
     limit = budget_in(memory, "--memory", shares=False).of(0)
-    asked = Climb(limit, device, steps, tries, directory)
+    request = Climb(limit, device, steps, tries, directory)
     with nullcontext() if directory is None else exclusive(directory, "lowbit fit --ladder --out"):
         with bar("climbing") as progress, resumable():
-            climbed = climb(asked, rungs_of(gpus), progress)
+            climbed = climb(request, rungs_of(gpus), progress)
         path = None if directory is None else report.write(directory, climbed, shlex.join(["lowbit", *sys.argv[1:]]))
     if json:
         print_json(climbed.to_dict())

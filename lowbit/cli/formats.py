@@ -1,4 +1,4 @@
-"""``lowbit formats``: the table of number formats, every code of one of them, or what a scheme stores."""
+"""``lowbit formats``: the table of number formats, all codes of one format, or the storage of a scheme."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ EPILOG = """
 
 `lowbit formats fp8_e4m3` — all 256 codes: `0|0110|100` is 0.75
 
-`lowbit formats e2m1b3` — a format of your own: 2 exponent bits, 1 mantissa bit, bias 3
+`lowbit formats e2m1b3` — a custom format: 2 exponent bits, 1 mantissa bit, bias 3
 
 `lowbit formats int4 --scale 2^-3` — int4 with a power-of-two scale
 
-`lowbit formats int4:group128` — a scheme: what is stored for each block, and how many bits an element takes
+`lowbit formats int4:group128` — a scheme: block, scale format and bits per element
 """
 
 
 def formats(
     name: Annotated[str, typer.Argument(help="A format (fp8_e4m3, e2m1b3) or a scheme (int4:group128, mxfp4).")] = "",
-    scale: Annotated[str, typer.Option(help="Show values times this scale: a number, or a power such as 2^-3.")] = "1",
+    scale: Annotated[str, typer.Option(help="Multiply values by this scale: a number, or a power such as 2^-3.")] = "1",
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show number formats: all of them, or every code of one with its bits and value."""
+    """Show all number formats, or every code of one format with its bits and value, or a quantization scheme."""
     if not name:
         rows = [properties(row) for row in FORMATS.values()]
         print_json(rows) if json else out.print(_table(rows))
     elif name in FORMATS or (":" not in name and name not in SHORT_NAMES):
-        _one(find(name), _number(scale), json)
+        _print_format(find(name), _number(scale), json)
     else:
-        described = _describe(scheme(name))
-        print_json(described) if json else out.print(_pairs(described))
+        fields = _describe(scheme(name))
+        print_json(fields) if json else out.print(_pairs(fields))
 
 
 formats.__doc__ = f"{formats.__doc__}\n{EPILOG}"
 
 
 def properties(row: Format) -> dict[str, Any]:
-    """What follows from a format's row."""
+    """The properties of a format, as printed."""
     return {
         "name": row.name,
         "bits": row.bits,
@@ -69,7 +69,7 @@ def properties(row: Format) -> dict[str, Any]:
 
 
 def split_bits(row: Format, code: int) -> str:
-    """The bits of a code with its fields apart: ``0|0110|100``."""
+    """The bits of a code, split into sign, exponent and mantissa: ``0|0110|100``."""
     bits = f"{code:0{row.bits}b}"
     if row.kind != "float":
         return bits
@@ -77,7 +77,7 @@ def split_bits(row: Format, code: int) -> str:
 
 
 def number(value: float) -> str:
-    """A value exactly, as a power of two where it is a small or a large one."""
+    """An exact value as text; a small or large power of two as ``2^-9``."""
     exponent = power_of_two(value)
     if exponent is not None and not -6 <= exponent <= 20:
         return f"{'-' if value < 0 else ''}2^{exponent}"
@@ -95,47 +95,46 @@ def _number(text: str) -> float:
     base, _, power = text.partition("^")
     try:
         value = float(base) ** float(power) if power else float(text)
-    except (ValueError, ArithmeticError):  # no number; beyond fp64; a negative power of zero
+    except (ValueError, ArithmeticError):  # not a number, out of range, or a negative power of zero
         value = math.nan
     if isinstance(value, complex) or not math.isfinite(value):
-        raise ValueError(f"--scale takes a finite real number or power, such as 0.25 or 2^-3, got {text!r}")
+        raise ValueError(f"--scale expects a finite real number or power, such as 0.25 or 2^-3, got {text!r}")
     return value
 
 
-def _one(row: Format, scale: float, json: bool) -> None:
-    listed = codes(row, scale) if row.bits <= 8 else []
+def _print_format(row: Format, scale: float, json: bool) -> None:
+    lines = codes(row, scale) if row.bits <= 8 else []
     if json:
-        print_json({**properties(row), "scale": scale, "codes": listed})
+        print_json({**properties(row), "scale": scale, "codes": lines})
         return
     out.print(_pairs(properties(row)))
-    if not listed:
+    if not lines:
         out.print(f"\n{row.name} has 2^{row.bits} codes, too many to list.")
         return
     times = "" if scale == 1 else f" x {number(scale)}"
     out.print(f"\ncode  {'bits':<{row.bits + 2}}  value{times}", style="bold")
-    for line in listed:
+    for line in lines:
         exact = number(line["value"])
-        plain = repr(line["value"])
-        shown = Text(f"0x{line['code']:02x}  {line['bits']:<{row.bits + 2}}  {exact}")
+        text = Text(f"0x{line['code']:02x}  {line['bits']:<{row.bits + 2}}  {exact}")
         if "^" in exact:
-            shown.append(f"  {plain}", "dim")
-        out.print(shown, soft_wrap=True)
+            text.append(f"  {line['value']!r}", "dim")
+        out.print(text, soft_wrap=True)
 
 
-def _describe(made: Scheme) -> dict[str, Any]:
-    rows, cols = made.block
+def _describe(scheme: Scheme) -> dict[str, Any]:
+    rows, cols = scheme.block
     block = f"{'all' if rows is None else rows} x {'all' if cols is None else cols}"
     example = (1024, 1024)
     return {
-        "scheme": made.name,
-        "format": made.format.name,
+        "scheme": scheme.name,
+        "format": scheme.format.name,
         "block (rows x cols)": block,
-        "scale format": made.scale_format.name,
-        "scale rounding": made.rounding,
-        "signed full range": made.full,
-        "zero point": made.affine,
-        "global fp32 scale": f"one a {made.global_scale}" if made.global_scale else False,
-        "bits an element (1024 x 1024)": round(8 * made.nbytes(example) / (example[0] * example[1]), 4),
+        "scale format": scheme.scale_format.name,
+        "scale rounding": scheme.rounding,
+        "signed full range": scheme.full,
+        "zero point": scheme.affine,
+        "global fp32 scale": f"one per {scheme.global_scale}" if scheme.global_scale else False,
+        "bits per element (1024 x 1024)": round(8 * scheme.nbytes(example) / (example[0] * example[1]), 4),
     }
 
 
@@ -144,15 +143,15 @@ def _pairs(values: dict[str, Any]) -> Table:
 
 
 def _table(rows: list[dict[str, Any]]) -> Text:
-    """The table in plain text, so that it fits 80 columns and can be searched."""
-    shown = ("name", "bits", "layout", "bias", "max", "min_normal", "min_subnormal", "epsilon", "finite")
+    """The table in plain text, because it must fit 80 columns."""
+    keys = ("name", "bits", "layout", "bias", "max", "min_normal", "min_subnormal", "epsilon", "finite")
     cells = [["name", "bits", "layout", "bias", "max", "normal", "least", "epsilon", "finite", "special"]]
     for row in rows:
-        special = " ".join(what for what, there in (("Inf", row["inf"]), ("NaN", row["nan"] != "none")) if there)
-        cells.append([*(_cell(row[key]) for key in shown), special or "-"])
+        special = " ".join(word for word, present in (("Inf", row["inf"]), ("NaN", row["nan"] != "none")) if present)
+        cells.append([*(_cell(row[key]) for key in keys), special or "-"])
     head, _, body = aligned(cells, numbers=(1, 3, 4, 5, 6, 7, 8), gap=1).partition("\n")
-    about = "normal, least: least normal value and least of all; codes: lowbit formats NAME"
-    return Text.assemble((head, "bold"), "\n", body, "\n\n", (about, "dim"))
+    note = "normal: smallest normal value; least: smallest positive value"
+    return Text.assemble((head, "bold"), "\n", body, "\n\n", (note, "dim"))
 
 
 def _cell(value: Any) -> str:

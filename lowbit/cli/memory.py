@@ -1,6 +1,4 @@
-"""``lowbit doctor --memory``: what training a model takes of memory, and what to do where it is too much. ``find`` is
-what names of models stand for, also in ``lowbit fit``.
-"""
+"""``lowbit doctor --memory``: memory of a training step, and a checklist to reduce it."""
 
 from __future__ import annotations
 
@@ -27,18 +25,18 @@ __all__ = ["find", "report"]
 def report(
     name: str, rows: int, length: int, optimizer: str, precision: str | None, recipe: str | None, json: bool
 ) -> None:
-    """Print the estimate of a step of the model called ``name``, and the checklist."""
+    """Print the memory estimate of one training step, and the checklist."""
     model, batch, loss = find(name, rows, length, "--memory")
     with errors.status(f"estimating {name}"):
-        found = checklist(model, batch, loss, optimizer=optimizer, precision=precision, recipe=recipe)
+        results = checklist(model, batch, loss, optimizer=optimizer, precision=precision, recipe=recipe)
     if json:
-        print_json(found.as_dict())
+        print_json(results.as_dict())
         return
-    fast = "this processor multiplies bf16" if multiplies("bf16") else "bf16 is slower than fp32 on this processor"
-    out.print(f"{name}: a step of training, estimated ({fast})\n", markup=False)
-    out.print(str(found.plain), markup=False, soft_wrap=True)
-    out.print("\nwhat would save memory, best first", style="bold")
-    out.print(str(found), markup=False, soft_wrap=True)
+    bf16 = "this CPU has bf16 matmuls" if multiplies("bf16") else "bf16 is slower than fp32 on this CPU"
+    out.print(f"{name}: one training step, estimated ({bf16})\n", markup=False)
+    out.print(str(results.plain), markup=False, soft_wrap=True)
+    out.print("\nways to save memory, best first", style="bold")
+    out.print(str(results), markup=False, soft_wrap=True)
 
 
 #: A loss of output and batch; None for the model's own.
@@ -46,48 +44,57 @@ _Loss = Callable[[Any, Any], Tensor] | None
 
 
 def find(name: str, rows: int, length: int, option: str) -> tuple[nn.Module, Any, _Loss]:
-    """The model, a batch and a loss. ``option``: what of the command line names it, for messages.
+    """Build the model that the command line names, with a batch and a loss.
 
-    Raises ValueError for a name that is no model's, and for a model of which no batch is known.
+    Args:
+        name: ``demo``, a Hugging Face model directory, or ``MODULE:FUNCTION``.
+        rows: Rows of the batch, unless a function returns it.
+        length: Tokens per row, unless a function returns the batch.
+        option: The option or argument that has the name, for error messages.
+
+    Raises:
+        ValueError: The name is not a model, or the model's input is of an unknown kind.
     """
-    told = f"{option} {name}"
+    prefix = f"{option} {name}"
     if name == "demo":
         config = GPTConfig()
         return GPT(config), torch.zeros(rows, min(length, config.context), dtype=torch.long), None
     if is_directory(Path(name)):
         model = without_weights(Path(name)).train()
-        return model, _batch_of(model, rows, length, told), None
+        return model, _batch_of(model, rows, length, prefix), None
     if ":" not in name:
         raise ValueError(
-            f"{told}: expected 'demo', a directory with a config.json of transformers, or MODULE:FUNCTION, a "
-            f"function that returns a model and a batch, and a loss where it is not the model's own"
+            f"{prefix}: expected 'demo', a Hugging Face model directory (config.json), or MODULE:FUNCTION, a function "
+            f"that returns (model, batch) or (model, batch, loss)"
         )
     path, _, function = name.partition(":")
     sys.path.insert(0, "")
     try:
-        made = getattr(importlib.import_module(path), function)()
+        result = getattr(importlib.import_module(path), function)()
     except (ImportError, AttributeError, TypeError) as error:
-        raise ValueError(f"{told}: {error}; expected MODULE:FUNCTION that can be imported from here") from None
+        raise ValueError(
+            f"{prefix}: {error}; expected MODULE:FUNCTION that can be imported from the current directory"
+        ) from None
     finally:
         sys.path.remove("")
-    if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module)):
-        got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
-        raise ValueError(f"{told}: expected (model, batch) or (model, batch, loss) from {function}(), got {got}")
-    model, batch, loss = made if len(made) == 3 else (*made, None)
+    if not (isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], nn.Module)):
+        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        raise ValueError(f"{prefix}: expected (model, batch) or (model, batch, loss) from {function}(), got {got}")
+    model, batch, loss = result if len(result) == 3 else (*result, None)
     return model, batch, loss
 
 
-def _batch_of(model: Any, rows: int, length: int, told: str) -> dict[str, Any]:
-    """What a model of transformers is trained on, by the name of its main input."""
-    config, kind = model.config, model.main_input_name
-    if kind == "pixel_values":
+def _batch_of(model: Any, rows: int, length: int, prefix: str) -> dict[str, Any]:
+    """A training batch of zeros for a Hugging Face model; ``prefix`` begins error messages."""
+    config, main_input = model.config, model.main_input_name
+    if main_input == "pixel_values":
         side = getattr(config, "image_size", 224)
-        high, wide = side if isinstance(side, list | tuple) else (side, side)
-        return {kind: torch.zeros(rows, getattr(config, "num_channels", 3), high, wide, dtype=model.dtype)}
-    if kind != "input_ids":
+        height, width = side if isinstance(side, list | tuple) else (side, side)
+        return {main_input: torch.zeros(rows, getattr(config, "num_channels", 3), height, width, dtype=model.dtype)}
+    if main_input != "input_ids":
         raise ValueError(
-            f"{told}: {type(model).__name__} is given {kind}, of which no batch is known here; write a function "
-            f"that returns the model and a batch, and give MODULE:FUNCTION"
+            f"{prefix}: the input of {type(model).__name__} is {main_input}, which lowbit cannot create; write a "
+            f"function that returns (model, batch), and pass MODULE:FUNCTION"
         )
     ids = torch.zeros(rows, length, dtype=torch.long)
     if getattr(config, "is_encoder_decoder", False):

@@ -1,4 +1,4 @@
-"""Saved models as commands read them, and text as these models read it."""
+"""Arguments that the commands share: saved models, recipes, methods, dtypes and tokenized text."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lowbit.serialize.layout import CONFIG, our_config
 
 __all__ = ["DEFAULT_METHOD", "Dtype", "cast_", "load", "methods_in", "recipe_in", "windows"]
 
-#: What methods are where none is named, for people.
+#: The default methods, for help texts.
 DEFAULT_METHOD = f"with --text guided-gptq; without, {DEFAULT}"
 
 
 class Dtype(str, Enum):
-    """What the weights that stay in high precision are kept in."""
+    """Dtype of the weights that are not quantized."""
 
     auto = "auto"
     bf16 = "bf16"
@@ -36,71 +36,71 @@ _DTYPES = {Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16, Dtype.fp32: to
 
 
 def load(directory: Path) -> nn.Module:
-    """The model in ``directory``, whoever saved it. Raises: FileNotFoundError, ValueError, ImportError."""
+    """Load the model that lowbit or transformers saved in ``directory``.
+
+    Raises:
+        FileNotFoundError: There is no model.
+        ValueError: The model is damaged or cannot be built.
+        ImportError: transformers is needed and not installed.
+    """
     return load_model(directory).eval() if _is_ours(directory) else from_directory(directory)
 
 
 def _is_ours(directory: Path) -> bool:
-    """Whether lowbit saved the model in ``directory``; else transformers did. Raises FileNotFoundError for neither."""
+    """Whether lowbit, not transformers, saved the model. Raises FileNotFoundError if there is no model."""
     if our_config(directory) is not None:
         return True
     if is_directory(directory):
         return False
     if directory.suffix == ".gguf":
         raise FileNotFoundError(
-            f"{directory} is a GGUF file, and a directory of safetensors is needed; write one with transformers: "
+            f"{directory} is a GGUF file, expected a directory with safetensors; convert it with transformers: "
             f"AutoModelForCausalLM.from_pretrained(DIRECTORY, gguf_file=...).save_pretrained(OTHER_DIRECTORY)"
         )
     raise FileNotFoundError(
-        f"{directory} is no saved model: {directory / CONFIG} does not exist, and no config.json of transformers; give "
-        "another directory, such as out/demo/model"
+        f"{directory} is not a saved model: {directory / CONFIG} does not exist, and there is no config.json of a "
+        "Hugging Face model; pass another directory, such as out/demo/model"
     )
 
 
 def methods_in(method: str | None, text: Path | None) -> list[str] | None:
-    """The names in ``--method``; None where it is not given.
-
-    Raises ValueError for an unknown one, and for one that looks at data where there is no ``text``.
-    """
+    """The names in ``--method``; None without the option. Raises ValueError for an unknown name or missing text."""
     if method is None:
         return None
     names = [name.strip() for name in method.split(",")]
     weights, _, transforms, _ = choose(names)
-    needing = [transform.name for transform in transforms]
+    data_methods = [transform.name for transform in transforms]
     if weights is not None and weights.need != "nothing":
-        needing.append(weights.name)
-    if needing and text is None:
+        data_methods.append(weights.name)
+    if data_methods and text is None:
         raise ValueError(
-            f"--method {needing[0]} looks at data; give a text with --text FILE, or one of {', '.join(DATA_FREE)}"
+            f"--method {data_methods[0]} needs data; pass --text FILE, or use one of {', '.join(DATA_FREE)}"
         )
     return names
 
 
 def recipe_in(name: str, text: Path | None, calibrated: bool = False) -> Recipe:
-    """The recipe of that name.
+    """The recipe called ``name``.
 
     Args:
-        name: As users write it.
-        text: The text of ``--text``.
-        calibrated: Whether ``--calibration`` has the scales that come from data.
-
-    Returns:
-        The recipe.
+        name: Name of a recipe, with options such as ``int4-weight-only:group32``.
+        text: The file of ``--text``.
+        calibrated: Whether ``--calibration`` provides static scales.
 
     Raises:
         ValueError: The name is unknown, or the recipe needs data and the command has none.
     """
-    found = recipe(name)
-    if found.static and text is None and not calibrated:
+    chosen = recipe(name)
+    if chosen.static and text is None and not calibrated:
         raise ValueError(
-            f"recipe {found.name!r} needs data, from which the scales of its inputs are made; give a text with --text "
-            f"FILE, or one of {', '.join(row.name for row in RECIPES.values() if row.dynamic)}"
+            f"recipe {chosen.name!r} needs data for its static input scales; pass --text FILE, or use one of "
+            f"{', '.join(row.name for row in RECIPES.values() if row.dynamic)}"
         )
-    return found
+    return chosen
 
 
 def cast_(model: nn.Module, dtype: Dtype) -> None:
-    """Cast the parameters alone: tables in buffers, such as those of rotary embeddings, are computed in fp32."""
+    """Cast the parameters, but no buffers: rotary embeddings compute their tables in fp32."""
     for parameter in model.parameters():
         if not parameter.is_floating_point():
             continue
@@ -109,30 +109,30 @@ def cast_(model: nn.Module, dtype: Dtype) -> None:
         elif parameter.dtype == torch.float32:
             parameter.data = parameter.data.bfloat16()
     config: Any = getattr(model, "config", None)
-    if hasattr(config, "dtype"):  # transformers' configs say what the weights are in
+    if hasattr(config, "dtype"):  # Hugging Face configs store the dtype of the weights
         config.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
 
 
 def windows(directory: Path, text: Path, count: int, length: int) -> list[Tensor]:
-    """The first ``count`` windows ``[1, length]`` of the tokens of ``text``, as the model's own tokenizer makes them.
+    """The first ``count`` windows ``[1, length]`` of a text file, tokenized by the model's own tokenizer.
 
-    Raises ValueError for a text that cannot be read or fills no window, and for a directory without a tokenizer;
-    FileNotFoundError for one without a model.
+    Raises:
+        ValueError: The text cannot be read or is too short, or the directory has no tokenizer.
+        FileNotFoundError: The directory has no model.
     """
-    words = read(text)
-    tokens = torch.tensor(_tokens(directory, words), dtype=torch.int64)
+    tokens = torch.tensor(_tokens(directory, read(text)), dtype=torch.int64)
     available = min(len(tokens) // length, count)
     if available < 1:
-        raise ValueError(f"{text}: {len(tokens)} tokens do not fill one window of {length}; give a longer text")
+        raise ValueError(f"{text}: {len(tokens)} tokens do not fill one window of {length}; use a longer text")
     return list(tokens[: available * length].view(available, 1, length))
 
 
-def _tokens(directory: Path, words: str) -> list[int]:
+def _tokens(directory: Path, text: str) -> list[int]:
     ours = our_config(directory) if _is_ours(directory) else None
     if ours is not None and (ours[1].get("model") or {}).get("class") != "transformers":
         from lowbit.demo import experiment
 
-        return list(experiment.load(directory)[1].encode(words).ids)
+        return list(experiment.load(directory)[1].encode(text).ids)
     try:
         from transformers import AutoTokenizer
     except ImportError:
@@ -140,5 +140,5 @@ def _tokens(directory: Path, words: str) -> list[int]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{directory} holds no tokenizer that transformers can load ({error})") from None
-    return list(tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"])
+        raise ValueError(f"{directory} has no tokenizer that transformers can load ({error})") from None
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

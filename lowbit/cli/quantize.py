@@ -1,4 +1,4 @@
-"""``lowbit quantize``: a model's directory in, a smaller one out."""
+"""``lowbit quantize``: quantize a saved model into a new directory."""
 
 from __future__ import annotations
 
@@ -32,103 +32,107 @@ from lowbit.serialize.layout import CONFIG, our_config
 EPILOG = """
 **Examples**
 
-`lowbit quantize out/demo/model int8` — the model that `lowbit train` made
+`lowbit quantize out/demo/model int8` — the model that `lowbit train` saved
 
-`lowbit quantize SmolLM2-135M int4-weight-only:group32 --out small` — a directory of transformers (config.json and
+`lowbit quantize SmolLM2-135M int4-weight-only:group32 --out small` — a Hugging Face model directory (config.json and
 safetensors)
 
-`lowbit quantize SmolLM2-135M int4-weight-only --calibration found` — after `lowbit calibrate SmolLM2-135M
+`lowbit quantize SmolLM2-135M int4-weight-only --text book.txt` — calibrate on a text and quantize; add --from-disk if
+the model is larger than memory
+
+`lowbit quantize SmolLM2-135M int4-weight-only --calibration found` — with the result of `lowbit calibrate SmolLM2-135M
 int4-weight-only --text book.txt --out found`
 
-`lowbit quantize SmolLM2-135M int4-weight-only --text book.txt` — both in one; with --from-disk the model may be larger
-than memory
-
-`lowbit quantize SmolLM2-135M --bits 4.5 --text book.txt` — recipes by layer, those that lose the least
+`lowbit quantize SmolLM2-135M --bits 4.5 --text book.txt` — the recipe per layer that loses the least accuracy at 4.5
+bits per weight
 
 Then, in Python: `model = lowbit.load_model("small")`
 
 Recipes: {recipes}
 
-With --text or --calibration: {static}
+Recipes that need --text or --calibration: {static}
 """
 
-#: What is copied beside the weights: a tokenizer, configs, a model card, licences.
+#: Files copied along with the weights: tokenizer, configs, model card, licences.
 _COPIED = re.compile(r"[^.].*\.(json|txt|model|jinja|md)|(LICEN[CS]E|NOTICE).*", re.IGNORECASE)
 _MOST_COPIED = 64 << 20
 
 
 def quantize(
     directory: Annotated[
-        Path, typer.Argument(metavar="MODEL_DIR", help="A directory of lowbit.save_model or of transformers.")
+        Path, typer.Argument(metavar="MODEL_DIR", help="Directory of a Hugging Face model or from lowbit.save_model.")
     ],
     recipe: Annotated[
         str | None,
         typer.Argument(
-            help="A recipe, such as int8, int4-weight-only:group32 or mxfp4; with --bits or --size several, with "
-            f"commas (none: a layer may stay), by default {','.join(CANDIDATES)}.",
+            help="A recipe, such as int8, int4-weight-only:group32 or mxfp4. With --bits or --size: the recipes to "
+            f"choose from, separated by commas (none: not quantized); by default {','.join(CANDIDATES)}.",
         ),
     ] = None,
     target: Annotated[
-        Path | None, typer.Option("--out", help="Where the result goes; MODEL_DIR-RECIPE by default.")
+        Path | None, typer.Option("--out", help="Directory for the result; by default MODEL_DIR-RECIPE.")
     ] = None,
     dtype: Annotated[
-        Dtype, typer.Option(help="Of the weights that are not quantized; auto: as saved, and bf16 where that is fp32.")
+        Dtype, typer.Option(help="Dtype of unquantized weights. auto: as saved, but bf16 instead of fp32.")
     ] = Dtype.auto,
     calibration: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="What lowbit calibrate wrote for this model and recipe.")
+        Path | None, typer.Option(metavar="DIR", help="Output of lowbit calibrate for this model and recipe.")
     ] = None,
     skip: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Modules to leave, * for many; lm_head by default.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Modules not to quantize; * is a wildcard. By default lm_head. Repeatable."),
     ] = None,
     method: Annotated[
         str | None,
         typer.Option(
             metavar="A,B",
-            help=f"Methods, as of lowbit calibrate; by default {DEFAULT_METHOD}. Without --text, and with --bits or "
-            f"--size, one that needs no data: {', '.join(DATA_FREE)}.",
+            help=f"Calibration methods; see lowbit calibrate --help. By default {DEFAULT_METHOD}. Without --text, or "
+            f"with --bits or --size, one of {', '.join(DATA_FREE)}.",
         ),
     ] = None,
     from_disk: Annotated[
         bool | None,
         typer.Option(
             "--from-disk/--in-memory",
-            help="Read, quantize and write one weight after the other, or with --text one block; by default where the "
-            "weights take more than half of the free memory.",
+            help="Read, quantize and write one weight at a time (with --text one block). By default if the weights "
+            "need more than half of the free memory.",
         ),
     ] = None,
     bits: Annotated[
-        float | None, typer.Option(help="Choose a recipe for each layer, of so many bits a weight on average.")
+        float | None, typer.Option(help="Choose a recipe per layer for this average number of bits per weight.")
     ] = None,
     total: Annotated[
-        str | None, typer.Option("--size", metavar="80MB", help="The same, for so many bytes of the whole model.")
+        str | None, typer.Option("--size", metavar="80MB", help="Choose a recipe per layer for this model size.")
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="UTF-8 text that methods look at, or --bits and --size judge layers by."),
+        typer.Option(metavar="FILE", help="UTF-8 text for calibration, or to compare recipes with --bits and --size."),
     ] = None,
     count: Annotated[
-        int | None, typer.Option("--windows", min=1, help="Windows of the text, at most: 16, or 8 to judge layers.")
+        int | None,
+        typer.Option(
+            "--windows", min=1, help="Most windows of the text to use; by default 16, with --bits or --size 8."
+        ),
     ] = None,
-    length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a window.")] = 512,
+    length: Annotated[int, typer.Option("--length", min=2, help="Tokens per window.")] = 512,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --bits and --size: draw what each layer loses.")
+        Path | None, typer.Option(metavar="FILE", help="Plot the accuracy loss per layer, with --bits or --size.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Quantize a saved model, and save the result with its tokenizer and configs.
 
-    Codes are chosen by --method, which looks at what the model computes of --text where there is one, or taken from
-    what lowbit calibrate has chosen (--calibration). With --from-disk a run that was stopped goes on when it is given
-    again.
+    Weights are quantized by --method. Calibration methods run the model on --text, or use the output of lowbit
+    calibrate (--calibration). A run with --from-disk can be interrupted; the same command continues it.
     """
     started = time.perf_counter()
     reset_peak()
     budget = Budget(bits, total, plot)
     chosen = _recipe(recipe, budget, calibration, text)
     if calibration is not None and (text is not None or method is not None):
-        raise ValueError("--calibration has chosen the codes; leave out --method and --text")
-    candidates = budget.check(text, recipe, method) if budget.given else []
-    methods = methods_in(method, None if budget.given else text)
+        raise ValueError("--calibration already holds the quantized values; leave out --method and --text")
+    candidates = budget.check(text, recipe, method) if budget.is_set else []
+    methods = methods_in(method, None if budget.is_set else text)
     directory = directory.resolve() if directory.name in ("", "..") else directory
     label = budget.label if chosen is None else chosen.name.replace(":", "-")
     target = target or directory.with_name(f"{directory.name}-{label}")
@@ -136,10 +140,10 @@ def quantize(
     if from_disk is None:
         from_disk = chosen is not None and calibration is None and _is_large(directory)
     if from_disk and (chosen is None or calibration is not None):
-        raise ValueError("--calibration, --bits and --size need the model in memory; leave out --from-disk")
+        raise ValueError("--calibration, --bits and --size load the model into memory; leave out --from-disk")
     if not from_disk and target.exists():
         raise FileExistsError(f"{target} exists; remove it or choose another with --out")
-    samples = count or (8 if budget.given else 16)
+    samples = count or (8 if budget.is_set else 16)
     data = None if text is None else windows(directory, text, samples, length)
     if from_disk:
         assert chosen is not None
@@ -150,13 +154,13 @@ def quantize(
         if recipes is None:
             assert data is not None
             recipes, data = budget.choose(model, data, candidates, method, skipped), None
-        found = _found(model, recipes, data, calibration, methods, skipped)
+        calibrated = _calibration(model, recipes, data, calibration, methods, skipped)
         with errors.status(Text(f"quantizing with {recipes}"[:100])) as status:
-            report = quantize_(model, recipes, found, skip=skipped)
+            report = quantize_(model, recipes, calibrated, skip=skipped)
             status.update(Text(f"saving to {target}"))
-            target.mkdir(parents=True)  # raises where another run has made it meanwhile
+            target.mkdir(parents=True)  # raises if another run has created it meanwhile
             save_model(model, target)
-    _copy_others(directory, target)
+    _copy_files(directory, target)
     if json:
         print_json(_as_json(report, target))
         return
@@ -175,35 +179,36 @@ quantize.__doc__ = f"{quantize.__doc__}\n{EPILOG}".format(
 
 
 def _recipe(recipe: str | None, budget: Budget, calibration: Path | None, text: Path | None) -> Recipe | None:
-    """The recipe of all layers; None where a budget chooses one for each."""
-    if budget.given:
+    """The recipe for all layers; None if a budget chooses one per layer."""
+    if budget.is_set:
         if calibration is not None:
-            raise ValueError("--calibration is for recipes that are chosen already; leave out --bits and --size")
+            raise ValueError("--calibration is for one recipe that is already chosen; leave out --bits and --size")
         return None
     if recipe is None:
-        able = ", ".join(name for name, row in RECIPES.items() if row.dynamic)
-        with_text = ", ".join(name for name, row in RECIPES.items() if row.static)
+        dynamic = ", ".join(name for name, row in RECIPES.items() if row.dynamic)
+        static = ", ".join(name for name, row in RECIPES.items() if row.static)
         raise ValueError(
-            f"give a recipe, one of {able}, with --text FILE one of {with_text}, or a budget: --bits 4.5 --text FILE"
+            f"expected a recipe: one of {dynamic}; with --text FILE one of {static}; or a budget, --bits 4.5 "
+            f"--text FILE"
         )
     return recipe_in(recipe, text, calibration is not None)
 
 
 def _loaded(directory: Path, dtype: Dtype) -> nn.Module:
-    """The model, in ``dtype``. Raises ValueError for one that is quantized."""
+    """The model, cast to ``dtype``. Raises ValueError if it is already quantized."""
     with errors.status(Text(f"loading {directory}")):
         model = load(directory)
         already = {layer.recipe.name for layer in quantized_layers(model).values()}
         if already:
             raise ValueError(
-                f"{directory} holds a model that is quantized already ({', '.join(sorted(already))}); give the one "
-                "that it was made of"
+                f"{directory} holds a model that is already quantized ({', '.join(sorted(already))}); pass the "
+                "original model"
             )
         cast_(model, dtype)
     return model
 
 
-def _found(
+def _calibration(
     model: nn.Module,
     chosen: Recipe | LayerRecipes,
     data: list[Tensor] | None,
@@ -211,7 +216,7 @@ def _found(
     methods: list[str] | None,
     skip: Skip,
 ) -> Calibration | None:
-    """What says how weights are rounded; None: ``quantize_`` does."""
+    """The loaded or computed calibration; None if ``quantize_`` needs none."""
     if calibration is not None:
         return Calibration.load(calibration)
     if methods is None and data is None:
@@ -221,7 +226,7 @@ def _found(
 
 
 def _is_large(directory: Path) -> bool:
-    """Whether the weights in a directory of transformers take more than half of the memory that is free."""
+    """Whether the weights of a Hugging Face model directory need more than half of the free memory."""
     free = available_bytes()
     if free is None or our_config(directory) is not None or not huggingface.is_directory(directory):
         return False
@@ -237,7 +242,7 @@ def _quantize_files(
     dtype: Dtype,
     skip: Skip,
 ) -> Report:
-    """Quantize without the whole model in memory, with a bar of the blocks and files."""
+    """Quantize without loading the whole model, with a progress bar."""
     with errors.status(Text(f"reading {directory}")):
         model = huggingface.without_weights(directory)
         cast_(model, dtype)
@@ -247,10 +252,10 @@ def _quantize_files(
         )
 
 
-def _copy_others(directory: Path, target: Path) -> None:
-    """Copy what belongs to the model and is no weights."""
+def _copy_files(directory: Path, target: Path) -> None:
+    """Copy tokenizer, configs and documents, but no weights."""
     for path in sorted(directory.iterdir()):
-        index = path.name.endswith(".index.json")  # of weights in several files
+        index = path.name.endswith(".index.json")  # of sharded weights
         wanted = _COPIED.fullmatch(path.name) and path.name != CONFIG and not index
         if wanted and path.is_file() and not (target / path.name).exists():
             check_regular(path, _MOST_COPIED)

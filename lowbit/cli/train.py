@@ -1,4 +1,4 @@
-"""``lowbit train``: the demo, from text to a transformer trained in FP8 and quantized with every recipe."""
+"""``lowbit train``: the demo; trains a small transformer on a text and quantizes it with every recipe."""
 
 from __future__ import annotations
 
@@ -40,63 +40,70 @@ EPILOG = """
 
 `lowbit train` — the whole demo, about two minutes on two cores; the report is out/demo/report.md
 
-`lowbit train --data book.txt --steps 2000` — on a text of one's own
+`lowbit train --data book.txt --steps 2000` — on your own text
 
-`lowbit train --optimizer lion4bit` — states of 4 bits; adamw8bit, sgd8bit, muon8bit and so on
+`lowbit train --optimizer lion4bit` — 4-bit optimizer states; also adamw8bit, sgd8bit, muon8bit and so on
 
 `lowbit train --precision fp8-block --recipe mxfp4 --recipe nf4` — other number formats
 
-`lowbit train --explain --precision fp16` — what is computed in what, and the bytes of a step; trains nothing
+`lowbit train --explain --precision fp16` — print the dtype of each part and the bytes of a step, without training
 
-`lowbit train --precision bf16 --precision nvfp4 --tail 0.1` — 4 bits, and the last tenth of the steps in bf16
+`lowbit train --precision bf16 --precision nvfp4 --tail 0.1` — train in 4 bits, the last tenth of the steps in bf16
 
-`lowbit train --memory 40MiB` — each run by a plan whose steps hold no more; a share of plain training too, such as 60%
+`lowbit train --memory 40MiB` — within a memory budget; also a share of plain training, such as 60%
 
-`lowbit train --watch 50` — overflow, underflow, saturation and SQNR by layer and operand, every 50 steps
+`lowbit train --watch 50` — overflow, underflow, saturation and SQNR per layer and operand, every 50 steps
 
-`torchrun --nproc-per-node 2 -m lowbit train --strategy zero1` — on two processes, with the batches of one
+`torchrun --nproc-per-node 2 -m lowbit train --strategy zero1` — on two processes that share each batch
 
-`lowbit train --resume` — go on after Ctrl-C, bit for bit as if nothing had happened
+`lowbit train --resume` — continue after Ctrl-C; the result is bit-identical to an uninterrupted run
 """
 
 _MODEL, _TRAIN = GPTConfig(), TrainConfig()
 _PRECISION = (
-    "fp32, bf16, fp16 or a recipe that trains; repeat. By default bf16 (fp32 on a processor without it) and fp8."
+    "fp32, bf16, fp16 or a training recipe. Repeatable: one run each. By default fp8, and bf16 (fp32 on CPUs without "
+    "bf16)."
 )
-_OPTIMIZER = "Such as adamw8bit or lion4bit. By default adamw for floats, and adamw8bit for recipes."
-_ACTIVATIONS = "In runs of recipes, keep inputs of norms and activation functions for backward as FP8 codes."
-_CHECKPOINTING = "In all runs, keep a block's input alone for backward, which computes its inside again."
-_TAIL = "Share of the steps, the last ones, in which runs of recipes compute in bf16 or fp32 alone, such as 0.1."
-_PROFILE = "Profile the memory of one step of each run: a table, and memory.json with memory.png."
+_OPTIMIZER = (
+    "Optimizer, such as adamw8bit or lion4bit. By default adamw for fp32, bf16 and fp16, adamw8bit for recipes."
+)
+_ACTIVATIONS = "In runs with recipes, save the inputs of norms and activation functions for backward in FP8."
+_CHECKPOINTING = "Activation checkpointing: save only each block's input and recompute the rest in backward."
+_TAIL = "Fraction of the steps, at the end, that runs with recipes compute in bf16 or fp32, such as 0.1."
+_PROFILE = "Profile the memory of one step per run: a table, memory.json and memory.png."
 _MEMORY = (
-    "What a step may hold, such as 1GiB or 60% of plain training: each run, in its precision, trains by a plan that "
-    "chooses checkpoints, parts of a batch, bits of states (unless --optimizer is given) and their place."
+    "Memory budget for a training step, such as 1GiB or 60% of plain training. Each run then follows a plan that "
+    "chooses checkpointing, micro-batches, bits of the optimizer states (unless --optimizer is set) and offload."
 )
-_WAY = f"How the processes that torchrun started share the training: {', '.join(STRATEGIES)}. By default ddp."
-_TIMEOUT = "Seconds that a process waits for the others before it takes one for lost."
-_WATCH = "Every N steps, note what the casts of low precision lose, by layer and operand; 0: never."
+_STRATEGY = f"Sharding strategy of the processes started by torchrun: {', '.join(STRATEGIES)}. By default ddp."
+_TIMEOUT = "Seconds that a process waits for the other processes before the run fails."
+_WATCH = "Every N steps, record the quantization error of each layer and operand; 0: never."
 
-#: Seconds from a SIGTERM outside of training to the end of the process.
+#: Seconds between a SIGTERM outside of training and the end of the process.
 _GRACE = 2.0
 
 
 def train(
     context: typer.Context,
-    directory: Annotated[Path, typer.Option("--out", help="Where everything goes.")] = Path("out/demo"),
-    data: Annotated[Path | None, typer.Option(help="UTF-8 text to train on instead of Python's documentation.")] = None,
+    directory: Annotated[Path, typer.Option("--out", help="Output directory.")] = Path("out/demo"),
+    data: Annotated[
+        Path | None, typer.Option(help="UTF-8 text to train on; by default Python's documentation.")
+    ] = None,
     precision: Annotated[list[str] | None, typer.Option(help=_PRECISION)] = None,
     optimizer: Annotated[str | None, typer.Option(help=_OPTIMIZER)] = None,
-    recipe: Annotated[list[str] | None, typer.Option(help="Recipe to quantize with; repeat. All by default.")] = None,
-    steps: Annotated[int, typer.Option(help="Steps of each run.")] = _TRAIN.steps,
-    batch: Annotated[int, typer.Option(help="Sequences in a step.")] = _TRAIN.batch,
-    length: Annotated[int, typer.Option("--context", help="Tokens in a sequence.")] = _MODEL.context,
-    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = _TRAIN.lr,
-    seed: Annotated[int, typer.Option(help="Of weights and batches.")] = _TRAIN.seed,
-    layers: Annotated[int, typer.Option(help="Blocks.")] = _MODEL.layers,
+    recipe: Annotated[
+        list[str] | None, typer.Option(help="Recipe to quantize with. Repeatable; by default all.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps per run.")] = _TRAIN.steps,
+    batch: Annotated[int, typer.Option(help="Sequences per step.")] = _TRAIN.batch,
+    length: Annotated[int, typer.Option("--context", help="Tokens per sequence.")] = _MODEL.context,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = _TRAIN.lr,
+    seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = _TRAIN.seed,
+    layers: Annotated[int, typer.Option(help="Number of blocks.")] = _MODEL.layers,
     dim: Annotated[int, typer.Option(help="Width of the model.")] = _MODEL.dim,
     heads: Annotated[int, typer.Option(help="Attention heads.")] = _MODEL.heads,
     hidden: Annotated[int, typer.Option(help="Width of the feed-forward layer.")] = _MODEL.hidden,
-    vocab: Annotated[int, typer.Option(help="Tokens of the vocabulary; 256 is bytes.")] = _MODEL.vocab,
+    vocab: Annotated[int, typer.Option(help="Vocabulary size; 256: bytes.")] = _MODEL.vocab,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = _TRAIN.save_every,
     eval_every: Annotated[int, typer.Option(help="Steps between held-out evaluations.")] = _TRAIN.eval_every,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help=_CHECKPOINTING)] = False,
@@ -105,22 +112,23 @@ def train(
     watch: Annotated[int, typer.Option(metavar="N", help=_WATCH)] = 0,
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help=_MEMORY)] = None,
     profile_memory: Annotated[bool, typer.Option("--profile-memory", help=_PROFILE)] = False,
-    strategy: Annotated[str | None, typer.Option(help=_WAY)] = None,
+    strategy: Annotated[str | None, typer.Option(help=_STRATEGY)] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help=_TIMEOUT)] = torchrun.TIMEOUT,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Throw away the run in --out.")] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Print what is computed in what, and stop.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run in --out.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Print dtypes and memory per run, then stop.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the report's numbers as JSON.")] = False,
 ) -> None:
     """Train a small GPT in bf16 (or fp32) and in FP8 on English text, quantize it with every recipe, and report.
 
-    Ctrl-C finishes the step and saves; --resume goes on bit-exactly. Under torchrun the processes train together.
+    Ctrl-C finishes the step and saves; --resume continues, bit-identical to an uninterrupted run. Start it with
+    torchrun to train on several processes.
     """
     if strategy is not None and not torchrun.launched():
-        raise ValueError(_alone(f"--strategy {strategy}"))
+        raise ValueError(_needs_torchrun(f"--strategy {strategy}"))
     if strategy is None and torchrun.launched() and int(os.environ["WORLD_SIZE"]) > 1:
         strategy = "ddp"
-    with _together(timeout) if torchrun.launched() else nullcontext():
+    with _process_group(timeout) if torchrun.launched() else nullcontext():
         precisions = tuple(dict.fromkeys(precision or (float_precision(), "fp8")))
         outside = next((name for name in precisions if name in OUTSIDE), float_precision())
         settings = experiment.RunSettings(
@@ -152,21 +160,21 @@ def train(
 train.__doc__ = f"{train.__doc__}\n{EPILOG}"
 
 
-def _alone(what: str) -> str:
-    """Why ``what`` does not train in a process that torchrun did not start."""
+def _needs_torchrun(subject: str) -> str:
     return (
-        f"{what} is of several processes, and torchrun started none; start it with "
-        "torchrun --nproc-per-node 2 -m lowbit train, and the same options"
+        f"{subject} needs several processes; start them with torchrun --nproc-per-node 2 -m lowbit train and the same "
+        "options"
     )
 
 
 @contextmanager
-def _together(timeout: float) -> Iterator[None]:
-    """Within, the processes that torchrun started are one group, of which the first alone prints. An error ends this
-    process: what all raise is told once.
+def _process_group(timeout: float) -> Iterator[None]:
+    """Join the processes that torchrun started; only the first prints. An error ends the process.
+
+    An error that all processes raise is printed once.
     """
     before = signal.signal(signal.SIGTERM, _end_soon)
-    is_news: Callable[[Exception], bool] = lambda _: True  # while the processes have not met
+    is_news: Callable[[Exception], bool] = lambda _: True  # until the group exists
     try:
         with torchrun.joined(timeout) as is_news:
             for console in (out, errors):
@@ -180,82 +188,78 @@ def _together(timeout: float) -> Iterator[None]:
             print_error(error)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # threads of the group may wait for a process that is lost, and would hold or abort a plain exit
+        os._exit(1)  # sys.exit could hang or abort: threads of the group may wait for a lost process
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def _end_soon(*_: object) -> None:
-    """End this process a little later: torchrun asks for that as soon as another has ended, and this one says why."""
+    """End this process after a delay: torchrun sends SIGTERM when a process fails, and this one may know the cause."""
     timer = threading.Timer(_GRACE, os._exit, (128 + signal.SIGTERM,))
     timer.daemon = True
     timer.start()
 
 
 def _demo(settings: experiment.RunSettings, directory: Path, resume: bool, overwrite: bool, json: bool) -> None:
-    """Train, save and report. What is written to ``directory`` the first process writes."""
-    plotless = report.without_plots()
-    if plotless:
-        errors.print(plotless, soft_wrap=True)
+    """Train, save and report. Only the first process writes to ``directory``."""
+    warning = report.without_plots()
+    if warning:
+        errors.print(warning, soft_wrap=True)
     corpus = settings.corpus()
     if not resume:
         experiment.check(settings, corpus, directory)
     with ExitStack() as locks:
         torchrun.first(lambda: _lock(directory, locks), "whether another run has the directory")
-        _in_directory(settings, corpus, directory, resume, overwrite, json)
+        _run_locked(settings, corpus, directory, resume, overwrite, json)
 
 
 def _lock(directory: Path, locks: ExitStack) -> None:
-    """Keep other runs out of ``directory``. Raises: BlockingIOError where one is in there; OSError."""
-    _make(directory)
+    """Keep other runs out of ``directory``. Raises BlockingIOError if another run writes to it, or OSError."""
+    _make_writable(directory)
     locks.enter_context(exclusive(directory, "lowbit train --out"))
 
 
-def _in_directory(
+def _run_locked(
     settings: experiment.RunSettings, corpus: Corpus, directory: Path, resume: bool, overwrite: bool, json: bool
 ) -> None:
-    """``_demo``, in a directory that no other run writes to."""
-    if not resume:  # before plans, which take a while
+    if not resume:  # before planning, which takes a while
         torchrun.first(lambda: _require_free(settings, directory, overwrite), "whether the directory is free")
     plans = _plans(settings, corpus, directory if resume else None)
     if not resume:
         torchrun.first(lambda: _begin(settings, directory, overwrite), "whether the directory is ready")
     planned.save(plans or {}, directory)
-    again = torchrun.command(["train", "--out", str(directory), "--resume"])
+    command = torchrun.command(["train", "--out", str(directory), "--resume"])
     try:
         runs = _train(settings, corpus, directory, resume, plans)
         _finish(settings, corpus, runs, directory, json)
     except (Interrupted, KeyboardInterrupt) as stop:
-        saved = str(stop) or "stopped; the trained models are saved"
-        errors.print(f"\n{saved}; go on with:\n  {again}", soft_wrap=True)
+        message = str(stop) or "stopped; the trained models are saved"
+        errors.print(f"\n{message}; continue with:\n  {command}", soft_wrap=True)
         raise typer.Exit(130) from None
 
 
 def _explain(settings: experiment.RunSettings, json: bool) -> None:
-    """The table of mixed precision, and what a step of each run holds."""
-    wanted = replace(settings, precisions=tuple(dict.fromkeys(("fp32", *settings.precisions))))
-    memory = _memory(wanted, settings.model)
+    """Print the table of mixed precision and the memory of a step for each run."""
+    settings = replace(settings, precisions=tuple(dict.fromkeys(("fp32", *settings.precisions))))
+    memory = _memory(settings, settings.model)
     if json:
         print_json({"parts": [asdict(part) for part in PARTS], "bytes": [row.to_dict() for row in memory]})
         return
     rows = [(p.name, p.of_fp32, p.of_short + (f", on CUDA {p.on_cuda}" if p.on_cuda else ""), p.why) for p in PARTS]
-    out.print("In bf16 and fp16, and outside of what a recipe computes:")
-    out.print(rich_table(("part", "of fp32", "of 16 bits", "why"), rows))
-    out.print("\nMemory of a run:")
+    out.print("Dtypes in bf16 and fp16 runs, and in layers without a recipe:")
+    out.print(rich_table(("part", "fp32", "16-bit", "why"), rows))
+    out.print("\nMemory per run:")
     out.print(rich_table(HEAD, written(memory), numbers=range(1, len(HEAD))))
     out.print(SAYS)
 
 
 def _memory(settings: experiment.RunSettings, shape: GPTConfig) -> list[Held]:
-    """What the runs hold, and what lies between the first and each other."""
+    """The memory of each run, and of the runs between the first and each other one."""
     return [held(shape, config) for config in one_by_one([settings.of(name) for name in settings.precisions])]
 
 
 def _begin(settings: experiment.RunSettings, directory: Path, overwrite: bool) -> None:
-    """Make ``directory`` ready for a new run. What goes is what the settings found there say an earlier run wrote.
-
-    Raises as ``_require_free``.
-    """
+    """Prepare ``directory`` for a new run; delete the files that its saved settings name."""
     _require_free(settings, directory, overwrite)
     if (directory / "settings.json").exists():
         (directory / "report.md").unlink(missing_ok=True)
@@ -268,38 +272,39 @@ def _begin(settings: experiment.RunSettings, directory: Path, overwrite: bool) -
 
 
 def _require_free(settings: experiment.RunSettings, directory: Path, overwrite: bool) -> None:
-    """Whether a new run may begin in ``directory``, which is made.
+    """Create ``directory`` and check that a new run may write to it.
 
-    Raises: ValueError where that would throw away a run without ``overwrite``, or files that no run of this command
-    wrote; OSError where nothing can be written.
+    Raises:
+        ValueError: A run would be overwritten without ``overwrite``, or files that lowbit train did not write.
+        OSError: The directory is not writable.
     """
-    _make(directory)
+    _make_writable(directory)
     if not (directory / "settings.json").exists():
-        _refuse_strangers(settings, directory)
+        _require_no_files(settings, directory)
         return
     experiment.RunSettings.load(directory)
     if not overwrite:
         finished = (directory / "report.md").exists()
-        state, resume = ("a finished", "") if finished else ("an unfinished", "--resume to go on with it, ")
-        raise ValueError(f"{directory} holds {state} run; add {resume}--overwrite to start over, or give another --out")
+        state, resume = ("a finished", "") if finished else ("an unfinished", "--resume to continue it, ")
+        raise ValueError(f"{directory} holds {state} run; add {resume}--overwrite to start over, or pass another --out")
 
 
-def _make(directory: Path) -> None:
-    """The directory. Raises: OSError where there can be none, or nothing can be written to it."""
+def _make_writable(directory: Path) -> None:
+    """Create ``directory`` and write to it. Raises OSError if that fails."""
     if directory.is_file():
-        raise NotADirectoryError(f"{directory} is a file; give a directory with --out")
+        raise NotADirectoryError(f"{directory} is a file; pass a directory with --out")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
         raise type(error)(
-            f"cannot write to {directory} ({error.strerror}); give another directory with --out"
+            f"cannot write to {directory} ({error.strerror}); pass another directory with --out"
         ) from None
 
 
-def _refuse_strangers(settings: experiment.RunSettings, directory: Path) -> None:
-    """Without settings beside them, files with the names that a run writes are somebody's."""
+def _require_no_files(settings: experiment.RunSettings, directory: Path) -> None:
+    """Raise ValueError if ``directory``, which has no settings of a run, has files that a run would overwrite."""
     states = [
         path
         for precision in settings.precisions
@@ -308,49 +313,46 @@ def _refuse_strangers(settings: experiment.RunSettings, directory: Path) -> None
     for path in (*(directory / name for name in (*report.FILES, "model")), *states):
         if path.exists():
             raise ValueError(
-                f"{path} would be overwritten, and no settings.json beside it says that lowbit train wrote it; "
-                "move it away, or give another --out"
+                f"{path} would be overwritten, and there is no settings.json of lowbit train next to it; move the file "
+                "away, or pass another --out"
             )
 
 
-def _resumed(context: typer.Context, asked: experiment.RunSettings, directory: Path) -> experiment.RunSettings:
-    """The saved settings. What is given beside --resume must agree with them."""
+def _resumed(context: typer.Context, requested: experiment.RunSettings, directory: Path) -> experiment.RunSettings:
+    """The saved settings. Raises ValueError if an option of the command line differs from them."""
     saved = experiment.RunSettings.load(directory)
     if saved.strategy is not None and not torchrun.launched():
-        raise ValueError(_alone(f"the run in {directory}, with --strategy {saved.strategy},"))
-    if saved.strategy is None and asked.strategy is not None:
-        raise ValueError(f"the run in {directory} is of one process; go on with lowbit train --resume, not torchrun")
+        raise ValueError(_needs_torchrun(f"the run in {directory}, with --strategy {saved.strategy},"))
+    if saved.strategy is None and requested.strategy is not None:
+        raise ValueError(f"the run in {directory} has one process; resume with lowbit train --resume, without torchrun")
     sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
-    given -= {"directory", "resume", "overwrite", "json", "timeout"}
-    old, new = _flat(saved), _flat(asked)
+    options = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    options -= {"directory", "resume", "overwrite", "json", "timeout"}
+    old, new = _flat(saved), _flat(requested)
     renamed = {"length": "context", "precision": "precisions", "recipe": "recipes"}
-    for name in sorted(given):
+    for name in sorted(options):
         key = renamed.get(name, name)
         if old[key] != new[key]:
             raise ValueError(
-                f"--resume goes on with {key} {old[key]}, not {new[key]}; leave the option out, or start over elsewhere"
+                f"--resume continues with {key} {old[key]}, got {new[key]}; leave the option out, or start a new run "
+                "with another --out"
             )
     return saved
 
 
 def _flat(settings: experiment.RunSettings) -> dict[str, Any]:
     values = asdict(settings)
-    own = {
-        k: values[k]
-        for k in ("precisions", "recipes", "optimizer", "data", "watch", "profile_memory", "memory", "strategy")
-    }
-    return {**values["model"], **values["train"], **own}
+    return {**values.pop("model"), **values.pop("train"), **values}
 
 
 def _plans(settings: experiment.RunSettings, corpus: Corpus, directory: Path | None) -> dict[str, TrainingPlan] | None:
-    """The plans of the runs where there is a budget, with what they chose on standard error."""
+    """The plan of each run, printed to standard error; None without a budget."""
     if settings.memory is None:
         return None
     with planning_bar("planning") as progress:
         plans = planned.plans(settings, corpus, directory, progress)
     for precision, plan in plans.items():
-        peak = f"a step is predicted to hold {amount(plan.peak_bytes)} of {amount(plan.budget)}"
+        peak = f"predicted peak {amount(plan.peak_bytes)} of {amount(plan.budget)}"
         errors.print(f"{precision}: {words(plan.settings)}; {peak}", soft_wrap=True)
     return plans
 
@@ -385,19 +387,19 @@ def _show(bar: Progress, task: TaskID, trainer: Trainer) -> None:
     status = f"{loss}  {trainer.tokens_per_second:,.0f} tok/s"
     bar.update(task, completed=trainer.step, status=status)
     config = trainer.config
-    if not errors.is_terminal and trainer.step and trainer.step % config.eval_every == 0:  # a log has no bar to redraw
+    if not errors.is_terminal and trainer.step and trainer.step % config.eval_every == 0:  # logs cannot redraw a bar
         errors.print(f"{config.precision} {trainer.step}/{config.steps}  {status}", soft_wrap=True)
 
 
 def _finish(settings: experiment.RunSettings, corpus: Corpus, runs: list[Trainer], directory: Path, json: bool) -> None:
-    """Save the first run's model, measure every recipe on it and write the report, in the first process."""
+    """Save the first run's model, measure every recipe on it and write the report, in the first process only."""
     model = runs[0].model
     assert isinstance(model, GPT)
     trained = experiment.plain_copy(model)
     if torchrun.rank() > 0:
         return
     experiment.save(trained, corpus.tokenizer, directory / "model")
-    turns = len(OUTSIDE) + len(settings.recipes) + 1  # the last one is that of the speeds
+    turns = len(OUTSIDE) + len(settings.recipes) + 1  # the last turn measures speeds
     with Progress(TextColumn("measuring {task.description}"), BarColumn(None), console=errors) as bar:
         task = bar.add_task("", total=turns, completed=-1)
         rows = experiment.measure_recipes(

@@ -96,18 +96,18 @@ def test_without_data_and_with_other_layers_left(run, llama):
 def test_errors_say_what_to_give(run, llama):
     root, _, _ = llama
     model, found = str(root / "llama"), str(root / "found")
-    assert "--text FILE, or one of int8" in run("calibrate", model, "int8-static", "--out", found, code=1)
+    assert "--text FILE, or use one of int8" in run("calibrate", model, "int8-static", "--out", found, code=1)
     assert "unknown method 'gtpq' (did you mean gptq?)" in run(
         "calibrate", model, "int8", "--method", "gtpq", "--out", found, code=1
     )
     short = root / "short.txt"
     short.write_text("w1 w2")
     told = run("calibrate", model, "int8", "--text", str(short), "--out", found, code=1)
-    assert "2 tokens do not fill one window of 512; give a longer text" in told
+    assert "2 tokens do not fill one window of 512; use a longer text" in told
     (root / "llama" / "tokenizer.json").unlink()
     (root / "llama" / "tokenizer_config.json").unlink()
     told = run("calibrate", model, "int8", "--text", str(root / "book.txt"), "--out", found, code=1)
-    assert "holds no tokenizer" in told
+    assert "has no tokenizer" in told
 
 
 def test_a_budget_chooses_recipes_by_layer_as_python_does(run, llama):
@@ -137,13 +137,13 @@ def test_budgets_that_cannot_be_met_say_why(run, llama):
     root, _, _ = llama
     text = ("--text", str(root / "book.txt"), "--length", "32")
     for arguments, message in (
-        ((), "give a recipe, one of"),
-        (("--bits", "4.5"), "give a text with --text FILE"),
-        (("--bits", "4.5", "--size", "1MB", *text), "two budgets; give one"),
+        ((), "expected a recipe: one of"),
+        (("--bits", "4.5"), "pass one with --text FILE"),
+        (("--bits", "4.5", "--size", "1MB", *text), "both set; pass only one"),
         (("--size", "1 parsec", *text), "'1 parsec' is no size; write for instance 80MB"),
-        (("--bits", "1.5", *text), "the smallest choice takes"),
+        (("--bits", "1.5", *text), "the smallest recipe, int4-weight-only, has"),
         (("--bits", "4.5", "--calibration", "found", *text), "leave out --bits and --size"),
-        (("--bits", "4.5", "--from-disk", *text), "need the model in memory"),
+        (("--bits", "4.5", "--from-disk", *text), "load the model into memory"),
     ):
         assert message in run("quantize", str(root / "llama"), *arguments, code=1)
     assert bytes_in("80MB") == 80_000_000 and bytes_in("1.5 gib") == 3 << 29 and bytes_in("7B") == 7
@@ -161,18 +161,18 @@ def test_arguments_are_checked_before_the_model_is_loaded(run, llama, monkeypatc
     both = [
         (("--text", "nope.txt"), "nope.txt cannot be read (No such file or directory)"),
         (("--method", "foo"), "unknown method 'foo'"),
-        (("--method", "smoothquant,search"), "--method smoothquant looks at data; give a text with --text FILE"),
-        (("--method", "gptq"), "--method gptq looks at data; give a text with --text FILE, or one of nearest, signed"),
+        (("--method", "smoothquant,search"), "--method smoothquant needs data; pass --text FILE"),
+        (("--method", "gptq"), "--method gptq needs data; pass --text FILE, or use one of nearest, signed"),
         ((*text, "--length", "1000"), "do not fill one window of 1000"),
     ]
     for command, more in (("quantize", ()), ("calibrate", ("--out", found))):
         for arguments, message in both:
             assert message in run(command, model, "int8", *more, *arguments, code=1)
-        assert "is no saved model" in run(command, str(root), "int8", *more, *text, code=1)
+        assert "is not a saved model" in run(command, str(root), "int8", *more, *text, code=1)
     for arguments, message in (
-        (("--bits", "1.5"), "--bits 1.5: the smallest choice takes 4.250 bits a weight (int4-weight-only)"),
-        (("--bits", "nan"), "take a number"),
-        (("none", "--bits", "8"), "recipes to choose from besides none"),
+        (("--bits", "1.5"), "--bits 1.5: the smallest recipe, int4-weight-only, has 4.250 bits per weight"),
+        (("--bits", "nan"), "expect a finite number"),
+        (("none", "--bits", "8"), "at least one recipe other than none"),
         (("--bits", "5", "--method", "gptq"), "methods without data, one of nearest, signed"),
     ):
         assert message in run("quantize", model, *arguments, *text, code=1)
@@ -187,11 +187,11 @@ def test_an_interrupt_says_what_goes_on(run, llama, monkeypatch):
 
     monkeypatch.setattr(importlib.import_module("lowbit.cli.calibrate"), "run", stop)
     told = run("calibrate", *given, "--out", str(root / "found"), code=130)
-    assert told.strip().endswith("stopped; the same command goes on")
+    assert told.strip().endswith("stopped; repeat the command to continue")
     command = importlib.import_module("lowbit.cli.quantize")
     monkeypatch.setattr(command, "quantize_files", stop)
     monkeypatch.setattr(command, "quantize_", stop)
-    assert "stopped; the same command goes on" in run("quantize", *given, "--from-disk", code=130)
+    assert "stopped; repeat the command to continue" in run("quantize", *given, "--from-disk", code=130)
     assert run("quantize", str(root / "llama"), "int8", code=130).strip().endswith("stopped")
 
 

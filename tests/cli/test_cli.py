@@ -43,8 +43,8 @@ def test_the_version_is_printed(run):
         (["train", "--out", "{tmp}", *TINY, "--seed", "-1"], "seed must be from 0"),
         (["train", "--out", "{tmp}", *TINY, "--context", "1000000"], "do not fill one window of 1000000"),
         (["train", "--out", "{tmp}", *TINY, "--context", "8"], "too short for the sample text"),
-        (["train", "--out", str(ENGLISH), *TINY], "english.txt is a file; give a directory with --out"),
-        (["train", "--out", "/dev/null/run", *TINY], "give another directory with --out"),
+        (["train", "--out", str(ENGLISH), *TINY], "english.txt is a file; pass a directory with --out"),
+        (["train", "--out", "/dev/null/run", *TINY], "pass another directory with --out"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

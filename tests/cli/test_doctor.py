@@ -23,7 +23,9 @@ def test_doctor_says_what_a_machine_can_use(run, monkeypatch, gpu):
     monkeypatch.setattr(registry, "absent", lambda: {"cuda": "this torch has no CUDA; get another"})
     report = json.loads(run("doctor", "--json"))
     assert report["backends"]["reference"].endswith("ops on cpu, cuda" if gpu else "ops on cpu")
-    assert report["backends"]["cuda"].startswith("missing: this torch" if gpu else "idle: not installed, and there")
+    assert report["backends"]["cuda"].startswith(
+        "missing: this torch" if gpu else "idle: not installed, and this machine"
+    )
     assert any("get another" in line for line in report["advice"]) == gpu
     interpreted = any(impl.backend == "triton" for impl in registry.impls("encode", "cpu"))
     if not interpreted and any(impl.backend == "triton" for impl in registry.impls("encode", "cuda")):

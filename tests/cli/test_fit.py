@@ -151,20 +151,20 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(mine, tmp_path, monkeypatc
     [
         ((), "lowbit fit demo --memory 60%"),
         (("demo",), "expects a budget: --memory 6GiB"),
-        (("demo", "--memory", "1GiB", "--quick"), "--quick is for lowbit fit --ladder; leave it out"),
-        (("demo", "--memory", "1GiB", "--search", "6"), "--search is for lowbit fit --ladder; leave it out"),
-        (("demo", "--memory", "1GiB", "--device", "cpu"), "--device is for lowbit fit --ladder; leave it out"),
-        (("demo", "--ladder"), "climbs with models of its own, got 'demo'"),
-        (("--ladder", "--require", "bf16"), "--require is for lowbit fit MODEL"),
-        (("--ladder", "--rows", "8"), "--rows is for lowbit fit MODEL"),
+        (("demo", "--memory", "1GiB", "--quick"), "--quick applies only to lowbit fit --ladder; leave it out"),
+        (("demo", "--memory", "1GiB", "--search", "6"), "--search applies only to lowbit fit --ladder; leave it out"),
+        (("demo", "--memory", "1GiB", "--device", "cpu"), "--device applies only to lowbit fit --ladder; leave it out"),
+        (("demo", "--ladder"), "uses its own models, got 'demo'"),
+        (("--ladder", "--require", "bf16"), "--require applies to lowbit fit MODEL"),
+        (("--ladder", "--rows", "8"), "--rows applies to lowbit fit MODEL"),
         (
             ("mine:made", "--memory", "80%", "--rows", "4"),
-            "--rows is of a batch that lowbit makes, and mine:made makes",
+            "--rows sets the batch that lowbit creates, but mine:made returns",
         ),
-        (("--ladder", "--link", "1GB/s"), "--link is for lowbit fit MODEL"),
+        (("--ladder", "--link", "1GB/s"), "--link applies to lowbit fit MODEL"),
         (("--ladder", "--gpus", "3"), "has 1, 2, 4, ... processes, whose means are exact, got 3"),
         (("mine_to_plan:made", "--memory", "1GiB", "--gpus", "2", "--link", "fast"), "such as '25GB/s', got 'fast'"),
-        (("nothing", "--memory", "1GiB"), "error: MODEL nothing: expected 'demo', a directory"),
+        (("nothing", "--memory", "1GiB"), "error: MODEL nothing: expected 'demo', a Hugging Face model directory"),
         (("nothing:made", "--memory", "1GiB"), "error: MODEL nothing:made: No module named"),
         (
             ("mine_to_plan:model_alone", "--memory", "1GiB"),
@@ -185,7 +185,7 @@ def test_mistakes_of_a_plan_are_told(run, mine, options, message):
     [
         (("--memory", "much"), "'much' is no size"),
         (("--memory", "1MiB"), "needs a budget that its smallest transformer does not exceed"),
-        (("--search", "-1"), "--search is a number of models, got -1"),
+        (("--search", "-1"), "--search expects a number of models, got -1"),
         (("--device", "tpu"), "--device is one of cpu, cuda, got 'tpu'"),
     ],
 )

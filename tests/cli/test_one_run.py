@@ -92,7 +92,7 @@ def test_evaluate(tmp_path: Path, run, monkeypatch):
 def test_a_model_is_saved_once_others_have_named_theirs(tmp_path: Path, monkeypatch):
     model = nn.Linear(4, 4)
     lb.save_model(model, tmp_path)
-    monkeypatch.setattr(saving, "_PATIENCE", 0.0)
+    monkeypatch.setattr(saving, "_LOCK_TIMEOUT", 0.0)
     refused(lambda: lb.save_model(model, tmp_path), tmp_path)
     monkeypatch.undo()
 

@@ -59,7 +59,7 @@ def test_quantize_prints_the_report_of_the_conversion(run, llama):
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     assert str(lb.quantize_(model, "int8")) in told and f"saved in {directory}-int8; load it with" in told
-    assert "quantized already" in run("quantize", f"{directory}-int8", "nf4", code=1)
+    assert "already quantized" in run("quantize", f"{directory}-int8", "nf4", code=1)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_quantize_prints_the_report_of_the_conversion(run, llama):
         (lambda d: (d / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 1000000000000}'),
          "transformers cannot load {d}: ValueError: 'num_hidden_layers' is 1000000000000, and may be 2048 at most"),
         (lambda d: (d / "config.json").write_text('{"model_type": "mine"}'), "transformers cannot load {d}: "),
-        (lambda d: (d / "config.json").unlink(), "{d} is no saved model"),
+        (lambda d: (d / "config.json").unlink(), "{d} is not a saved model"),
     ],
 )  # fmt: skip
 def test_directories_that_transformers_cannot_load_are_one_message(run, llama, spoil, told):
@@ -93,7 +93,7 @@ def test_a_quantized_directory_is_refused_and_configs_say_the_dtype(run, llama, 
     run("quantize", str(llama[0]), "int8", "--out", str(tmp_path / "q"))
     assert lb.load_model(tmp_path / "q").config.dtype == torch.bfloat16
     told = run("quantize", str(tmp_path / "q"), "int8", "--out", str(tmp_path / "r"), code=1)
-    assert "quantized already (int8); give the one that it was made of" in told
+    assert "already quantized (int8); pass the original model" in told
 
 
 @pytest.mark.filterwarnings("ignore:quantize_ converted", "ignore:lm_head shared its weight")

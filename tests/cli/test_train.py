@@ -61,7 +61,7 @@ def test_ctrl_c_loses_nothing(tmp_path, run, one_thread):
     straight, stopped = str(tmp_path / "a"), str(tmp_path / "b")
     assert f"lowbit train --out {stopped} --resume" in interrupted(tmp_path / "b", signal.SIGINT)
     assert "unfinished run" in run("train", "--out", stopped, *TINY, code=1)
-    assert "goes on with lr 0.005, not 0.5" in run("train", "--out", stopped, "--resume", "--lr", "0.5", code=1)
+    assert "continues with lr 0.005, got 0.5" in run("train", "--out", stopped, "--resume", "--lr", "0.5", code=1)
     resumed = json.loads(run("train", "--out", stopped, "--resume", "--json"))
     whole = json.loads(run("train", "--out", straight, *TINY, "--json"))
     for precision in ("bf16", "fp8"):
@@ -111,7 +111,7 @@ def test_a_watched_run_reports_what_its_casts_lose(tmp_path, run, one_thread):
     assert (directory / "mxfp8" / "watch.png").read_bytes().startswith(b"\x89PNG")
     rows = json.loads((directory / "mxfp8" / "watch.json").read_text())["rows"]
     assert {row["step"] for row in rows} == {0, 3} and not (directory / "bf16" / "watch.json").exists()
-    assert "goes on with watch 3, not 2" in run("train", "--out", str(directory), "--resume", "--watch", "2", code=1)
+    assert "continues with watch 3, got 2" in run("train", "--out", str(directory), "--resume", "--watch", "2", code=1)
     run("train", "--out", str(directory), *TINY, *few[:-2], "--overwrite")
     assert not list(directory.glob("*/watch.*"))
 
@@ -145,7 +145,7 @@ def test_runs_within_a_memory_say_what_was_chosen_and_what_it_held(tmp_path, run
     assert "bf16 training, peak of a step against the budget" in report and "adamw8bit, block, disk" in report
     assert json.loads((tmp_path / "bf16" / "memory.json").read_text())["peak_bytes"] >= measured
 
-    assert "goes on with memory 70%, not 1GiB" in run(
+    assert "continues with memory 70%, got 1GiB" in run(
         "train", "--out", str(tmp_path), "--resume", "--memory", "1GiB", code=1
     )
     before = [path.read_bytes() for path in (tmp_path / "bf16/plan.json", tmp_path / "bf16/checkpoint.pt")]
@@ -288,7 +288,7 @@ def test_train_overwrites_no_file_that_it_did_not_write(run, tmp_path, name):
     mine.write_text("mine")
     for options in ([], ["--overwrite"]):
         told = run("train", "--out", str(tmp_path), *TINY, *options, code=1)
-        assert "no settings.json beside it" in told and "another --out" in told
+        assert "no settings.json of lowbit train next to it" in told and "another --out" in told
     assert mine.read_text() == "mine" and not (tmp_path / "settings.json").exists()
 
 
@@ -309,10 +309,10 @@ def test_a_new_run_removes_the_states_of_the_last_one_alone(tmp_path):
     for name in ("bf16", "fp8", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "checkpoint.pt").write_text(name)
-    with pytest.raises(ValueError, match="holds an unfinished run; add --resume to go on with it, --overwrite to"):
+    with pytest.raises(ValueError, match="holds an unfinished run; add --resume to continue it, --overwrite to"):
         train._begin(settings, tmp_path, overwrite=False)
     (tmp_path / "report.md").write_text("of this run")
-    with pytest.raises(ValueError, match="holds a finished run; add --overwrite to start over, or give another --out"):
+    with pytest.raises(ValueError, match="holds a finished run; add --overwrite to start over, or pass another --out"):
         train._begin(settings, tmp_path, overwrite=False)
     train._begin(experiment.RunSettings(precisions=("fp32",)), tmp_path, overwrite=True)
     assert [path.parent.name for path in tmp_path.glob("*/checkpoint.pt")] == ["other"]

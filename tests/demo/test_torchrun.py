@@ -212,13 +212,13 @@ def test_a_way_and_a_run_with_one_are_refused_without_torchrun_and_say_how_to_st
     (tmp_path / "run").mkdir()
     RunSettings(strategy="ddp").save(tmp_path / "run")
     refused = CliRunner().invoke(app, [*out, "--resume"])
-    assert "with --strategy ddp, is of several processes, and torchrun started none" in str(refused.exception)
+    assert "with --strategy ddp, needs several processes; start them with torchrun" in str(refused.exception)
 
 
 def test_a_run_of_one_process_is_not_gone_on_with_by_several(tmp_path, monkeypatch):
     RunSettings().save(tmp_path)
-    monkeypatch.setattr(train_command, "_together", lambda timeout: nullcontext())
+    monkeypatch.setattr(train_command, "_process_group", lambda timeout: nullcontext())
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused = CliRunner().invoke(app, ["train", "--out", str(tmp_path), "--resume"])
-    assert "is of one process; go on with lowbit train --resume, not torchrun" in str(refused.exception)
+    assert "has one process; resume with lowbit train --resume, without torchrun" in str(refused.exception)

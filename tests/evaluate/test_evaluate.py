@@ -414,7 +414,7 @@ def test_recipes_for_quantized_models_alone_are_refused(llama, text, tmp_path):
     model.save_pretrained(tmp_path / "small")
     for option in (("--recipes", "int8"), ("--methods", "search"), ("--peers", "bitsandbytes:nf4")):
         done = invoke(tmp_path / "small", "--text", text, *option)
-        assert done.exit_code != 0 and "quantized already, and measured as saved" in str(done.exception)
+        assert done.exit_code != 0 and "already quantized, and measured as saved" in str(done.exception)
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
