@@ -1,4 +1,4 @@
-"""Caches of keys, values and states that a checkpointed module is given: a second run would append to them again."""
+"""Detection of key-value caches among a checkpointed module's arguments: recomputation would append to them again."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ __all__ = ["is_cache", "is_filled", "place_of"]
 
 
 def is_cache(value: Any) -> bool:
-    """Whether a value is a cache, such as transformers makes for generation."""
+    """Return whether a value is a cache, such as those of Hugging Face models."""
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
 def place_of(module: nn.Module) -> int | None:
-    """The index of the cache layer that a module uses; None if no module in it has one."""
+    """Return the index of the cache layer that a module uses, or None if it uses none."""
     places = (getattr(m, "layer_idx", None) for m in module.modules())
     return next((place for place in places if isinstance(place, int)), None)
 
 
 def is_filled(cache: Any, place: int) -> bool:
-    """Whether a module at ``place`` would read tokens or states from the cache.
+    """Return whether a module that uses layer ``place`` would read tokens or states from the cache.
 
-    A layer of the cache says so itself. The cache as a whole raises for layers that hold no keys and values: those of
-    linear attention and of convolutions, those that share the keys of another layer, those that have no attention.
+    The layer is asked, because the cache itself raises for layers without keys and values: linear attention,
+    convolutions, layers that share keys with another layer, and layers without attention.
     """
     sides = [getattr(cache, side, None) for side in ("self_attention_cache", "cross_attention_cache")]
-    if any(side is not None for side in sides):  # of an encoder-decoder
+    if any(side is not None for side in sides):  # an encoder-decoder
         return any(side is not None and is_filled(side, place) for side in sides)
     layers = getattr(cache, "layers", None)
     if layers is None:

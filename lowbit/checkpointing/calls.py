@@ -1,4 +1,4 @@
-"""What one call of a module depends on besides its arguments, and how backward makes the call with it again."""
+"""State that a module call depends on besides its arguments, recorded in forward and restored for its recomputation."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lowbit.torch_private import NormBase
 
 __all__ = ["Buffers", "CallState", "Contexts", "Flags", "Random", "Weights", "gather", "unmoved", "version_of"]
 
-#: Makes the two contexts of a call, in forward and in backward, as torch.utils.checkpoint's ``context_fn``.
+#: Returns the contexts of a call in forward and in backward, like ``context_fn`` of torch.utils.checkpoint.
 Contexts = Callable[[], tuple[Any, Any]]
 
 
 class Random:
-    """The state of the random generators that a call may draw from: the CPU's, and those of its tensors' devices."""
+    """State of the random generators that a call may use: the CPU's and those of its tensors' devices."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         tensors = list(tensors)
@@ -36,8 +36,7 @@ class Random:
             set_device_states(self.devices, self.states, device_type=self.kind)
 
 
-#: Settings of torch that choose among kernels and dtypes, which may be in force for the forward alone: what reads each
-#: and what sets it.
+#: Getters and setters of torch settings that select kernels and dtypes, and that may be set during the forward only.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
@@ -50,23 +49,23 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 @contextmanager
 def _with_settings(values: list[Any]) -> Iterator[None]:
-    now = [get() for get, _ in _SETTINGS]
+    current = [get() for get, _ in _SETTINGS]
     changed = [
-        (put, value, present)
-        for (_, put), value, present in zip(_SETTINGS, values, now, strict=True)
+        (setter, value, present)
+        for (_, setter), value, present in zip(_SETTINGS, values, current, strict=True)
         if value != present
     ]
     try:
-        for put, value, _ in changed:
-            put(value)
+        for setter, value, _ in changed:
+            setter(value)
         yield
     finally:
-        for put, _, present in changed:
-            put(present)
+        for setter, _, present in changed:
+            setter(present)
 
 
 class CallState:
-    """Random state, autocast, backend and settings of torch as they are now."""
+    """Random state, autocast, backend and torch settings, recorded when created."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         tensors = list(tensors)
@@ -78,7 +77,7 @@ class CallState:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Within, all is as it was; the random state moves on from there."""
+        """Context with the recorded state; the random state advances from there."""
         self.random.restore()
         with ExitStack() as entered:
             for kind, settings in self.autocasts:
@@ -99,25 +98,30 @@ def _autocast(kind: str) -> tuple[str, dict[str, Any]]:
 
 @contextmanager
 def unmoved(module: nn.Module) -> Iterator[None]:
-    """Afterwards the running statistics of BatchNorm in ``module`` are as before: forward alone moves them."""
+    """Context after which running statistics of BatchNorm are as before it: only forward updates them."""
     norms = [m for m in module.modules() if isinstance(m, NormBase) and m.training and m.track_running_stats]
-    held = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
+    copies = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
     try:
         yield
     finally:
-        for buffer, before in held:
-            buffer.data.copy_(before)  # by data: no version moves, since backward may have saved the buffer
+        for buffer, copy in copies:
+            buffer.data.copy_(copy)  # via data, which leaves the version as it is: backward may have saved the buffer
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor has been written to; 0 of one that does not count."""
+    """Return how often a tensor has been written to; 0 for an inference tensor, which does not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 class _Before(NamedTuple):
-    """A buffer of a module before a call: the tensor, its version, and a copy of its numbers unless it is a table.
+    """A buffer of a module before a call.
 
-    ``place``: the module's buffers, or its plain attributes.
+    Attributes:
+        place: The dict with the buffer: the module's buffers or its plain attributes.
+        name: Its key.
+        tensor: The buffer.
+        version: Its version.
+        numbers: A copy of it; None if it is larger than ``_TABLE``.
     """
 
     place: dict[str, Any]
@@ -126,22 +130,24 @@ class _Before(NamedTuple):
     version: int
     numbers: Tensor | None
 
-    def has_moved(self) -> bool:
-        moved = self.tensor is not None and version_of(self.tensor) != self.version
-        return moved or not self.is_there()
+    def has_changed(self) -> bool:
+        written = self.tensor is not None and version_of(self.tensor) != self.version
+        return written or not self.is_current()
 
-    def is_there(self) -> bool:
+    def is_current(self) -> bool:
         return self.place.get(self.name) is self.tensor
 
 
-#: Buffers of more numbers are tables, such as masks and positions: a call that changes one cannot be made again.
+#: Buffers with more elements are taken to be tables, such as masks and positions, and are not copied. A call that
+#: changes one cannot be recomputed.
 _TABLE = 1 << 20
 
 
 class Buffers:
-    """The buffers of a module before a call, of which those that the call has changed are kept: a second run begins
-    with what they were then. BatchNorm's statistics are left out, since in training it does not read them. Small
-    tensors in plain attributes, and attributes that are None, count as buffers: recurrent layers keep states in them.
+    """The buffers that a call changes, as they were before it, for the second run.
+
+    BatchNorm's statistics are excluded, because training does not read them. Small tensors in plain attributes and
+    attributes that are None count as buffers, because recurrent layers store states in them.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -156,36 +162,38 @@ class Buffers:
         ]
 
     def called(self) -> str | None:
-        """After the call: let go of what has not changed. The name of a table that has, or None."""
-        moved = [one for one in self._before if one.has_moved()]
-        self._before = [one if one.is_there() else one._replace(tensor=None) for one in moved]  # nor its graph
-        return next((one.name for one in moved if one.tensor is not None and one.numbers is None), None)
+        """After the call: release unchanged buffers, and return the name of a changed table or None."""
+        changed = [buffer for buffer in self._before if buffer.has_changed()]
+        # A replaced tensor is released, since its graph may be large.
+        self._before = [buffer if buffer.is_current() else buffer._replace(tensor=None) for buffer in changed]
+        return next((buffer.name for buffer in changed if buffer.tensor is not None and buffer.numbers is None), None)
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Within, they are as before the call; afterwards as they are now."""
-        now = [one.place.get(one.name) for one in self._before]
-        numbers = [
-            one.tensor.detach().clone() if one.is_there() and one.tensor is not None else None for one in self._before
+        """Context in which the buffers are as before the call; afterwards they are as they are now."""
+        current = [buffer.place.get(buffer.name) for buffer in self._before]
+        copies = [
+            buffer.tensor.detach().clone() if buffer.is_current() and buffer.tensor is not None else None
+            for buffer in self._before
         ]
-        for one, present in zip(self._before, now, strict=True):
-            _put(one, one.numbers, present)
+        for buffer, value in zip(self._before, current, strict=True):
+            _restore(buffer, buffer.numbers, value)
         try:
             yield
         finally:
-            for one, present, those in zip(self._before, now, numbers, strict=True):
-                one.place[one.name] = present
-                if present is not None and present is one.tensor:
-                    _put(one, those, present)
+            for buffer, value, copy in zip(self._before, current, copies, strict=True):
+                buffer.place[buffer.name] = value
+                if value is not None and value is buffer.tensor:
+                    _restore(buffer, copy, value)
 
 
-#: The attributes that torch gives every module.
-_OWN = frozenset(vars(nn.Module()))
+#: Attributes that torch gives every module.
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def _is_state(name: str, value: Any) -> bool:
-    """Whether a plain attribute may be a state that calls read and replace."""
-    return name not in _OWN and (value is None or (isinstance(value, Tensor) and value.numel() <= _TABLE))
+    """Return whether a plain attribute may be a state that calls read and replace."""
+    return name not in _MODULE_ATTRIBUTES and (value is None or (isinstance(value, Tensor) and value.numel() <= _TABLE))
 
 
 def _before(place: dict[str, Any], name: str, buffer: Tensor | None) -> _Before:
@@ -195,17 +203,18 @@ def _before(place: dict[str, Any], name: str, buffer: Tensor | None) -> _Before:
     return _Before(place, name, buffer, version_of(buffer), copy)
 
 
-def _put(one: _Before, numbers: Tensor | None, present: Any) -> None:
-    """Numbers into a buffer that is the tensor of before, or in the place of another one."""
-    if one.tensor is not None and present is one.tensor and numbers is not None:
-        one.tensor.data.copy_(numbers)  # by data: no version moves, since backward may have saved the buffer
+def _restore(buffer: _Before, numbers: Tensor | None, value: Any) -> None:
+    """Restore a buffer: in place if the module still has the same tensor, else by replacing it."""
+    if buffer.tensor is not None and value is buffer.tensor and numbers is not None:
+        buffer.tensor.data.copy_(numbers)  # via data, as above
     else:
-        one.place[one.name] = numbers
+        buffer.place[buffer.name] = numbers
 
 
 class Flags:
-    """What is set on the modules of a call from outside: whether each is in training mode, numbers such as the share
-    that a dropout drops, and which parameters take gradients. All may be set anew before backward.
+    """Settings of the modules of a call that may change before backward.
+
+    These are training mode, plain numbers and strings such as a dropout probability, and ``requires_grad``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -214,7 +223,7 @@ class Flags:
         self._grads = [(parameter, parameter.requires_grad) for parameter in parameters if parameter.is_leaf]
 
     def called(self) -> None:
-        """After the call: let go of what the call itself has changed, such as a counter, but for the mode."""
+        """After the call: release values that the call itself has changed, such as a counter, except the mode."""
         self._set = [
             (place, {name: value for name, value in values.items() if name == "training" or place.get(name) == value})
             for place, values in self._set
@@ -222,8 +231,8 @@ class Flags:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Within, all is set as it was; afterwards as it is now."""
-        now = [(place, {name: place[name] for name in values if name in place}) for place, values in self._set]
+        """Context in which the settings are as recorded; afterwards they are as they are now."""
+        current = [(place, {name: place[name] for name in values if name in place}) for place, values in self._set]
         switched = [
             (parameter, parameter.requires_grad) for parameter, grad in self._grads if parameter.requires_grad != grad
         ]
@@ -234,7 +243,7 @@ class Flags:
                 parameter.requires_grad_(not grad)
             yield
         finally:
-            for place, values in now:
+            for place, values in current:
                 place.update(values)
             for parameter, grad in switched:
                 parameter.requires_grad_(grad)
@@ -244,15 +253,15 @@ def _settings(owner: nn.Module) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(owner).items()
-        if name == "training" or (name not in _OWN and isinstance(value, bool | int | float | str))
+        if name == "training" or (name not in _MODULE_ATTRIBUTES and isinstance(value, bool | int | float | str))
     }
 
 
 class Weights:
-    """The parameters of a module as they are now: which, and how often each has been written to.
+    """The parameters of a module and their versions, recorded when created.
 
-    What steps within backward (a hook of its gradient) may have changed by right, and is left out, as are modules in
-    which FSDP2 puts others in the place of parameters.
+    Parameters that a hook of their gradient updates within backward are excluded, since such changes are intended. So
+    are modules sharded by FSDP2, which replaces parameters.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -265,7 +274,7 @@ class Weights:
         }
 
     def changed(self, module: nn.Module) -> str | None:
-        """The name of a parameter of ``module`` that is another one by now, or has been written to."""
+        """Return the name of a parameter of ``module`` that was replaced or written to, or None."""
         now = dict(module.named_parameters()) if self._seen else {}
         for name, (weight, version) in self._seen.items():
             if name not in now or weight() is not now[name] or now[name]._version != version:
@@ -274,13 +283,15 @@ class Weights:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # which takes seconds to import
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing it takes seconds
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def gather(module: nn.Module) -> None:
-    """Gather the parameters of a module that FSDP2 has sharded: it does so itself before the backward of each module,
-    and the second run of a segment comes before that of its last.
+    """Gather the parameters of a module sharded by FSDP2.
+
+    FSDP2 itself does so before each module's backward, but a segment is recomputed before the backward of its last
+    module.
     """
     if _is_sharded(module):
         module.unshard()  # type: ignore[operator]

@@ -1,10 +1,10 @@
-"""What a forward through checkpointed modules leaves for backward, and how backward makes the rest of it again.
+"""Saves the inputs of checkpointed modules in forward, and recomputes their other activations in backward.
 
-A frame stands for the calls of one segment in one forward: of one module, or of several that follow one another. What
-autograd would save inside of them is a holder without a value. The first holder that backward asks for runs the calls
-again, one after another, and fills all holders. A call is given again what it was given: tensors that an earlier call
-of the frame returned are taken from its second run, all others are kept, each once. They are kept by an autograd node,
-so whatever saves the activations around (another frame, an offload to the host) has them.
+A frame covers the calls of one segment in one forward: of one module, or of several consecutive modules. A tensor that
+autograd would save inside them becomes a holder without a value. The first holder that backward unpacks runs all calls
+again, in order, which fills all holders. Inputs that an earlier call of the frame returned are taken from its second
+run. All others are saved once, by an autograd node, so that enclosing saved-tensor hooks apply to them (another frame,
+an offload to the host).
 
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
 """
@@ -37,15 +37,15 @@ __all__ = ["Frame", "NotReplayed"]
 
 
 class NotReplayed(RuntimeError):
-    """A checkpointed module cannot be computed again, or computed something else."""
+    """Raised if a checkpointed module cannot be recomputed, or recomputes something else."""
 
 
 class _Filled(Exception):
-    """All that backward needs is there."""
+    """Ends the recomputation when all holders are filled."""
 
 
 class _Keep(torch.autograd.Function):
-    """An autograd node that saves tensors. Its output is empty and takes part in nothing."""
+    """An autograd node that saves tensors. Its empty output is used nowhere."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -54,11 +54,11 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise AssertionError("nothing depends on what is kept")
+        raise AssertionError("the output of this node is not used")
 
 
 class _Holder:
-    """The place of one saved tensor."""
+    """Stands for one saved tensor."""
 
     __slots__ = ("__weakref__", "frame", "value")
 
@@ -68,9 +68,9 @@ class _Holder:
 
 
 class _Source(NamedTuple):
-    """Where a call finds a tensor again: in what an earlier ``call`` returned, or kept, at ``place``."""
+    """Where a call gets an input again: output or saved input ``place`` of ``call``."""
 
-    made: bool
+    is_output: bool
     call: int
     place: int
 
@@ -82,40 +82,42 @@ class _Known(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """One call of a module. ``first``: how many tensors had been saved before it."""
+    """One call of a module. ``first`` is the number of tensors saved before it."""
 
     path: str
     module: nn.Module
     forward: Callable[..., Any]
-    given: list[Any]
+    leaves: list[Any]
     structure: TreeSpec
-    kept: Any
-    around: CallState
+    saved: Any
+    state: CallState
     buffers: Buffers
     flags: Flags
     context: Any
     first: int
 
     def inputs(self) -> tuple[Tensor, ...]:
-        """The tensors that this call keeps."""
-        if self.kept is None:
+        """Return the tensors that are saved for this call."""
+        if self.saved is None:
             return ()
         try:
-            saved = self.kept.grad_fn.saved_tensors
+            saved = self.saved.grad_fn.saved_tensors
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
             raise NotReplayed(
-                f"an input of the checkpointed {self.path!r} has been written to since it was called, and backward "
-                f"cannot compute the module again from it; write to a copy, or leave the module out of checkpoint_"
+                f"an input of the checkpointed {self.path!r} has been written to since its call, so backward cannot "
+                f"recompute the module; write to a copy, or leave the module out of checkpoint_"
             ) from error
         return tuple(t.detach().requires_grad_(t.requires_grad) for t in saved)
 
 
 class Frame:
-    """The calls of a segment in one forward. ``last``: the place in the segment of the latest call.
+    """The calls of a segment in one forward.
 
-    ``contexts``: what keeps results of a call besides. ``offload``: makes the context in which inputs are kept.
+    Args:
+        contexts: Contexts that save some results of each call.
+        offload: Returns the context in which inputs are saved.
     """
 
     def __init__(
@@ -126,7 +128,7 @@ class Frame:
         self.calls: list[_Call] = []
         self._holders: list[ref[_Holder]] = []
         self._saved: list[tuple[Any, ...]] = []
-        self._weights: list[Weights] = []  # after each call, which may write to them itself
+        self._weights: list[Weights] = []  # recorded after each call, which may write to weights itself
         self._known: dict[int, _Known] = {}
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -138,18 +140,30 @@ class Frame:
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Call ``forward``, and keep what computes it again. Raises NotReplayed where it writes to what came from
-        outside of the segment.
+        """Call ``forward`` and save its inputs and state. Raise NotReplayed if it writes to an input from outside the
+        segment.
         """
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         outside = list[Tensor]()
-        given = [self._source(leaf, outside) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        first, again = (nullcontext(), nullcontext()) if self._contexts is None else self._contexts()
-        kept, around = self._keep(outside), CallState(tensors)
+        inputs = [self._source(leaf, outside) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        first, recompute_context = (nullcontext(), nullcontext()) if self._contexts is None else self._contexts()
+        saved, state = self._keep(outside), CallState(tensors)
         buffers, flags = Buffers(module), Flags(module)
         self.calls.append(
-            _Call(path, module, forward, given, structure, kept, around, buffers, flags, again, len(self._saved))
+            _Call(
+                path,
+                module,
+                forward,
+                inputs,
+                structure,
+                saved,
+                state,
+                buffers,
+                flags,
+                recompute_context,
+                len(self._saved),
+            )
         )
         versions = [version_of(t) for t in outside]
         with saved_tensors_hooks(self._pack, _unpack), first:
@@ -159,21 +173,21 @@ class Frame:
         if table is not None:
             raise NotReplayed(
                 f"{path!r} is checkpointed and changes its buffer {table!r}, which is too large to be copied at each "
-                f"call, so that it cannot be computed again as it was; leave the module out of checkpoint_"
+                f"call, so backward cannot recompute the module; leave it out of checkpoint_"
             )
         self._weights.append(Weights(module))
         if versions != [version_of(t) for t in outside]:
             place = next(i for i, t in enumerate(outside) if versions[i] != version_of(t))
             raise NotReplayed(
                 f"{path!r} is checkpointed and writes to a tensor {tuple(outside[place].shape)} that it is given, "
-                f"and cannot be computed again from it. Make the write one to a copy (an activation with "
-                f"inplace=False), or leave the module out of checkpoint_{_of_caches(args, kwargs)}"
+                f"so backward cannot recompute it. Write to a copy (for an activation: inplace=False), or leave the "
+                f"module out of checkpoint_{_of_caches(args, kwargs)}"
             )
-        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        for tensor in tensors:  # which later calls of the segment may have been given, and may write to
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        for tensor in tensors:  # the call may have written to outputs of earlier calls
             known = self._known[id(tensor)]
             self._known[id(tensor)] = known._replace(version=version_of(tensor))
-        for place, tensor in enumerate(made):
+        for place, tensor in enumerate(outputs):
             self._learn(tensor, _Source(True, len(self.calls) - 1, place))
         return output
 
@@ -205,12 +219,12 @@ class Frame:
 
     # -- backward -----------------------------------------------------------------------------------------------------
     def recompute(self) -> None:
-        """Run the calls again, and fill the holders that are alive. Raises NotReplayed where they save others."""
-        for call, weights in zip(self.calls, self._weights, strict=False):  # the last call may be under way
+        """Run the calls again and fill the live holders. Raise NotReplayed if they save other tensors than before."""
+        for call, weights in zip(self.calls, self._weights, strict=False):  # the last call may still be running
             self._refuse_changed(call, weights)
-        kept = [call.inputs() for call in self.calls]
-        now = Random(t for tensors in kept for t in tensors)
-        made: list[list[Tensor]] = []
+        saved = [call.inputs() for call in self.calls]
+        random = Random(t for tensors in saved for t in tensors)
+        outputs: list[list[Tensor]] = []
         filled = 0
 
         def fill(tensor: Tensor) -> Tensor:
@@ -228,32 +242,32 @@ class Frame:
         try:
             with torch.enable_grad(), saved_tensors_hooks(fill, lambda tensor: tensor):
                 for call in self.calls:
-                    output = self._again(call, kept, made)
-                    made.append([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
+                    output = self._again(call, saved, outputs)
+                    outputs.append([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
         except _Filled:
             return
         finally:
-            now.restore()
+            random.restore()
         self._refuse(filled, "nothing more")
 
     def _refuse_changed(self, call: _Call, weights: Weights) -> None:
         name = weights.changed(call.module)
         if name is not None:
             raise NotReplayed(
-                f"{name!r} of the checkpointed {call.path!r} has been written to or replaced since forward, and with "
-                f"it backward would compute another function; call backward before the optimizer's step, and do not "
-                f"give weights by functional_call, or memory.uncheckpoint_(model) first"
+                f"{name!r} of the checkpointed {call.path!r} has been written to or replaced since forward, so "
+                f"backward would compute another function; call backward before the optimizer step, do not pass "
+                f"weights by functional_call, or call memory.uncheckpoint_(model) first"
             )
 
-    def _again(self, call: _Call, kept: list[tuple[Tensor, ...]], made: list[list[Tensor]]) -> Any:
-        def found(leaf: Any) -> Any:
+    def _again(self, call: _Call, saved: list[tuple[Tensor, ...]], outputs: list[list[Tensor]]) -> Any:
+        def input_of(leaf: Any) -> Any:
             if not isinstance(leaf, _Source):
                 return leaf
-            return (made if leaf.made else kept)[leaf.call][leaf.place]
+            return (outputs if leaf.is_output else saved)[leaf.call][leaf.place]
 
-        args, kwargs = tree_unflatten([found(leaf) for leaf in call.given], call.structure)
+        args, kwargs = tree_unflatten([input_of(leaf) for leaf in call.leaves], call.structure)
         gather(call.module)
-        with call.flags.again(), unmoved(call.module), call.buffers.again(), call.around.again(), call.context:
+        with call.flags.again(), unmoved(call.module), call.buffers.again(), call.state.again(), call.context:
             return call.forward(*args, **kwargs)
 
     def _check(self, place: int, tensor: Tensor) -> None:
@@ -266,14 +280,14 @@ class Frame:
         shape, dtype, _ = self._saved[place]
         raise NotReplayed(
             f"the checkpointed {call.path!r} computes something else in backward: forward saved {shape} {dtype}, its "
-            f"second run {got}. Its forward has to depend on its arguments, parameters and torch's random state alone, "
-            f"not on a counter, a clock or Python's random; make it so, or leave the module out of checkpoint_"
-            f"{_of_caches(*tree_unflatten(call.given, call.structure))}"
+            f"second run {got}. Its forward may depend only on its arguments, parameters and torch's random state, "
+            f"not on a counter, a clock or Python's random; change it, or leave the module out of checkpoint_"
+            f"{_of_caches(*tree_unflatten(call.leaves, call.structure))}"
         )
 
 
 def _of_caches(args: Any, kwargs: Any) -> str:
-    """What helps a call that keeps states for generation besides."""
+    """Return a remedy for a call that fills a cache."""
     return "; or call the model with use_cache=False" if kwargs.get("use_cache") else ""
 
 

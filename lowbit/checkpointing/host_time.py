@@ -1,4 +1,4 @@
-"""What a checkpoint takes of the host's time beside the ops that it computes again."""
+"""Measures the Python time of a checkpoint beyond that of the recomputed ops."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lowbit.machine import fastest
 
 __all__ = ["overhead"]
 
-#: Ops of each of two blocks that are computed again.
+#: Recomputed ops in each of the two blocks.
 _OPS = 50
 
 
 class _Block(nn.Module):
-    """Small ops, one after the other, whose backward takes what they were given."""
+    """Consecutive small ops that save their inputs for backward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))  # blocks that a model repeats have parameters
+        self.weight = nn.Parameter(torch.ones(()))  # modules without parameters are not found as blocks
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(_OPS):
@@ -31,9 +31,10 @@ class _Block(nn.Module):
 
 @cache
 def overhead(selective: bool) -> float:
-    """Seconds an op, of what Python notes in forward and compares in backward; measured once a process.
+    """Return the Python time of a checkpoint in seconds per op, measured once per process.
 
-    ``selective``: where the results of products are kept, which are looked for at each op.
+    Args:
+        selective: Whether results of matmuls are saved, which needs a check of each op.
     """
     plain, checkpointed = (nn.Sequential(_Block(), _Block()) for _ in range(2))
     checkpoint_(checkpointed, "save_matmuls" if selective else "block")
@@ -41,8 +42,8 @@ def overhead(selective: bool) -> float:
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(4, requires_grad=True)
 
-        def trained(model: nn.Module) -> float:
+        def step_seconds(model: nn.Module) -> float:
             return fastest(lambda: model(x).sum().backward())
 
-        again = fastest(lambda: plain(x))
-        return max(trained(checkpointed) - trained(plain) - again, 0.0) / (2 * _OPS)
+        forward_seconds = fastest(lambda: plain(x))
+        return max(step_seconds(checkpointed) - step_seconds(plain) - forward_seconds, 0.0) / (2 * _OPS)

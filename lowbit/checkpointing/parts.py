@@ -1,6 +1,4 @@
-"""Where the parts of a model are that are worth checkpointing: its stacks of blocks, attention and feed-forward in a
-block, the stages of a convolutional net.
-"""
+"""Finds parts of a model that checkpointing selects: attention and feed-forward of a block, stages of a conv net."""
 
 from __future__ import annotations
 
@@ -16,27 +14,27 @@ from lowbit.torch_private import AvgPoolNd, ConvNd, ConvTransposeNd, MaxPoolNd
 
 __all__ = ["PARTS", "find_part", "find_stages", "split_part"]
 
-#: By the part of a block: what the name of such a module, or of its class, has in it.
+#: Pattern of the names or class names of modules, by part of a block.
 PARTS = {
     "attention": re.compile(r"attn|attention|(^|_)mha$", re.IGNORECASE),
     "mlp": re.compile(r"mlp|ffn|(^|_)ff$|feed_?forward|moe|experts$|LayerFF|DenseActDense", re.IGNORECASE),
 }
-#: Feed-forward parts that are no module: the names of the children that follow one another in it.
+#: Feed-forward parts that are not one module: names of the consecutive children.
 _MLP_CHILDREN = (
     ("intermediate", "output"), ("fc1", "activation_fn", "fc2"), ("linear1", "activation", "dropout", "linear2"),
 )  # fmt: skip
-#: What has one of these words in its name is a part's normalization or dropout.
+#: Names of a part's normalization or dropout.
 _BESIDES = re.compile(r"norm|dropout|ln_", re.IGNORECASE)
 
 Segments = list[Sequence[nn.Module]]
 
 
 def find_part(block: nn.Module, part: str) -> Segments:
-    """The modules, or modules that follow one another, that are this ``part`` of a block; none where it has none."""
-    found: Segments = []
-    taken: set[str] = set()
+    """Return the modules, or runs of consecutive modules, that are this ``part`` of a block. May be empty."""
+    segments: Segments = []
+    covered: set[str] = set()
     for path, module in block.named_modules():
-        if not path or any(path.startswith(f"{above}.") for above in taken):
+        if not path or any(path.startswith(f"{above}.") for above in covered):
             continue
         name = path.rsplit(".", 1)[-1]
         words = (name, plain_class(module).__name__)
@@ -44,22 +42,20 @@ def find_part(block: nn.Module, part: str) -> Segments:
             continue
         if any(PARTS[other].search(words[1]) or PARTS[other].search(name) for other in PARTS if other != part):
             if not PARTS[part].search(words[1]):
-                taken.add(path)
+                covered.add(path)
                 continue
         if any(PARTS[part].search(word) for word in words):
-            found.append([module])
-            taken.add(path)
-    if part == "mlp" and not found:
+            segments.append([module])
+            covered.add(path)
+    if part == "mlp" and not segments:
         children = dict(block.named_children())
         rows = [row for row in _MLP_CHILDREN if all(name in children for name in row)]
-        found += [[children[name] for name in row] for row in rows[:1]]
-    return found
+        segments += [[children[name] for name in row] for row in rows[:1]]
+    return segments
 
 
 def split_part(block: nn.Module, part: str) -> tuple[list[str], list[str]]:
-    """The layers and the functions between them, by name, that are this ``part`` of a block where some of it are
-    functions; none where there are no such layers.
-    """
+    """Return the layers and the functions between them that form this ``part``, by name, if it includes functions."""
     children = {name for name, _ in block.named_children()}
     for row in _MLP_CHILDREN if part == "mlp" else ():
         layers = [name for name in row if name in children]
@@ -70,8 +66,10 @@ def split_part(block: nn.Module, part: str) -> tuple[list[str], list[str]]:
 
 
 def find_stages(model: nn.Module) -> Segments:
-    """Of a convolutional net what comes before its last down-sampling, by blocks; layers that stand in a Sequential
-    of their own are taken together, up to each down-sampling. One layer alone has nothing inside to recompute.
+    """Return the blocks of a convolutional net up to its last down-sampling.
+
+    Layers directly in a Sequential are grouped up to each down-sampling. Single layers are excluded, because they have
+    nothing to recompute.
     """
     units: Segments = []
     loose: list[nn.Module] = []
@@ -91,62 +89,63 @@ def find_stages(model: nn.Module) -> Segments:
     if not strided:
         return []
     last = strided[-1]
-    before = units[: last + 1 if len(units[last]) > 1 else last]
-    return [unit for unit in before if len(unit) > 1 or any(True for _ in unit[0].children())]
+    early_units = units[: last + 1 if len(units[last]) > 1 else last]
+    return [unit for unit in early_units if len(unit) > 1 or any(True for _ in unit[0].children())]
 
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:
-    """The children of the model's Sequentials and lists of blocks, down to what is none of these; where they are one
-    module, its children.
-    """
-    found = list(_below(module))
-    while len(inner := [unit for unit in found if any(map(_convolves, unit.children()))]) == 1 and all(
-        unit in inner or _is_strided(unit) for unit in found
+    """Yield the children of the model's Sequentials and block lists. If that is one module, yield its children."""
+    units = list(_below(module))
+    while len(inner := [unit for unit in units if any(map(_convolves, unit.children()))]) == 1 and all(
+        unit in inner or _is_strided(unit) for unit in units
     ):
-        found = list(_below(inner[0]))
-    yield from found
+        units = list(_below(inner[0]))
+    yield from units
 
 
 def _below(module: nn.Module) -> Iterator[nn.Module]:
-    for place, child in _in_turn(module):
+    for parent, child in _in_turn(module):
         if _convolves(child) and (plain_class(child) in (nn.Sequential, nn.ModuleList) or _is_loop(child)):
             yield from _below(child)
-        elif isinstance(place, nn.Sequential) or (isinstance(place, nn.ModuleList) and _downsamples(place)):
+        elif isinstance(parent, nn.Sequential) or (isinstance(parent, nn.ModuleList) and _downsamples(parent)):
             yield child
         elif _convolves(child) and (_is_strided(child) or any(True for _ in child.children())):
             yield child
 
 
 def _in_turn(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """The children of a module, each with the one that it is a child of. Of two lists that are gone through together,
-    down-samplings and the blocks after each of them (as ConvNeXt has), the modules in this order.
+    """Yield the children of a module in the order of their calls, each with its parent.
+
+    Two lists may be iterated together, as in ConvNeXt: down-samplings, and the blocks after each of them.
     """
     lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
-    together = next((pair for pair in itertools.permutations(lists, 2) if _go_together(*pair)), ())
+    paired = next((pair for pair in itertools.permutations(lists, 2) if _go_together(*pair)), ())
     for child in module.children():
-        if child not in together:
+        if child not in paired:
             yield module, child
-        elif child is next(one for one in lists if one in together):
-            rows = itertools.zip_longest(*(reversed(list(one)) for one in together))  # the last ones belong together
+        elif child is next(modules for modules in lists if modules in paired):
+            rows = itertools.zip_longest(*(reversed(list(modules)) for modules in paired))  # aligned at the end
             for row in reversed(list(rows)):
-                yield from ((place, one) for place, one in zip(together, row, strict=True) if one is not None)
+                yield from ((parent, unit) for parent, unit in zip(paired, row, strict=True) if unit is not None)
 
 
 def _go_together(down: nn.ModuleList, blocks: nn.ModuleList) -> bool:
-    """Whether each module of ``down`` makes the channels that the one of ``blocks`` takes that is as far from the end,
-    and it alone down-samples.
+    """Return whether the modules of both lists alternate, aligned at the end.
+
+    Then each module of ``down``, and no module of ``blocks``, down-samples, and its output channels fit its partner.
     """
     pairs = list(zip(reversed(list(down)), reversed(list(blocks)), strict=False))
     return bool(pairs) and all(
-        _downsamples(before)
-        and not _downsamples(after)
-        and [m.out_channels for m in _convolutions(before)][-1:] == [m.in_channels for m in _convolutions(after)][:1]
-        for before, after in pairs
+        _downsamples(down_sampling)
+        and not _downsamples(block)
+        and [m.out_channels for m in _convolutions(down_sampling)][-1:]
+        == [m.in_channels for m in _convolutions(block)][:1]
+        for down_sampling, block in pairs
     )
 
 
 def _is_loop(module: nn.Module) -> bool:
-    """Whether a module calls blocks one after another: those of a list, or of the only Sequential that it has."""
+    """Return whether a module calls blocks in sequence: those of a list, or of its only child, a Sequential."""
     children = [child for child in module.children() if _convolves(child)]
     lists = any(isinstance(child, nn.ModuleList) for child in children)
     return lists or (len(list(module.children())) == 1 and isinstance(children[0], nn.Sequential))
@@ -174,5 +173,5 @@ def _numbers(stride: Any) -> Sequence[int]:
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Whether a module has layers inside, or matrices of its own."""
+    """Return whether a module has children, or weight matrices."""
     return any(True for _ in module.children()) or any(p.dim() > 1 for p in module.parameters(recurse=False))

@@ -179,11 +179,11 @@ def _no_part(part: str, instead: str, model: nn.Module) -> str:
     if not blocks:
         return no_stacks(model)
     classes = ", ".join(dict.fromkeys(plain_class(block).__name__ for block in blocks))
-    others = [other for other in PARTS if other != part and any(find_part(block, other) for block in blocks)]
+    other_parts = [other for other in PARTS if other != part and any(find_part(block, other) for block in blocks)]
     return (
         f"expected a module of {instead} in the blocks ({classes}), found none {_why_missing(part, blocks[0])}; use "
-        f"{', '.join(map(repr, ('block', *others)))}, or a list of patterns such as ['*.mixer'] for modules with other "
-        f"names"
+        f"{', '.join(map(repr, ('block', *other_parts)))}, or a list of patterns such as ['*.mixer'] for modules with "
+        f"other names"
     )
 
 

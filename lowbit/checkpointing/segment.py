@@ -28,7 +28,7 @@ __all__ = ["Offload", "Recomputed", "Segment"]
 
 
 class Offload:
-    """Where the inputs that a model's checkpoints keep are moved to, as ``offload_activations`` moves them."""
+    """Offload of the inputs that a model's checkpoints save, to ``where``. See ``offload_activations``."""
 
     def __init__(self, where: str | os.PathLike[str]) -> None:
         self.where = where
@@ -40,13 +40,17 @@ class Offload:
         return self.context
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "context": None}  # a copy moves its own
+        return {**vars(self), "context": None}  # a copy offloads by itself
 
 
 @dataclass(eq=False)
 class Segment:
-    """Modules that follow one another and are recomputed as one. ``size``: how many. ``contexts``: what keeps results
-    besides, None for nothing. ``offload``: where what is kept goes, None for nowhere.
+    """Consecutive modules that are recomputed together.
+
+    Attributes:
+        size: Number of modules.
+        contexts: Contexts that save some of their results; None to save none.
+        offload: Where saved inputs are offloaded; None to keep them on their device.
     """
 
     size: int
@@ -55,10 +59,12 @@ class Segment:
     _open: dict[int, ref[Frame]] = field(default_factory=dict, repr=False)  # by thread
 
     def frame(self, index: int) -> Frame:
-        """The frame of a call of the module at ``index``: the open one, or a new one where the segment begins again."""
+        """Return the frame for a call of the module at ``index``: the open one, or a new one if the segment starts
+        again.
+        """
         thread = threading.get_ident()
-        opened = self._open.pop(thread, None)
-        frame = None if opened is None else opened()
+        open_frame = self._open.pop(thread, None)
+        frame = None if open_frame is None else open_frame()
         if frame is None or frame.last >= index:
             frame = Frame(self.contexts, self.offload)
         frame.last = index
@@ -67,14 +73,18 @@ class Segment:
         return frame
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_open": {}}  # a copy has no forward under way
+        return {**vars(self), "_open": {}}  # no forward of a copy is running
 
 
 @dataclass(eq=False)
 class Recomputed(Wrapper):
-    """Around a forward: without gradients nothing, else what backward computes again. ``path``: the module's.
+    """Wrapper of a forward that backward recomputes. Without gradients it does nothing.
 
-    ``index``: its place in the segment. ``numbered``: whether modules of the model say which layer of a cache they use.
+    Attributes:
+        path: Path of the module.
+        segment: The segment that the module belongs to.
+        index: Position of the module in the segment.
+        numbered: Whether modules of the model have an index of their layer in a cache.
     """
 
     path: str
@@ -90,9 +100,9 @@ class Recomputed(Wrapper):
         if module.__dict__.get("gradient_checkpointing"):
             self._take_over(module)
         caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
-        if caches and not getattr(module, "_can_checkpoint_with_cache", False):  # transformers' word for "only reads"
+        if caches and not getattr(module, "_can_checkpoint_with_cache", False):  # set if a module only reads the cache
             if not module.training:
-                return forward(*args, **kwargs)  # a cache that the caller may go on with
+                return forward(*args, **kwargs)  # the caller may go on to use the cache
             self._refuse_filled(module, caches)
             args = tuple(None if is_cache(value) else value for value in args)
             kwargs = {name: None if is_cache(value) else value for name, value in kwargs.items()}
@@ -111,30 +121,30 @@ class Recomputed(Wrapper):
         return checkpoint(forward, *args, use_reentrant=False, context_fn=self.segment.contexts, **kwargs)
 
     def _refuse_filled(self, module: nn.Module, caches: list[Any]) -> None:
-        """Raises ValueError for a cache that this module would read."""
+        """Raise ValueError for a cache that this module would read."""
         place = place_of(module)
         if place is None and self.numbered:
-            return  # the model numbers the layers that use its cache, and this one is not among them
+            return  # this module does not use the model's cache
         if any(is_filled(cache, place or 0) for cache in caches):
             raise ValueError(
                 f"memory.checkpoint_: expected an empty cache for {self.path!r} in training, got one with tokens, to "
-                f"which a second run would append again; call the model without that cache, checkpoint what is "
-                f'given no cache (memory.checkpoint_(model, "mlp"), which prefix tuning can be trained with), or '
-                f"memory.uncheckpoint_(model) first"
+                f"which the recomputation would append again; call the model without that cache, checkpoint only "
+                f'modules that take no cache (memory.checkpoint_(model, "mlp"), which works with prefix tuning), or '
+                f"call memory.uncheckpoint_(model) first"
             )
 
     def _take_over(self, module: nn.Module) -> None:
-        """Switch the checkpointing of transformers off, where it has been enabled since."""
+        """Switch off gradient checkpointing of transformers that was enabled after ``checkpoint_``."""
         module.gradient_checkpointing = False  # type: ignore[assignment]
         if not torch.compiler.is_compiling():
             warn(
                 f"{self.path!r} is checkpointed by memory.checkpoint_, which takes the place of transformers' gradient "
-                f"checkpointing; for that one call memory.uncheckpoint_(model) first"
+                f"checkpointing; to use the latter, call memory.uncheckpoint_(model) first"
             )
 
 
 def _is_transformed(args: Any, kwargs: Any) -> bool:
-    """Whether a transform of torch.func is under way, or arguments carry derivatives of forward mode."""
+    """Return whether a torch.func transform is active, or arguments carry forward-mode derivatives."""
     by_func, by_forward_mode = transforms_tensors()
     if by_func or not by_forward_mode:
         return by_func

@@ -1,4 +1,4 @@
-"""Checkpointing that keeps the results of products, and recomputes what is cheap between them.
+"""Selective checkpointing: save the results of matmuls, convolutions and attention, and recompute the cheap ops.
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198.
 """
@@ -21,7 +21,7 @@ from lowbit.torch_private import OpOverload, with_version_of
 
 __all__ = ["kept_products", "looked_at"]
 
-#: Ops whose results are kept, by namespace and name; those that this torch or this build lacks are passed over.
+#: Ops with saved results, by namespace and name. Ops that this version of torch or lowbit lacks have no effect.
 _PRODUCTS = {
     "aten": (
         "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution",
@@ -33,9 +33,13 @@ _PRODUCTS = {
 }  # fmt: skip
 
 
-class _Kept(NamedTuple):
-    """The result of a product. ``out`` is None where it is not kept, or was given. ``watched``: tensors in its memory
-    with their versions, of which one that was written into since has another.
+class _Saved(NamedTuple):
+    """The result of a matmul.
+
+    Attributes:
+        op: The op.
+        out: Its result; None if it is not saved or was used already.
+        watched: Tensors in its memory with their versions, which change if the result is written to.
     """
 
     op: Any
@@ -43,21 +47,21 @@ class _Kept(NamedTuple):
     watched: tuple[tuple[Tensor, int], ...] = ()
 
     @classmethod
-    def of(cls, op: Any, out: Any) -> _Kept:
+    def of(cls, op: Any, out: Any) -> _Saved:
         return cls(op, out, tuple((leaf, leaf._version) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)))
 
     @property
-    def serves(self) -> bool:
+    def is_usable(self) -> bool:
         return self.out is not None and all(tensor._version == version for tensor, version in self.watched)
 
 
 def kept_products() -> tuple[Any, Any]:
-    """The contexts of one call, in forward and in backward: products, convolutions and attention are kept."""
-    if torch.compiler.is_compiling():  # whose partitioner reads what torch's contexts note
+    """Return the contexts of one call, in forward and in backward, that save matmuls, convolutions and attention."""
+    if torch.compiler.is_compiling():  # the partitioner needs the marks of torch's contexts
         contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_policy)
         return contexts
-    kept: list[_Kept] = []
-    return _Keeping(kept), _Giving(kept)
+    saved: list[_Saved] = []
+    return _Saving(saved), _Replaying(saved)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -71,22 +75,22 @@ def _is_product(op: Any) -> bool:
 
 @cache
 def _dropout(op: Any) -> int | None:
-    """Which argument of attention says how much is dropped."""
+    """Return the index of the dropout argument of an attention op, or None."""
     names = [argument.name for argument in op._schema.arguments]
     return names.index("dropout_p") if "dropout_p" in names else None
 
 
 def _draws(op: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call moves the random generator, which what comes after it reads: it has to be made again."""
-    place = _dropout(op)
-    if place is None:
+    """Return whether a call advances the random generator, so that it must be recomputed."""
+    index = _dropout(op)
+    if index is None:
         return False
-    return bool(kwargs.get("dropout_p", args[place] if len(args) > place else 0.0))
+    return bool(kwargs.get("dropout_p", args[index] if len(args) > index else 0.0))
 
 
 @cache
 def _is_aside(op: Any) -> bool:
-    """Whether an op computes nothing: a question about a tensor, or another name for it."""
+    """Return whether an op computes nothing: a query about a tensor, or an alias."""
     return op.namespace == "prim" or op is torch.ops.aten.detach.default
 
 
@@ -94,12 +98,12 @@ _looked_at = 0
 
 
 def looked_at() -> int:
-    """How many ops were called within forward contexts in this process."""
+    """Return how many ops were called within forward contexts in this process."""
     return _looked_at
 
 
 class _Mode(TorchDispatchMode):
-    """``op(args)`` of every op that computes on tensors; compiled code and ops of a higher order go their own way."""
+    """Calls ``called`` for every op on tensors. Compiled code and higher-order ops are passed on."""
 
     supports_higher_order_operators = True
 
@@ -107,9 +111,9 @@ class _Mode(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, kept: list[_Kept]) -> None:
+    def __init__(self, saved: list[_Saved]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kept = kept
+        self.saved = saved
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -119,57 +123,57 @@ class _Mode(TorchDispatchMode):
         raise NotImplementedError
 
 
-class _Keeping(_Mode):
-    """Keeps the results of products, in order, as they were computed: what the module writes into is copied first."""
+class _Saving(_Mode):
+    """Saves the results of matmuls, in order. A result that the module is about to write to is copied first."""
 
-    def __init__(self, kept: list[_Kept]) -> None:
-        super().__init__(kept)
-        self._places: dict[int, int] = {}  # of results that nothing was written into, by storage
+    def __init__(self, saved: list[_Saved]) -> None:
+        super().__init__(saved)
+        self._indices: dict[int, int] = {}  # indices of unmodified results, by storage
 
     def called(self, op: OpOverload, args: Any, kwargs: Any) -> Any:
         global _looked_at
-        if op._schema.is_mutable and self._places:
+        if op._schema.is_mutable and self._indices:
             self._before_writing(written(op, args, kwargs))
         out = op(*args, **kwargs)
         _looked_at += not _is_aside(op)
         if _is_product(op):
-            self._keep(op, out, _draws(op, args, kwargs))
-        elif op is torch.ops.aten._unsafe_view.default and (place := self._places.get(storage(out))) is not None:
-            # What ``linear`` returns of more than two dimensions: the same memory with a version of its own.
-            entry, alias = self.kept[place], with_version_of(out)
-            self.kept[place] = entry._replace(watched=(*entry.watched, (alias, alias._version)))
+            self._save(op, out, _draws(op, args, kwargs))
+        elif op is torch.ops.aten._unsafe_view.default and (index := self._indices.get(storage(out))) is not None:
+            # ``linear`` of more than two dimensions returns this: the same memory with its own version.
+            entry, alias = self.saved[index], with_version_of(out)
+            self.saved[index] = entry._replace(watched=(*entry.watched, (alias, alias._version)))
         return out
 
-    def _keep(self, op: OpOverload, out: Any, draws: bool) -> None:
+    def _save(self, op: OpOverload, out: Any, draws: bool) -> None:
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if draws or any(tensor.layout is not torch.strided for tensor in tensors):
-            self.kept.append(_Kept(op))
+            self.saved.append(_Saved(op))
             return
-        self._places.update((storage(tensor), len(self.kept)) for tensor in tensors)
-        self.kept.append(_Kept.of(op, tree_map_only(Tensor, with_version_of, out)))
+        self._indices.update((storage(tensor), len(self.saved)) for tensor in tensors)
+        self.saved.append(_Saved.of(op, tree_map_only(Tensor, with_version_of, out)))
 
-    def _before_writing(self, into: list[Any]) -> None:
-        dense = [tensor for tensor in into if isinstance(tensor, Tensor) and tensor.layout is torch.strided]
-        for written_to in {storage(tensor) for tensor in dense} & self._places.keys():
-            place = self._places.pop(written_to)
-            op, out, _ = self.kept[place]
-            self.kept[place] = _Kept.of(op, tree_map_only(Tensor, partial(_copied, written_to), out))
+    def _before_writing(self, targets: list[Any]) -> None:
+        dense = [tensor for tensor in targets if isinstance(tensor, Tensor) and tensor.layout is torch.strided]
+        for written_to in {storage(tensor) for tensor in dense} & self._indices.keys():
+            index = self._indices.pop(written_to)
+            op, out, _ = self.saved[index]
+            self.saved[index] = _Saved.of(op, tree_map_only(Tensor, partial(_copy_if_in, written_to), out))
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._places.clear()
+        self._indices.clear()
 
 
-def _copied(where: int, tensor: Tensor) -> Tensor:
-    """A copy of a tensor that lies in the storage ``where``; others as they are."""
+def _copy_if_in(where: int, tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor in storage ``where``; other tensors are returned as they are."""
     return tensor.clone() if storage(tensor) == where else tensor
 
 
-class _Giving(_Mode):
-    """Answers with what was kept, each result once. One that was written into since, or given, is computed again."""
+class _Replaying(_Mode):
+    """Returns each saved result once. Results that were written to or already returned are computed again."""
 
-    def __init__(self, kept: list[_Kept]) -> None:
-        super().__init__(kept)
+    def __init__(self, saved: list[_Saved]) -> None:
+        super().__init__(saved)
         self._next = 0
 
     def __enter__(self) -> Any:
@@ -179,12 +183,12 @@ class _Giving(_Mode):
     def called(self, op: OpOverload, args: Any, kwargs: Any) -> Any:
         if not _is_product(op):
             return op(*args, **kwargs)
-        place, self._next = self._next, self._next + 1
-        known = self.kept[place] if place < len(self.kept) else _Kept(None)
-        if known.op is not op:
+        index, self._next = self._next, self._next + 1
+        entry = self.saved[index] if index < len(self.saved) else _Saved(None)
+        if entry.op is not op:
             raise NotReplayed(
-                f"product {place + 1} of a checkpointed module was {known.op} in forward and is {op} in backward; only "
+                f"product {index + 1} of a checkpointed module was {entry.op} in forward and is {op} in backward; only "
                 f"a module that computes the same each time can be checkpointed, so leave this one out of checkpoint_"
             )
-        self.kept[place] = _Kept(op)
-        return known.out if known.serves else op(*args, **kwargs)
+        self.saved[index] = _Saved(op)
+        return entry.out if entry.is_usable else op(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""What an op takes of time: its arithmetic and the bytes that it moves, at the rates of this machine.
+"""Time of an op by the roofline model: its arithmetic or its memory traffic at the rates of this machine.
 
-The rates are measured once a process: a matrix product and a copy. An op is taken to be as slow as the slower of its
-arithmetic and its traffic (Williams et al., "Roofline", 2009).
+The rates are measured once per process, with a matmul and a copy. The slower of arithmetic and traffic counts (Williams
+et al., "Roofline", 2009).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lowbit.ops import OPS
 
 __all__ = ["Rates", "Work", "rates", "work"]
 
-#: The side of the product that is timed, and the bytes that are copied.
+#: Side of the timed square matmul, and bytes of the timed copy.
 _SIDE, _BYTES = 512, 1 << 24
 
 
@@ -30,44 +30,44 @@ class Work(NamedTuple):
     bytes: int = 0
 
     def seconds(self, at: Rates) -> float:
-        """The time that this takes at the given rates."""
+        """Return the time at the given rates."""
         return max(self.flops / at.flops, self.bytes / at.bytes)
 
 
 class Rates(NamedTuple):
-    """Floating-point operations and bytes a second."""
+    """Floating-point operations and bytes per second."""
 
     flops: float
     bytes: float
 
 
 def work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work:
-    """What a call of an op of the dispatcher does; nothing for views. Tensors may be fake."""
+    """Return the work of a call of a dispatcher op; zero for views. Tensors may be fake."""
     results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if getattr(func, "is_view", False) or not (results or func._schema.is_mutable):
         return Work(0, 0)
-    moved = sum(t.numel() * t.element_size() for t in (*results, *given))
+    moved = sum(t.numel() * t.element_size() for t in (*results, *operands))
     packet = func._overloadpacket
     spec = OPS.get(func._schema.name.removeprefix("lowbit::")) if func.namespace == "lowbit" else None
     if spec is not None:
         return Work(*spec.cost(spec.args(*args, **kwargs)))
-    counted = flop_registry.get(packet)
-    if counted is None:
+    formula = flop_registry.get(packet)
+    if formula is None:
         return Work(0, moved)
     shapes = _of_equal_heads(args) if "scaled_dot_product" in str(packet) else args
-    return Work(int(counted(*shapes, **kwargs, out_val=out)), moved)
+    return Work(int(formula(*shapes, **kwargs, out_val=out)), moved)
 
 
 def _of_equal_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The tensors' shapes as if keys and values had the heads of the queries: what torch's count of attention takes."""
+    """Return shapes with as many key and value heads as query heads, as torch's FLOP formula for attention requires."""
     heads = max(t.shape[1] for t in args if isinstance(t, Tensor) and t.dim() == 4)
     return tuple((t.shape[0], heads, *t.shape[2:]) if isinstance(t, Tensor) and t.dim() == 4 else t for t in args)
 
 
 @cache
 def rates(device: torch.device) -> Rates:
-    """The rates of ``device``, measured once."""
+    """Return the rates of ``device``, measured once."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a = torch.randn(_SIDE, _SIDE, device=device, generator=torch.Generator(device)).to(dtype)
     source = torch.empty(_BYTES, dtype=torch.uint8, device=device)

@@ -72,7 +72,7 @@ class Estimate(Usage):
         if not self.unmeasured:
             return text
         named = ", ".join(list(self.unmeasured)[:6]) + (", ..." if len(self.unmeasured) > 6 else "")
-        return f"{text}\nnot measured: what {len(self.unmeasured)} ops allocate beside their results ({named})"
+        return f"{text}\nnot measured: scratch memory of {len(self.unmeasured)} ops ({named})"
 
     @property
     def seconds(self) -> float:
@@ -102,8 +102,8 @@ class Estimate(Usage):
             return work.seconds(rates(self.device)) if measured is None else measured
 
         def python_seconds(op: Op) -> float:
-            again = op.phase == "recomputation" and self.device.type == "cpu"
-            return sum(costs.overhead(op.layer in self._selective) for costs in RECOMPUTATIONS) if again else 0.0
+            recomputed = op.phase == "recomputation" and self.device.type == "cpu"
+            return sum(costs.overhead(op.layer in self._selective) for costs in RECOMPUTATIONS) if recomputed else 0.0
 
         try:
             return [
@@ -161,8 +161,8 @@ class Seen:
         """Return the measured footprints by op number. With ``run``, measure those that are not cached."""
         calls = {number: call for number, (call, _) in self.done.items() if call is not None}
         unique = {id(call): call for call in calls.values()}  # repeated calls share an object; hashing one is slow
-        known = footprints(device).of(unique.values(), run)
-        by_id = {key: known[call] for key, call in unique.items() if call in known}
+        measured = footprints(device).of(unique.values(), run)
+        by_id = {key: measured[call] for key, call in unique.items() if call in measured}
         return {number: by_id[id(call)] for number, call in calls.items() if id(call) in by_id}
 
     def __call__(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -348,12 +348,12 @@ class _Spared:
 
     def note(self, value: Tensor) -> None:
         """Find the real parameters in the graph of ``value``, and set their gradients to None."""
-        nodes, known = [value.grad_fn], set[Any]()
+        nodes, visited = [value.grad_fn], set[Any]()
         while nodes:
             node = nodes.pop()
-            if node is None or node in known:
+            if node is None or node in visited:
                 continue
-            known.add(node)
+            visited.add(node)
             nodes += [below for below, _ in node.next_functions]
             leaf = getattr(node, "variable", None) if node.name() == "torch::autograd::AccumulateGrad" else None
             if leaf is not None and not isinstance(leaf, FakeTensor):

@@ -1,7 +1,7 @@
-"""Models and batches without data, for estimates: fake tensors, which have shapes, and the values that decide.
+"""Models and batches without data for estimates: fake tensors, with the values of small integer tensors.
 
-A forward may look at whole numbers before it chooses what to compute: whether a mask hides anything, where packed
-sequences begin. ``fake_tensors`` keeps the values of those that are small, as it keeps shapes.
+A forward may inspect integers before it decides what to compute: whether a mask hides anything, where packed sequences
+begin. ``fake_tensors`` therefore tracks the values of small integer tensors along with shapes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from lowbit.memory.repeated import Repeated, tensors_of
-from lowbit.memory.runnable import FAILURES, MOST, Call, call_of, made
+from lowbit.memory.runnable import FAILURES, MOST, Call, call_of, prepared
 from lowbit.models.batches import call
 from lowbit.models.ties import storage
 from lowbit.torch_private import (
@@ -45,13 +45,13 @@ __all__ = [
     "written",
 ]  # fmt: skip
 
-#: Elements of the largest tensor whose values are kept.
+#: Most elements of a tensor whose values are tracked.
 _KEPT = 1 << 20
 
 
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Within, tensors that are made are fake, and ``value_of`` knows those of small whole numbers."""
+    """Context in which new tensors are fake, and ``value_of`` knows the values of small integer tensors."""
     quiet = mock.patch.object(fake_tensor_log, "disabled", True)  # an op that fails raises, and need not be logged
     with quiet, FakeTensorMode(allow_non_fake_inputs=True) as mode, _Values(mode), _told_to_transformers():
         yield mode
@@ -59,7 +59,7 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 
 @contextmanager
 def values_needed(caller: str, reader: str, instead: str) -> Iterator[None]:
-    """Raises ValueError where ``reader`` reads a value that is not known: ``instead`` says what to do."""
+    """Context that raises ValueError if ``reader`` needs an unknown tensor value. ``instead`` is the remedy."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -69,7 +69,7 @@ def values_needed(caller: str, reader: str, instead: str) -> Iterator[None]:
 
 
 def numbers_are_one() -> TorchDispatchMode:
-    """Within, reading a number from a tensor gives 1: no memory of an optimizer depends on the count of its steps."""
+    """Context in which reading a number from a tensor gives 1. An optimizer's memory does not depend on it."""
     return _Scalars()  # type: ignore[no-untyped-call]
 
 
@@ -81,33 +81,36 @@ class _Scalars(TorchDispatchMode):
 
 
 def answer_without_data(model: nn.Module, prepare: Callable[[nn.Module], object], batch: Any) -> Any:
-    """What a copy of ``model``, changed by ``prepare``, answers to a batch of the same shapes; None where it fails."""
+    """Return the output of a fake copy of ``model``, changed by ``prepare``, for a fake ``batch``. None if it fails."""
     with torch.inference_mode(False), fake_tensors() as mode:
-        copied = fake_model(model, mode, None)
-        prepare(copied)
+        fake_copy = fake_model(model, mode, None)
+        prepare(fake_copy)
         try:
-            return call(copied, fake_batch(batch, mode, None))
-        except Exception:  # of whatever code the model has
+            return call(fake_copy, fake_batch(batch, mode, None))
+        except Exception:  # the model's code may raise anything
             return None
 
 
 # -- copies -----------------------------------------------------------------------------------------------------------
 def fake_batch(batch: Any, mode: FakeTensorMode, device: torch.device | str | None) -> Any:
-    """The same tree with fake tensors for its tensors, on ``device`` unless it is None. One that is there twice is made
-    once: token ids may be the labels too.
+    """Return the tree with fake tensors, on ``device`` unless it is None.
+
+    A tensor that occurs twice is copied once, since token ids may also be the labels.
     """
-    made: dict[int, Tensor] = {}
+    fakes: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            made[id(tensor)] = _fake(tensor, mode, device)
-        return made[id(tensor)]
+        if id(tensor) not in fakes:
+            fakes[id(tensor)] = _fake(tensor, mode, device)
+        return fakes[id(tensor)]
 
     return tree_map_only(Tensor, fake, batch)
 
 
 def outlined(batch: Any) -> Any:
-    """The same tree with all that ``fake_batch`` looks at: tensors on meta, but for small ones of whole numbers."""
+    """Return the tree with the information that ``fake_batch`` uses: meta tensors, and the values of small integer
+    tensors.
+    """
 
     def outline(tensor: Tensor) -> Tensor:
         return tensor.detach().to("cpu", copy=True) if _is_kept(tensor) else tensor.detach().to("meta")
@@ -116,7 +119,9 @@ def outlined(batch: Any) -> Any:
 
 
 def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device | str | None) -> nn.Module:
-    """A copy of ``model`` with fake tensors, on ``device`` unless it is None. Raises ValueError where there is none."""
+    """Return a copy of ``model`` with fake tensors, on ``device`` unless it is None. Raise ValueError if it cannot be
+    copied.
+    """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(_fake(parameter, mode, device), requires_grad=parameter.requires_grad)
@@ -126,41 +131,41 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device | st
         if parameter.grad is not None:
             memo[id(parameter.grad)] = None
     modules = list(model.modules())
-    known = set(modules)
-    for module in modules:  # what is not registered: tables that a module keeps for itself, the state of a recipe
+    visited = set(modules)
+    for module in modules:  # unregistered tensors and modules: tables in plain attributes, the state of a recipe
         for value in tree_leaves(list(vars(module).values())):
             if isinstance(value, Tensor) and id(value) not in memo:
                 memo[id(value)] = _fake(value, mode, device)
-            if isinstance(value, nn.Module) and value not in known:
-                known.add(value)
+            if isinstance(value, nn.Module) and value not in visited:
+                visited.add(value)
                 modules.append(value)
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
         raise ValueError(
-            f"estimate: {type(model).__name__} cannot be copied, and an estimate is made of a copy "
-            f"({type(error).__name__}: {error}). Take what has no copy out of the model (a lock, a file, a result with "
-            f"a gradient), or profile a real step with memory.profile(model, batch, step)"
+            f"estimate: {type(model).__name__} cannot be copied, and an estimate needs a copy "
+            f"({type(error).__name__}: {error}). Remove attributes that cannot be copied (a lock, a file, a tensor "
+            f"with grad_fn), or profile a real step with memory.profile(model, batch, step)"
         ) from error
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | str | None) -> Tensor:
-    """A tensor of the same shape, strides and dtype without data. A view stands alone."""
+    """Return a fake tensor of the same shape, strides and dtype. It shares no storage with other tensors."""
     if isinstance(tensor, FakeTensor):
         return tensor
-    place = device if device is not None else "cpu" if tensor.device.type == "meta" else tensor.device
+    target = device if device is not None else "cpu" if tensor.device.type == "meta" else tensor.device
     with mode:
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=target)
     if tensor.device.type != "meta" and _is_kept(tensor):
         with without_modes():
             value = tensor.detach().to("cpu", copy=True)
-        _keep(made, value, _Shared())
-    return made
+        _keep(fake, value, _Shared())
+    return fake
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
 class _Shared:
-    """What views of one storage share: whether a value that nobody knows was written into it."""
+    """State shared by views of one storage: whether an unknown value was written into it."""
 
     lost = False
 
@@ -171,8 +176,8 @@ class _Kept(NamedTuple):
 
 
 def _kept(tensor: Any) -> _Kept | None:
-    found: _Kept | None = getattr(tensor, "_lowbit_value", None)
-    return found
+    record: _Kept | None = getattr(tensor, "_lowbit_value", None)
+    return record
 
 
 def _keep(tensor: Tensor, value: Tensor, shared: _Shared) -> None:
@@ -180,29 +185,31 @@ def _keep(tensor: Tensor, value: Tensor, shared: _Shared) -> None:
 
 
 def value_of(tensor: Any) -> Tensor | None:
-    """The value of a fake tensor, on the CPU, or None where it is not known."""
-    kept = _kept(tensor)
-    return None if kept is None or kept.shared.lost or kept.value.shape != tensor.shape else kept.value
+    """Return the value of a fake tensor on the CPU, or None if it is unknown."""
+    record = _kept(tensor)
+    return None if record is None or record.shared.lost or record.value.shape != tensor.shape else record.value
 
 
 def _is_kept(tensor: Any) -> bool:
-    whole = isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
-    return whole and tensor.layout == torch.strided and tensor.numel() <= _KEPT
+    integers = isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
+    return integers and tensor.layout == torch.strided and tensor.numel() <= _KEPT
 
 
 @cache
 def _traits(func: Any) -> tuple[bool, bool, bool]:
-    """Whether an op has one result for its arguments; writes into them; and answers by their values alone: with a
-    number, or with a shape.
+    """Return whether an op is deterministic, whether it writes to arguments, and whether its result or shape needs
+    values.
     """
     aten, name = func.namespace == "aten", func._schema.name
-    sure = torch.Tag.nondeterministic_seeded not in func.tags and "::empty" not in name and "new_empty" not in name
+    deterministic = (
+        torch.Tag.nondeterministic_seeded not in func.tags and "::empty" not in name and "new_empty" not in name
+    )
     by_value = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
-    return aten and sure, func._schema.is_mutable, bool(by_value)
+    return aten and deterministic, func._schema.is_mutable, bool(by_value)
 
 
 class _Values(TorchDispatchMode):
-    """Ops on whole numbers whose values are known are computed too, on the CPU; those of ``_RULES`` follow these."""
+    """Mode that also computes ops on integers of known value, on the CPU. Ops of ``_RULES`` use these rules."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -211,36 +218,38 @@ class _Values(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        sure, writes, by_value = _traits(func)
+        deterministic, writes, by_value = _traits(func)
         if by_value:
-            answer = _computed(func, args, kwargs) if sure else None
-            if answer is None:
+            value_tree = _computed(func, args, kwargs) if deterministic else None
+            if value_tree is None:
                 return _RULES.get(func, func)(*args, **kwargs)
             device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-            return tree_map_only(Tensor, lambda value: _fake(value, self.mode, device), answer)
+            return tree_map_only(Tensor, lambda value: _fake(value, self.mode, device), value_tree)
         rule = _RULES.get(func)
         out = self._repeated(func, args, kwargs) if rule is None else rule(*args, **kwargs)
-        made = [out] if type(out) is FakeTensor else tree_leaves(out)
-        answer = _computed(func, args, kwargs) if sure and made and all(map(_is_kept, made)) else None
-        if answer is not None:
-            for tensor, value in zip(made, tree_leaves(answer), strict=True):
+        results = [out] if type(out) is FakeTensor else tree_leaves(out)
+        value_tree = (
+            _computed(func, args, kwargs) if deterministic and results and all(map(_is_kept, results)) else None
+        )
+        if value_tree is not None:
+            for tensor, value in zip(results, tree_leaves(value_tree), strict=True):
                 _keep(tensor, value, _shared(value, args))
         elif writes:
             for leaf in written(func, args, kwargs):
-                if (kept := _kept(leaf)) is not None:
-                    kept.shared.lost = True
+                if (record := _kept(leaf)) is not None:
+                    record.shared.lost = True
         return out
 
 
 def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an op writes into."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    """Return the arguments that an op writes to."""
+    arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return tree_leaves([given[name] for name in names if name in given])
+    return tree_leaves([arguments[name] for name in names if name in arguments])
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an op answers to the values of its arguments, or None where one is not known."""
+    """Return the result of an op on the values of its arguments, or None if one is unknown."""
     values = {id(leaf): value_of(leaf) for leaf in tensors_of(args, kwargs)}
     if any(value is None for value in values.values()):
         return None
@@ -255,18 +264,20 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _shared(value: Tensor, args: Any) -> _Shared:
-    """Of the argument that ``value`` is a view of, or one of its own."""
+    """Return the shared state of the argument that ``value`` is a view of, or a new one."""
     for leaf in tree_leaves(args):
-        kept = _kept(leaf)
-        if kept is not None and storage(kept.value) == storage(value):
-            return kept.shared
+        record = _kept(leaf)
+        if record is not None and storage(record.value) == storage(value):
+            return record.shared
     return _Shared()
 
 
 @contextmanager
 def _told_to_transformers() -> Iterator[None]:
-    """transformers looks at no value of a fake tensor, and takes the longest way: a mask of [rows, T, T] that hides
-    nothing, keys and values repeated for every head. Of one whose value is known it may.
+    """Let transformers inspect fake tensors whose value is known.
+
+    By default it inspects none and takes the longest path: a mask ``[rows, T, T]`` that hides nothing, and keys and
+    values repeated for every head.
     """
     module = sys.modules.get("transformers.utils.import_utils")
     if not hasattr(module, "is_fake_tensor"):
@@ -277,11 +288,10 @@ def _told_to_transformers() -> Iterator[None]:
 
 
 class Routed(TorchDispatchMode):
-    """Within ``fake_tensors``: of unknown numbers the first of each row are taken to be the largest. Of all ways in
-    which a router may send tokens to experts it is the one that gives an expert most.
+    """Mode within ``fake_tensors``: in ``topk`` of unknown numbers, the first of each row are taken to be the largest.
 
-    A forward without gradients holds no more than that. What a backward holds depends on how many experts are given
-    any.
+    So a router sends all tokens to the same experts, which needs the most memory in a forward without gradients. The
+    memory of a backward depends on how many experts receive tokens.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -297,7 +307,7 @@ class Routed(TorchDispatchMode):
 
 # -- rules that torch lacks -------------------------------------------------------------------------------------------
 def _grouped_mm(*args: Any, **kwargs: Any) -> Tensor:
-    """Grouped products of any dtype, as the CPU computes them; torch's rule for fake tensors knows bf16 alone."""
+    """Grouped matmuls of any dtype, which the CPU supports; torch's rule for fake tensors supports only bf16."""
     a, b = args[:2]
     if a.dtype == torch.bfloat16:
         return cast(Tensor, torch.ops.aten._grouped_mm.default(*args, **kwargs))
@@ -307,7 +317,7 @@ def _grouped_mm(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _rnn_layer(*args: Any, **kwargs: Any) -> Any:
-    """A layer of oneDNN, with the workspace that its forward leaves to its backward; torch's rule makes it empty."""
+    """A layer of oneDNN with the workspace that forward leaves for backward; torch's rule returns an empty one."""
     op = torch.ops.aten.mkldnn_rnn_layer.default
     *results, workspace = op(*args, **kwargs)
     call = call_of(op, args, kwargs, results)
@@ -317,24 +327,24 @@ def _rnn_layer(*args: Any, **kwargs: Any) -> Any:
 
 @cache
 def _workspace_bytes(call: Call) -> int | None:
-    """Measured by the op itself, as the library decides; None where it is too large to be run."""
+    """Return the size measured by the op itself, as it depends on the library. None if the call is too large to run."""
     if call.bytes > MOST:
         return None
     with without_modes(), torch.enable_grad():
         try:
-            return int(made(call, torch.device("cpu"))()[-1].numel())
+            return int(prepared(call, torch.device("cpu"))()[-1].numel())
         except FAILURES:
             return None
 
 
 def _ctc_loss(log_probs: Any, targets: Any, lengths: Any, target_lengths: Any, *rest: Any, **kwargs: Any) -> Any:
-    """Losses, and what backward needs of every time and label; torch has no rule, as lengths are values."""
-    known = value_of(target_lengths) if isinstance(target_lengths, Tensor) else target_lengths
-    if known is None:
+    """Losses, and the values that backward needs for each time and label. torch has no rule: lengths are values."""
+    label_lengths = value_of(target_lengths) if isinstance(target_lengths, Tensor) else target_lengths
+    if label_lengths is None:
         return torch.ops.aten._ctc_loss.Tensor(log_probs, targets, lengths, target_lengths, *rest, **kwargs)
     time, batch, _ = log_probs.shape
     with without_modes():
-        labels = 2 * max(map(int, known), default=0) + 1
+        labels = 2 * max(map(int, label_lengths), default=0) + 1
     return log_probs.new_empty(batch), log_probs.new_empty(batch, time, labels)
 
 

@@ -1,7 +1,7 @@
-"""What an op allocates on this machine: it is run once on made-up tensors, and the allocator's events are counted.
+"""Memory that an op allocates on this machine, measured by running it once on synthetic tensors.
 
-A kernel may copy its input into another layout, or keep a workspace that nobody outside sees. How much depends on
-shapes, strides, threads and the library, so it is measured and kept in a file, like the time of the op.
+A kernel may copy its input into another layout or allocate a workspace. The size depends on shapes, strides, threads
+and the library. So it is measured from the allocator's events and cached in a file, like the time of the op.
 """
 
 from __future__ import annotations
@@ -18,12 +18,23 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
 from lowbit.memory.measure import counting
-from lowbit.memory.runnable import FAILURES, MOST, Call, Kept, Made, directory, fewer_rows, made, setting, within
+from lowbit.memory.runnable import (
+    FAILURES,
+    MOST,
+    Call,
+    CallCache,
+    Prepared,
+    directory,
+    fewer_rows,
+    prepared,
+    setting,
+    within,
+)
 from lowbit.torch_private import DeviceType, without_modes
 
 __all__ = ["Footprint", "Footprints", "footprints"]
 
-#: How a call is marked among the profiler's events.
+#: Prefix of the profiler events that mark calls.
 _MARK = "lowbit.footprint#"
 
 
@@ -31,8 +42,8 @@ class Footprint(NamedTuple):
     """Bytes that a call allocates.
 
     Attributes:
-        scratch: The most at a time, beside its results.
-        results: Those of each new storage among its results, in their order.
+        scratch: Most bytes held at a time, besides the results.
+        results: Bytes of each new storage of the results, in order.
     """
 
     scratch: int
@@ -40,51 +51,52 @@ class Footprint(NamedTuple):
 
 
 class Footprints:
-    """Footprints of calls on ``device``, kept in ``path``."""
+    """Footprints of calls on ``device``, cached in the file ``path``."""
 
     def __init__(self, device: torch.device, path: Path) -> None:
         self.device = device
         self._known: dict[Call, Footprint | None] = {}
-        self._kept = Kept(path, lambda value: Footprint(int(value[0]), tuple(map(int, value[1]))))
+        self._cache = CallCache(path, lambda value: Footprint(int(value[0]), tuple(map(int, value[1]))))
 
     def of(self, calls: Iterable[Call], run: bool = True) -> dict[Call, Footprint]:
-        """The footprints of calls; those that are not known are run, if asked. Left out are calls that fail on tensors
-        that are made up, and those larger than ``MOST``.
+        """Return the footprints of calls. With ``run``, unknown calls are run.
+
+        Calls that fail on synthetic tensors, or that are larger than ``MOST``, are left out.
         """
         wanted = dict.fromkeys(calls)
         unknown = []
         for call in wanted:
             if call not in self._known:
-                kept = self._kept.get(call)
-                if kept is not None:
-                    self._known[call] = kept
+                cached = self._cache.get(call)
+                if cached is not None:
+                    self._known[call] = cached
                 else:
                     unknown.append(call)
         if unknown and run:
             self._measure(unknown)
-        return {call: found for call in wanted if (found := self._known.get(call)) is not None}
+        return {call: footprint for call in wanted if (footprint := self._known.get(call)) is not None}
 
     def _measure(self, calls: list[Call]) -> None:
-        parts = [_within(call) for call in calls]
-        # Gradients are on, as in a forward: some ops make their workspace only then. No tensor asks for one.
+        parts = [_runnable_part(call) for call in calls]
+        # Gradients are enabled, because some ops allocate a workspace only then. No tensor requires one.
         with without_modes(), torch.inference_mode(False), torch.enable_grad():
-            found = _run([part if part.bytes <= MOST else None for part, _ in parts], self.device)
-        for call, (_, share), footprint in zip(calls, parts, found, strict=True):
-            whole = None if footprint is None else _whole(footprint, share, call)
-            self._known[call] = whole
-            if whole is not None:
-                self._kept.put(call, whole)
-        self._kept.save()
+            results = _run([part if part.bytes <= MOST else None for part, _ in parts], self.device)
+        for call, (_, share), footprint in zip(calls, parts, results, strict=True):
+            scaled = None if footprint is None else _scaled(footprint, share, call)
+            self._known[call] = scaled
+            if scaled is not None:
+                self._cache.put(call, scaled)
+        self._cache.save()
 
 
-def _within(call: Call) -> tuple[Call, float]:
-    """A part of the call that can be run, and how many times as much the whole one allocates."""
+def _runnable_part(call: Call) -> tuple[Call, float]:
+    """Return a part of the call that can be run, and the ratio of the full call's memory to the part's."""
     part, share = within(call, MOST)
     return (part, share) if part.bytes <= MOST else fewer_rows(call, MOST)
 
 
-def _whole(part: Footprint, share: float, call: Call) -> Footprint | None:
-    """The footprint of a call of which a part was run; None if its results do not grow with the part."""
+def _scaled(part: Footprint, share: float, call: Call) -> Footprint | None:
+    """Scale the footprint of a part to the full call. Return None if its results do not scale with the part."""
     if share == 1.0:
         return part
     if abs(sum(part.results) * share - call.results) > 0.02 * call.results:
@@ -93,7 +105,7 @@ def _whole(part: Footprint, share: float, call: Call) -> Footprint | None:
 
 
 def _run(calls: list[Call | None], device: torch.device) -> list[Footprint | None]:
-    """Run calls, and read what each allocated."""
+    """Run calls, and return what each allocated."""
     on_gpu = device.type == "cuda"
     with torch.random.fork_rng([device] if on_gpu else []):
         if on_gpu:
@@ -113,7 +125,7 @@ def _run(calls: list[Call | None], device: torch.device) -> list[Footprint | Non
 
 def _mark(number: int, call: Call, device: torch.device, results: dict[int, tuple[int, ...]]) -> None:
     try:
-        run = made(call, device)
+        run = prepared(call, device)
         with record_function(f"{_MARK}{number}"):
             out = run()
         results[number] = _new_storages(run, out)
@@ -123,7 +135,7 @@ def _mark(number: int, call: Call, device: torch.device, results: dict[int, tupl
 
 def _on_cuda(call: Call, device: torch.device) -> Footprint | None:
     try:
-        run = made(call, device)
+        run = prepared(call, device)
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -135,11 +147,11 @@ def _on_cuda(call: Call, device: torch.device) -> Footprint | None:
         return None
 
 
-def _new_storages(run: Made, out: Any) -> tuple[int, ...]:
-    """Bytes of storages of results that are none of the arguments'."""
-    known = {one._cdata for leaf in tree_leaves((run.args, run.kwargs)) for one in _storages(leaf)}
-    found = {one._cdata: one.nbytes() for leaf in tree_leaves(out) for one in _storages(leaf)}
-    return tuple(size for key, size in found.items() if size and key not in known)
+def _new_storages(run: Prepared, out: Any) -> tuple[int, ...]:
+    """Return the bytes of result storages that no argument shares."""
+    arguments = {entry._cdata for leaf in tree_leaves((run.args, run.kwargs)) for entry in _storages(leaf)}
+    sizes = {entry._cdata: entry.nbytes() for leaf in tree_leaves(out) for entry in _storages(leaf)}
+    return tuple(size for key, size in sizes.items() if size and key not in arguments)
 
 
 def _storages(leaf: Any) -> list[torch.UntypedStorage]:
@@ -147,7 +159,7 @@ def _storages(leaf: Any) -> list[torch.UntypedStorage]:
 
 
 def _peaks(events: Iterable[Any]) -> dict[int, int]:
-    """By the number of a mark, the most bytes above those at its start."""
+    """Return the most bytes held within each mark, above those at its start, by the mark's number."""
     changes, marks = [], []
     for event in events:
         if event.name() == "[memory]" and event.device_type() == DeviceType.CPU:
@@ -156,25 +168,25 @@ def _peaks(events: Iterable[Any]) -> dict[int, int]:
             marks.append((event.start_ns(), event.start_ns() + event.duration_ns(), int(event.name()[len(_MARK) :])))
     changes.sort(key=lambda change: change[0])
     marks.sort()
-    peaks, place = {}, 0
+    peaks, index = {}, 0
     for begin, end, number in marks:
-        held = most = 0
-        while place < len(changes) and changes[place][0] < begin:
-            place += 1
-        while place < len(changes) and changes[place][0] <= end:
-            held += changes[place][1]
-            most = max(most, held)
-            place += 1
-        peaks[number] = most
+        current = peak = 0
+        while index < len(changes) and changes[index][0] < begin:
+            index += 1
+        while index < len(changes) and changes[index][0] <= end:
+            current += changes[index][1]
+            peak = max(peak, current)
+            index += 1
+        peaks[number] = peak
     return peaks
 
 
 def footprints(device: torch.device) -> Footprints:
-    """The footprints of a device by what decides them as it is now, and by how this file measures."""
+    """Return the footprints for the current settings of a device. A change of this file starts a new cache."""
     return _footprints(device, setting(device))
 
 
 @cache
-def _footprints(device: torch.device, decides: str) -> Footprints:
-    name = hashlib.blake2b(decides.encode() + Path(__file__).read_bytes(), digest_size=8).hexdigest()
+def _footprints(device: torch.device, settings: str) -> Footprints:
+    name = hashlib.blake2b(settings.encode() + Path(__file__).read_bytes(), digest_size=8).hexdigest()
     return Footprints(device, directory() / f"footprints-{name}.json")

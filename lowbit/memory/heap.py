@@ -1,4 +1,4 @@
-"""The heap of the process on Linux: whether memory that tensors free goes back to the system."""
+"""The glibc heap of the process: whether memory of freed tensors is returned to the system."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from functools import cache
 
 __all__ = ["SCARCE", "THRESHOLD", "is_plain", "is_scarce", "return_freed", "returns_freed", "trim"]
 
-#: Allocations of at least so many bytes are pages of their own from then on, which the system has back at once. Less
-#: costs more page faults than it is worth: at 256 KiB a small GPT held a tenth to a quarter less, and its step took
-#: twice the time.
+#: Larger allocations get their own pages, which are returned as soon as they are freed. A smaller threshold costs too
+#: many page faults: with 256 KiB a small GPT held 10% to 25% less, and its step took twice as long.
 THRESHOLD = 1 << 20
-#: A budget of so many times plain training leaves room for a heap with holes.
+#: With a budget of this multiple of plain training's memory, fragmentation of the heap does not matter.
 SCARCE = 1.5
-#: ``mallopt``'s number of the threshold.
+#: ``mallopt``'s parameter for the threshold.
 _M_MMAP_THRESHOLD = -3
 
 _returns = False
@@ -24,26 +23,26 @@ _returns = False
 
 @cache
 def is_plain() -> bool:
-    """Whether memory comes from a glibc that nobody configured."""
-    told = any(name.startswith("MALLOC_") for name in os.environ)
-    other = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or "malloc" in os.environ.get("LD_PRELOAD", "")
-    return sys.platform == "linux" and platform.libc_ver()[0] == "glibc" and not (told or other)
+    """Return whether memory comes from glibc with its default settings."""
+    configured = any(name.startswith("MALLOC_") for name in os.environ)
+    replaced = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or "malloc" in os.environ.get("LD_PRELOAD", "")
+    return sys.platform == "linux" and platform.libc_ver()[0] == "glibc" and not (configured or replaced)
 
 
 def is_scarce(budget: int, plain: int) -> bool:
-    """Whether a budget is so near to what plain training holds that page faults are worth their time."""
+    """Return whether ``budget`` is so close to plain training's memory that page faults are worth their time."""
     return budget < SCARCE * plain
 
 
 def return_freed() -> bool:
-    """Let glibc give the memory of large tensors back as they are freed, for the rest of the process.
+    """Have glibc return the memory of large tensors when they are freed, for the rest of the process.
 
-    By itself it raises its threshold to the largest block that was freed, up to 32 MiB, and keeps freed blocks in a
-    heap with holes: a process held 1.3 to 5 times the bytes of its tensors. Settings of the user (``MALLOC_...`` and
-    ``GLIBC_TUNABLES`` in the environment, another allocator) are left as they are.
+    By default glibc raises its threshold to the size of the largest freed block, up to 32 MiB, and keeps freed blocks
+    in a fragmented heap: a process held 1.3 to 5 times the bytes of its tensors. User settings are not changed
+    (``MALLOC_...`` and ``GLIBC_TUNABLES`` in the environment, another allocator).
 
     Returns:
-        Whether it does so now.
+        Whether it is in effect now.
     """
     global _returns
     if not _returns and is_plain():
@@ -52,12 +51,12 @@ def return_freed() -> bool:
 
 
 def returns_freed() -> bool:
-    """Whether ``return_freed`` has taken effect."""
+    """Return whether ``return_freed`` is in effect."""
     return _returns
 
 
 def trim() -> None:
-    """Give back what lies free in the heap."""
+    """Return free memory of the heap to the system."""
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if give_back is not None:  # musl has none
         give_back(0)

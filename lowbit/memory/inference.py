@@ -1,6 +1,6 @@
-"""An estimate of the memory of generation, before anything is allocated: the prompt, then one token more.
+"""Estimate of the memory of text generation on fake tensors: the prompt, then one more token.
 
-Both run on fake tensors, as in ``estimate``. Nothing but the tokens, the cache and the model is held between them.
+Between the two, only the tokens, the cache and the model are held.
 """
 
 from __future__ import annotations
@@ -20,15 +20,20 @@ from lowbit.nn.base import kind
 
 __all__ = ["Generation", "estimate_generation", "found_in"]
 
-#: What the model answers to tokens [B, T], which go on from what the cache holds.
+#: Runs the model on tokens ``[B, T]`` that follow those in the cache.
 Forward = Callable[[nn.Module, Tensor, Any], object]
 
 PREFILL, DECODING = "prefill", "decoding"
 
 
 class Generation(Estimate):
-    """See ``estimate_generation``. ``weights``: bytes of the model, and ``packed``: whether layers of it are packed.
-    ``cache``: a full one, of fake tensors, which holds ``cache_bytes``. Phases are ``prefill`` and ``decoding``.
+    """Estimate returned by ``estimate_generation``. Phases are ``prefill`` and ``decoding``.
+
+    Attributes:
+        weights: Bytes of the model.
+        packed: Whether the model has packed layers.
+        cache: The full cache, of fake tensors.
+        cache_bytes: Bytes of the cache.
     """
 
     def __init__(self, ledger: Ledger, seen: Seen, since: int, run: bool, cache: Any) -> None:
@@ -48,42 +53,52 @@ def estimate_generation(
     part: int | None = None,
     prepare: Callable[[nn.Module], object] | None = None,
 ) -> Generation:
-    """What ``model`` holds while it generates the last of ``context`` tokens, of ``rows`` sequences at a time, in bytes
-    of the allocator.
+    """Return the memory that ``model`` needs to generate the last of ``context`` tokens, in bytes of the allocator.
 
-    Nothing is computed, and ``model`` stays as it is; it may be on the meta device. The prompt is all tokens but the
-    last, ``part`` of them at a time (None: all at once); the last is decoded by itself. ``cache(model)``: an empty
-    cache. ``prepare(model)``: called on the copy first. All tokens are sent to the same experts, which holds most.
+    Nothing is computed, and ``model``, which may be on the meta device, is not changed. All tokens are routed to the
+    same experts, which needs the most memory.
 
-    Raises ValueError for a model whose forward reads values of tensors, and one that cannot be copied.
+    Args:
+        model: The model.
+        context: Number of tokens. The prompt is all but the last, which is decoded by itself.
+        rows: Number of sequences.
+        forward: Runs the model.
+        cache: Returns an empty cache for the model.
+        part: Prompt tokens per forward; None for all at once.
+        prepare: Called on the copy of the model first.
+
+    Raises:
+        ValueError: The forward reads tensor values, or the model cannot be copied.
     """
     check_model(model)
     with torch.inference_mode(False), torch.no_grad(), fake_tensors() as fake, Routed():  # type: ignore[no-untyped-call]
-        copied = fake_model(model, fake, None).eval()
+        fake_copy = fake_model(model, fake, None).eval()
         if prepare is not None:
-            prepare(copied)
-        place = next((t.device for t in (*copied.parameters(), *copied.buffers())), torch.device("cpu"))
+            prepare(fake_copy)
+        device = next((t.device for t in (*fake_copy.parameters(), *fake_copy.buffers())), torch.device("cpu"))
         seen, phases = Seen(), dict[int, str]()
-        with Ledger(copied, place, seen=seen) as ledger:
-            held, since = cache(copied), 0
-            prompt = torch.zeros(rows, context - 1, dtype=torch.long, device=place)
+        with Ledger(fake_copy, device, seen=seen) as ledger:
+            full_cache, since = cache(fake_copy), 0
+            prompt = torch.zeros(rows, context - 1, dtype=torch.long, device=device)
             forwards = f"the forward of {type(model).__name__}"
             with values_needed("fit", forwards, "profile a real generation with memory.profile(model)"):
                 for tokens, counts, phase in _calls(prompt, part):
                     since = since if counts else len(ledger.ops)
                     phases[len(ledger.ops)] = phase
-                    forward(copied, tokens, held)
+                    forward(fake_copy, tokens, full_cache)
                     since = since if counts else len(ledger.ops)
     phase = PREFILL
     for number, op in enumerate(ledger.ops):
         phase = phases.get(number, phase)
         ledger.ops[number] = op._replace(phase=phase)
-    return Generation(ledger, seen, since, can_run(model, ledger.device), held)
+    return Generation(ledger, seen, since, can_run(model, ledger.device), full_cache)
 
 
 def _calls(prompt: Tensor, part: int | None) -> Iterator[tuple[Tensor, bool, str]]:
-    """The tokens of each call, whether it may be the one that holds most, and its phase. Of equal parts the last holds
-    most, since the cache grows: those before are taken as one that does not count.
+    """Yield the tokens of each call, whether it may be the peak, and its phase.
+
+    Of equal parts of the prompt the last needs the most memory, since the cache grows. So earlier parts run as one call
+    that does not count.
     """
     length = prompt.shape[1]
     part = length if part is None else min(part, length)
@@ -95,22 +110,23 @@ def _calls(prompt: Tensor, part: int | None) -> Iterator[tuple[Tensor, bool, str
     yield prompt.new_zeros(len(prompt), 1), True, DECODING
 
 
-def found_in(thing: Any, sort: type) -> list[Any]:
-    """The objects of class ``sort`` within containers and attributes of ``thing``, each once; not those inside
-    another such object, and none of modules.
+def found_in(root: Any, sort: type) -> list[Any]:
+    """Return the objects of class ``sort`` in containers and attributes of ``root``, each once.
+
+    Modules and objects of that class are not searched.
     """
-    found, seen, todo = [], set[int](), [thing]
+    objects, seen, todo = [], set[int](), [root]
     while todo:
-        one = todo.pop()
-        if id(one) in seen or isinstance(one, nn.Module | type):
+        entry = todo.pop()
+        if id(entry) in seen or isinstance(entry, nn.Module | type):
             continue
-        seen.add(id(one))
-        if isinstance(one, sort):
-            found.append(one)
-        elif isinstance(one, Mapping):
-            todo += one.values()
-        elif isinstance(one, list | tuple | set):
-            todo += one
-        elif hasattr(one, "__dict__"):
-            todo += vars(one).values()
-    return found
+        seen.add(id(entry))
+        if isinstance(entry, sort):
+            objects.append(entry)
+        elif isinstance(entry, Mapping):
+            todo += entry.values()
+        elif isinstance(entry, list | tuple | set):
+            todo += entry
+        elif hasattr(entry, "__dict__"):
+            todo += vars(entry).values()
+    return objects

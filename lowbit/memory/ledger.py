@@ -1,7 +1,7 @@
-"""A book of the storages that a piece of training makes: which op made each, of which layer, and when it went.
+"""Records the storages of a training step: the op and layer that made each, and its lifetime.
 
-It sees what goes through torch's dispatcher, so it serves real tensors and fake ones alike. What a kernel allocates for
-itself is not seen: a profile adds it from the allocator, an estimate from what is written of the op.
+It sees all ops of torch's dispatcher, so real and fake tensors work alike. Scratch memory of kernels is not seen: a
+profile adds it from the allocator, an estimate from measurements and a table.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from lowbit.torch_private import FakeTensor, current_node, graph_task, sequence_
 
 __all__ = ["KINDS", "OUTSIDE", "Ledger", "Op", "Piece"]
 
-#: What bytes are for.
+#: Purposes of memory; see ``lowbit.memory.Usage``.
 KINDS = (
     "parameters", "buffers", "gradients", "optimizer state", "master copies", "weight copies", "activations", "inputs",
     "temporaries", "other",
 )  # fmt: skip
 
-#: The layer of what no module of the model computes.
+#: The layer of ops outside of all modules of the model.
 OUTSIDE = "(outside)"
 
-#: Entries of an optimizer's state that are copies of the parameters, in the words of lowbit and of others.
+#: Entries of optimizer states that are copies of parameters, by lowbit and other libraries.
 _MASTERS = frozenset({"master", "masters", "master_param", "master_weight", "master_params"})
 
-#: Kinds that what is made of them alone inherits: a cast or the codes of a weight.
+#: A tensor computed from these kinds only is a weight copy, such as a cast or quantized values.
 _OF_WEIGHTS = frozenset({"parameters", "buffers", "weight copies"})
 
-#: Namespaces of ops that compute nothing: marks of an optimizer's step, questions about a tensor.
+#: Namespaces of ops that compute nothing: marks of an optimizer step, queries about a tensor.
 _ASIDE = frozenset({"profiler", "prim"})
 _DEVICE = torch.ops.prim.device.default
 
@@ -52,7 +52,7 @@ _LOWBIT = os.path.dirname(os.path.dirname(__file__))
 
 
 class Op(NamedTuple):
-    """One call of an op. ``phase``: forward, recomputation, backward, step or end."""
+    """One call of an op. ``phase`` is forward, recomputation, backward, step or end."""
 
     name: str
     layer: str
@@ -60,8 +60,16 @@ class Op(NamedTuple):
 
 
 class Piece:
-    """One storage: its bytes, its address, the number of the op that made it (-1: it was there before), that of the op
-    after which it went (None: it is still there), the line of the caller that made it.
+    """One storage.
+
+    Attributes:
+        bytes: Its size.
+        address: Its address, or 0 on meta.
+        born: Number of the op that made it; -1 if it existed before.
+        died: Number of the op after which it was freed; None if it is alive.
+        kind: Purpose, or None if that follows from its lifetime.
+        layer: The layer that made it.
+        line: Line of the caller's code that made it.
     """
 
     __slots__ = ("address", "born", "bytes", "died", "kind", "layer", "line")
@@ -76,10 +84,14 @@ class Piece:
 
 
 class Ledger(TorchDispatchMode):
-    """Write down, while it is entered, every op and every storage that comes and goes, on ``device`` only.
+    """Context that records every op, and every storage on ``device``.
 
-    ``wrap(number)``: a context that each op runs within, or None. ``lines``: note the caller's line of each storage.
-    ``seen(number, func, args, kwargs, out)``: called after each op that raised nothing.
+    Args:
+        model: The model, for the layers.
+        device: The device.
+        wrap: Returns, for the number of an op, a context in which it runs.
+        lines: Whether to record the caller's line for each storage.
+        seen: Called with number, function, arguments and result after each op that did not raise.
     """
 
     def __init__(
@@ -110,14 +122,14 @@ class Ledger(TorchDispatchMode):
     def __enter__(self) -> Ledger:
         self._write_down_model()
         keep = self._exits.callback
-        for made in (
+        for handle in (
             hooks.register_module_forward_pre_hook(self._enter_module),
             hooks.register_module_forward_hook(self._leave_module, always_call=True),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
             self.model.register_forward_pre_hook(self._given, with_kwargs=True),
         ):
-            keep(made.remove)
+            keep(handle.remove)
         for parameter in self.model.parameters():
             if parameter.requires_grad and parameter.is_leaf:
                 keep(parameter.register_post_accumulate_grad_hook(self._accumulated).remove)
@@ -148,33 +160,33 @@ class Ledger(TorchDispatchMode):
             self._accumulated(parameter)
 
     def baseline(self) -> None:
-        """Write down every other tensor of the process: states of optimizers by name, the rest as ``other``."""
-        mine = {id(p) for p in self.model.parameters()}
-        found = gc.get_objects()
-        for thing in found:
-            if issubclass(type(thing), Optimizer) and any(
-                id(p) in mine for g in thing.param_groups for p in g["params"]
+        """Record all other tensors of the process: optimizer states by name, the rest as ``other``."""
+        parameters = {id(p) for p in self.model.parameters()}
+        objects = gc.get_objects()
+        for obj in objects:
+            if issubclass(type(obj), Optimizer) and any(
+                id(p) in parameters for g in obj.param_groups for p in g["params"]
             ):
-                self._after_step(thing, (), {}, count=False)
-        for thing in found:
-            if type(thing) in (Tensor, nn.Parameter) and thing.device == self.device:
-                self.claim(thing, None, OUTSIDE)
+                self._after_step(obj, (), {}, count=False)
+        for obj in objects:
+            if type(obj) in (Tensor, nn.Parameter) and obj.device == self.device:
+                self.claim(obj, None, OUTSIDE)
 
     @property
     def steps(self) -> list[int]:
-        """How many ops there were at the end of each step; where several optimizers step, of the one that did most."""
+        """Number of ops at the end of each step, for the optimizer with the most steps."""
         return max(self._steps.values(), key=len, default=[])
 
     # -- what a storage is ---------------------------------------------------------------------------------------
     def claim(self, tensors: Any, kind: str | None, layer: str | None = None) -> None:
-        """Say of what kind, and of which layer, the storages of a tree of tensors are."""
+        """Set the kind and layer of the storages of a tree of tensors."""
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor) and tensor.device == self.device:
                 for storage in _storages(tensor):
                     piece = self._piece(storage, OUTSIDE if layer is None else layer)
                     if piece is None or kind is None or piece.kind in ("parameters", "buffers"):
                         continue
-                    if kind != "inputs" or piece.layer == OUTSIDE:  # a model may be called with its own results
+                    if kind != "inputs" or piece.layer == OUTSIDE:  # a model may be called with its own outputs
                         piece.kind = kind
                         piece.layer = piece.layer if layer is None else layer
 
@@ -188,7 +200,7 @@ class Ledger(TorchDispatchMode):
         line = _caller() if self._lines and self.ops else ""
         try:
             piece = Piece(storage, len(self.ops) - 1, kind, layer, line)
-        except RuntimeError:  # a storage without memory, as tracing leaves some
+        except RuntimeError:  # a storage without memory, as tracing may leave behind
             return None
         self.pieces.append(piece)
         self.live += piece.bytes
@@ -199,7 +211,7 @@ class Ledger(TorchDispatchMode):
         if parameter.grad is not None:
             self.claim(parameter.grad, "gradients", self._of_parameter.get(id(parameter), OUTSIDE))
 
-    # -- where the program is ------------------------------------------------------------------------------------
+    # -- layer and phase -----------------------------------------------------------------------------------------
     def _given(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.claim((args, kwargs), "inputs")
 
@@ -208,7 +220,7 @@ class Ledger(TorchDispatchMode):
             return
         name = self._names.get(module)
         if module is self.model and not self._inside:
-            self._stepping = False  # where a step has raised
+            self._stepping = False  # in case a step has raised
         self._inside.append((self._inside[-1] if self._inside else OUTSIDE) if name is None else name)
         self._note_nodes()
 
@@ -218,7 +230,7 @@ class Ledger(TorchDispatchMode):
             self._note_nodes()
 
     def _note_nodes(self) -> None:
-        """Nodes of autograd made from now on are of this layer."""
+        """Record that autograd nodes created from now on belong to the current layer."""
         if torch.is_grad_enabled():
             self._nodes.append(sequence_number())
             self._node_layers.append(self._inside[-1] if self._inside else OUTSIDE)
@@ -236,9 +248,9 @@ class Ledger(TorchDispatchMode):
             self._steps.setdefault(id(optimizer), []).append(len(self.ops))
 
     def _place(self) -> tuple[str, str]:
-        """The layer and the phase of the op that comes now."""
+        """Return the layer and the phase of the next op."""
         if graph_task() == -1:
-            if self._stepping and not self._inside:  # a closure's forward and backward are what they are
+            if self._stepping and not self._inside:  # forward and backward of a closure keep their phases
                 return "(optimizer)", "step"
             return (self._inside[-1] if self._inside else OUTSIDE), "forward"
         if torch.is_grad_enabled() and self._inside:
@@ -251,7 +263,7 @@ class Ledger(TorchDispatchMode):
     # -- ops -----------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # as its mode would answer, which is asked more often than of any op
+            return args[0].fake_device  # the most frequent op; its own mode would be slower
         kwargs = kwargs or {}
         if func.namespace in _ASIDE:
             return func(*args, **kwargs)
@@ -275,32 +287,30 @@ class Ledger(TorchDispatchMode):
     def _kinds(self, tensors: Iterable[Tensor]) -> Iterable[str | None]:
         for tensor in tensors:
             for storage in _storages(tensor):
-                # One that is not known was made where no mode sees it.
+                # An unknown storage was made outside of all modes.
                 piece = self._piece(storage, self.ops[-1].layer) if tensor.device == self.device else None
                 yield None if piece is None else piece.kind
 
 
 def _gone(ledger: weakref.ref[Ledger], key: int, storage: Any) -> None:
-    """Write down that a storage is gone, where the ledger is still there: it goes, with its model, once nobody holds
-    it.
-    """
-    if (found := ledger()) is not None:
-        _, piece = found._open.pop(key)
-        piece.died = max(len(found.ops) - 1, piece.born)
-        found.live -= piece.bytes
+    """Record that a storage was freed, unless the ledger is gone already."""
+    if (book := ledger()) is not None:
+        _, piece = book._open.pop(key)
+        piece.died = max(len(book.ops) - 1, piece.born)
+        book.live -= piece.bytes
 
 
-#: The name of an op, which is made anew each time that one asks.
+#: Names of ops, cached because torch builds the string at each request.
 _name = cache(str)
 
 
 def _inherited(kinds: Iterable[str | None]) -> str | None:
-    found = list(kinds)
-    return "weight copies" if found and all(kind in _OF_WEIGHTS for kind in found) else None
+    known = list(kinds)
+    return "weight copies" if known and all(kind in _OF_WEIGHTS for kind in known) else None
 
 
 def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
-    """The storages behind a tensor, those of the tensors within where it is a subclass made of others."""
+    """Return the storages of a tensor; for a wrapper subclass those of its inner tensors."""
     parts = getattr(type(tensor), "__tensor_flatten__", None)
     if parts is not None:
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -312,12 +322,12 @@ def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
 
 
 def _is_file(storage: torch.UntypedStorage) -> bool:
-    """Whether it is a file that is mapped into memory, which no allocator holds."""
+    """Return whether the storage is a memory-mapped file, which no allocator holds."""
     return storage.device.type == "cpu" and storage.filename is not None
 
 
 def _caller() -> str:
-    """The file and line of the innermost frame that is neither torch's nor lowbit's."""
+    """Return the file and line of the innermost frame outside of torch and lowbit."""
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename

@@ -41,7 +41,7 @@ def allocated_peak(run: Callable[[], object], device: torch.device | str = "cpu"
         return torch.cuda.max_memory_allocated(target) - before
     if target.type != "cpu":
         raise ValueError(
-            f"memory.allocated_peak: allocations are counted on 'cpu' and 'cuda', got {str(target)!r}; measure there"
+            f"memory.allocated_peak: allocations are counted on 'cpu' and 'cuda', got {str(target)!r}; use one of these"
         )
     current = peak = 0
     for _, change in allocations(run):

@@ -135,8 +135,9 @@ class Profile(Usage):
         self._resets.append(len(self._ledger.ops))
 
     def step(self) -> None:
-        """Mark the end of a training step for ``leaks``. By default the steps are those of the optimizer that steps
-        most often.
+        """Mark the end of a training step for ``leaks``.
+
+        By default steps end when the optimizer that steps most often has stepped.
 
         Raises:
             RuntimeError: The profile is not running.

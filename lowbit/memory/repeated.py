@@ -1,7 +1,7 @@
-"""Calls of ops on fake tensors that are like earlier ones: an op's rule says of both the same.
+"""Repeated calls of ops on fake tensors: the result of an earlier equal call is reused instead of the op's fake rule.
 
-A recurrent network is tens of thousands of calls of a few dozen kinds. torch looks at each argument of each of them
-again, which costs most of the time of an estimate.
+A recurrent network has tens of thousands of calls of a few dozen kinds. torch inspects every argument of each, which
+would take most of the time of an estimate.
 """
 
 from __future__ import annotations
@@ -18,38 +18,36 @@ from lowbit.torch_private import FakeTensor, below_torch_dispatch, make_subclass
 
 __all__ = ["Repeated", "signature", "tensors_of"]
 
-#: What leaves of arguments are besides tensors; others may change without telling.
+#: Immutable types of arguments besides tensors. Others may change unnoticed.
 _FIXED = frozenset({
     bool, complex, float, int, str, type(None), torch.device, torch.dtype, torch.layout, torch.memory_format,
 })  # fmt: skip
 
 
 def tensors_of(*trees: Any) -> list[Tensor]:
-    """The tensors of trees, in their order."""
-    found = list[Tensor]()
+    """Return the tensors of trees, in order."""
+    tensors = list[Tensor]()
     for tree in trees:
         kind = type(tree)
         if isinstance(tree, Tensor):
-            found.append(tree)
+            tensors.append(tree)
         elif kind is tuple or kind is list:
-            found += tensors_of(*tree)
+            tensors += tensors_of(*tree)
         elif kind is dict:
-            found += tensors_of(*tree.values())
+            tensors += tensors_of(*tree.values())
         elif kind not in _FIXED:
-            found += [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    return found
+            tensors += [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return tensors
 
 
 def signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """What an op's rule for fake tensors looks at in a call.
+    """Return a key that is equal for calls with equal results on fake tensors, or None if an argument cannot be
+    compared.
 
     Args:
         func: The overload that is called.
         args: Its arguments.
         kwargs: Its keyword arguments.
-
-    Returns:
-        What is equal for calls that are alike; None where an argument is more than can be compared.
     """
     parts = _parts(args)
     named = _parts(kwargs.values()) if kwargs else ()
@@ -71,7 +69,7 @@ def _parts(values: Iterable[Any]) -> tuple[Any, ...] | None:
                 value.requires_grad, value.is_conj(), value.is_neg(),
             ))  # fmt: skip
         elif kind in _FIXED:
-            parts.append((kind, value))  # equal numbers of two types are two arguments
+            parts.append((kind, value))  # 1, 1.0 and True are equal but differ as arguments
         elif kind is tuple or kind is list:
             within = _parts(value)
             if within is None:
@@ -83,7 +81,9 @@ def _parts(values: Iterable[Any]) -> tuple[Any, ...] | None:
 
 
 class _Result(NamedTuple):
-    """How a result is made: it is an argument (``place``), a view of one, or new (``place`` is None)."""
+    """How to create a result: argument ``place`` (if ``is_argument``) or a view of it, or with ``place`` None a new
+    tensor.
+    """
 
     place: int | None
     is_argument: bool
@@ -101,79 +101,88 @@ class _Results(NamedTuple):
 
 
 class Repeated:
-    """Results of ops of aten on fake tensors, made as those of an earlier call that was alike."""
+    """Calls aten ops on fake tensors, and reuses the results of earlier equal calls."""
 
     def __init__(self) -> None:
         self._known: dict[Any, _Results | None] = {}
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``func`` answers."""
+        """Return the result of ``func``."""
         key = signature(func, args, kwargs) if func.namespace == "aten" else None
         if key is None:
             return func(*args, **kwargs)
         if key not in self._known:
-            before = tensors_of(args, kwargs)
-            places = [storage(tensor) for tensor in before]
+            operands_before = tensors_of(args, kwargs)
+            places = [storage(tensor) for tensor in operands_before]
             out = func(*args, **kwargs)
-            changed = signature(func, args, kwargs) != key or places != [storage(tensor) for tensor in before]
-            self._known[key] = None if changed else _results(func, before, out)
+            changed = signature(func, args, kwargs) != key or places != [storage(tensor) for tensor in operands_before]
+            self._known[key] = None if changed else _results(func, operands_before, out)
             return out
         results = self._known[key]
         if results is None:
             return func(*args, **kwargs)
-        given = tensors_of(args, kwargs)
+        operands = tensors_of(args, kwargs)
         if results.kind is FakeTensor:
-            return _made(results.each[0], given)
-        made = [_made(result, given) for result in results.each]
-        return made if results.kind is list else tuple(made)
+            return _created(results.each[0], operands)
+        outputs = [_created(result, operands) for result in results.each]
+        return outputs if results.kind is list else tuple(outputs)
 
 
-def _results(func: Any, given: list[Tensor], out: Any) -> _Results | None:
-    """How the results of a call were made; None where another call that is alike may make them otherwise."""
+def _results(func: Any, operands: list[Tensor], out: Any) -> _Results | None:
+    """Return how to create the results of a call, or None if an equal call may create them differently."""
     kind = type(out)
-    made = list(out) if kind is tuple or kind is list else [out]
+    tensors = list(out) if kind is tuple or kind is list else [out]
     by_values = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
-    if by_values & set(func.tags) or not all(type(one) is FakeTensor and one.layout == torch.strided for one in made):
+    if by_values & set(func.tags) or not all(
+        type(tensor) is FakeTensor and tensor.layout == torch.strided for tensor in tensors
+    ):
         return None  # sparse results have no storage
-    places = [storage(tensor) for tensor in given]
-    new = [storage(one) for one in made if storage(one) not in places]
+    places = [storage(tensor) for tensor in operands]
+    new = [storage(tensor) for tensor in tensors if storage(tensor) not in places]
     if len(new) != len(set(new)):  # results that are views of one another
         return None
-    each = [_result(one, given, places) for one in made]
+    each = [_result(tensor, operands, places) for tensor in tensors]
     return None if None in each else _Results(kind, cast(tuple[_Result, ...], tuple(each)))
 
 
-def _result(one: FakeTensor, given: list[Tensor], places: list[int]) -> _Result | None:
-    count = places.count(storage(one))
-    place = places.index(storage(one)) if count else None
-    is_argument = place is not None and given[place] is one
-    whole = count == 1 or one.untyped_storage().nbytes() == _extent(one)
-    odd = one.constant is not None or one.is_conj() or one.is_neg()
-    if count > 1 or not whole or odd or (not is_argument and (one.requires_grad or one.is_inference())):
+def _result(tensor: FakeTensor, operands: list[Tensor], places: list[int]) -> _Result | None:
+    count = places.count(storage(tensor))
+    place = places.index(storage(tensor)) if count else None
+    is_argument = place is not None and operands[place] is tensor
+    full = count == 1 or tensor.untyped_storage().nbytes() == _extent(tensor)
+    odd = tensor.constant is not None or tensor.is_conj() or tensor.is_neg()
+    if count > 1 or not full or odd or (not is_argument and (tensor.requires_grad or tensor.is_inference())):
         return None
-    state = {} if is_argument else {**one.__dict__}
+    state = {} if is_argument else {**tensor.__dict__}
     return _Result(
-        place, is_argument, one.shape, one.stride(), int(one.storage_offset()), one.dtype, one.fake_device, state
+        place,
+        is_argument,
+        tensor.shape,
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        tensor.dtype,
+        tensor.fake_device,
+        state,
     )
 
 
 def _extent(tensor: Tensor) -> int:
-    """Bytes of the storage that ``empty_strided`` makes for such a tensor."""
+    """Return the bytes of the storage that ``empty_strided`` allocates for such a tensor."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (1 + last) * tensor.element_size() if tensor.numel() else 0
 
 
-def _made(result: _Result, given: list[Tensor]) -> Tensor:
+def _created(result: _Result, operands: list[Tensor]) -> Tensor:
     if result.place is not None and result.is_argument:
-        return given[result.place]
-    held = None if result.place is None else given[result.place].untyped_storage()
+        return operands[result.place]
+    shared = None if result.place is None else operands[result.place].untyped_storage()
     with below_torch_dispatch():
         meta = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device="meta")
-        if held is not None:
-            meta.set_(held, result.offset, result.shape, result.stride)  # type: ignore[call-overload]
-    made = make_subclass(  # as the class does, which then takes ten times as long to fill its dict
+        if shared is not None:
+            meta.set_(shared, result.offset, result.shape, result.stride)  # type: ignore[call-overload]
+    result_tensor = make_subclass(  # like FakeTensor.__new__, which takes ten times as long to fill its dict
         FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=result.device
     )
-    refuse_data_pointer(made)
-    made.__dict__.update(result.state)
-    return cast(Tensor, made)
+    refuse_data_pointer(result_tensor)
+    result_tensor.__dict__.update(result.state)
+    return cast(Tensor, result_tensor)

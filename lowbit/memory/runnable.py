@@ -1,7 +1,7 @@
-"""Calls of ops that can be run again, on made-up tensors of their shapes and strides, and files of what that tells.
+"""Calls of ops that can be run again on synthetic tensors of the same shapes and strides, and files for the results.
 
-A step of training is many calls of few ops, since its blocks repeat. So what its ops take of time and of memory costs
-far less to measure than the step, and holds no more than the tensors of one op at a time.
+A training step has many calls of few ops, since its blocks repeat. So measuring time and memory of its ops costs far
+less than the step, and needs memory for the tensors of one op at a time.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from lowbit.memory import heap
 from lowbit.models.ties import storage
 
 __all__ = [
-    "FAILURES", "MOST", "Call", "Kept", "Like", "Made", "call_of", "directory", "fewer_rows", "made", "setting",
-    "sources_of", "within",
+    "FAILURES", "MOST", "Call", "CallCache", "Like", "Prepared", "call_of", "directory", "fewer_rows", "prepared",
+    "setting", "sources_of", "within",
 ]  # fmt: skip
 
-#: The most bytes of the tensors of a call that is run, results included: a model may be far larger than the machine.
+#: Most bytes of the tensors of a call that is run, including results, since a model may be far larger than the machine.
 MOST = 1 << 29
-#: What an op raises on tensors that are made up: a rule for fake tensors may promise what the op itself refuses.
+#: Errors of ops on synthetic tensors: a rule for fake tensors may accept arguments that the op itself rejects.
 FAILURES = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
-#: Ops of these namespaces are run; those of others may do more than compute.
+#: Ops in these namespaces are run. Ops in other namespaces may have side effects.
 _RUN = frozenset({"aten", "lowbit", "prims"})
-#: What of the environment decides how lowbit's ops run.
+#: Environment variables that select how lowbit's ops run.
 _SETTINGS = frozenset({"LOWBIT_BACKEND", "LOWBIT_ISA", "LOWBIT_WITHOUT"})
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Like:
-    """What a tensor of a call is like.
+    """Description of a tensor of a call.
 
     Attributes:
-        kind: The type of its device, as steps on CUDA have tensors on the host too.
-        source: The call that made it and the place among its results, of a workspace that a library filled as it
-            likes: made up, it may crash what reads it.
+        kind: Type of its device, since steps on CUDA have tensors on the host too.
+        source: The call that made it and its index among the results. Used for workspaces of a library, because a
+            kernel that reads a synthetic one may crash.
     """
 
     shape: tuple[int, ...]
@@ -56,27 +56,28 @@ class Like:
     source: tuple[Call, int] | None = None
 
     def numbers(self) -> int:
-        """How many the storage has."""
+        """Return the number of elements of the storage."""
         if not all(self.shape):
             return 0
         return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
 
     def bytes(self) -> int:
-        """Of the storage."""
+        """Return the bytes of the storage."""
         return self.numbers() * self.dtype.itemsize
 
-    def made(self, device: torch.device) -> Tensor:
-        """A tensor that is like it: zeros where these may be codes or indices, else numbers from 0.25 to 0.75, which
-        are in the domain of most functions. A root takes 20 times as long where it is NaN.
+    def tensor(self, device: torch.device) -> Tensor:
+        """Return a synthetic tensor: zeros if it may hold indices or quantized values, else numbers from 0.25 to 0.75.
+
+        These are in the domain of most functions. With NaN, a square root takes 20 times as long.
         """
         if self.source is not None:
-            results = tree_flatten(made(self.source[0], device)())[0]
+            results = tree_flatten(prepared(self.source[0], device)())[0]
             result: Tensor = results[self.source[1]]
             return result
         size = max(self.numbers(), 1)
         device = torch.device("cpu") if self.kind == "cpu" else device
         if self.dtype.is_floating_point and self.dtype.itemsize > 1:
-            numbers = torch.rand(size, device=device, generator=torch.Generator(device))  # the caller's draw nothing
+            numbers = torch.rand(size, device=device, generator=torch.Generator(device))  # not the caller's generator
             flat = numbers.mul_(0.5).add_(0.25).to(self.dtype)
         else:
             flat = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -85,7 +86,7 @@ class Like:
 
 
 class Call(NamedTuple):
-    """A call of ``op``, with what its tensors are like in their place, and the bytes of its ``results``."""
+    """A call of ``op``: its arguments, with a ``Like`` for each tensor, and the bytes of its ``results``."""
 
     op: Any
     leaves: tuple[Any, ...]
@@ -94,12 +95,12 @@ class Call(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of its tensors, results included."""
+        """Bytes of its tensors, including results."""
         return sum(leaf.bytes() for leaf in self.leaves if isinstance(leaf, Like)) + self.results
 
     @property
     def key(self) -> str:
-        """A name for files."""
+        """Key of the call in files."""
         text = f"{self.op} {self.leaves} {self.tree}"
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -111,18 +112,18 @@ def call_of(
     out: Any = (),
     sources: Mapping[int, tuple[Call, int]] | None = None,
 ) -> Call | None:
-    """The call of an op of the dispatcher, of tensors that may be fake, whose result is ``out``.
+    """Return the call of a dispatcher op with result ``out``. Tensors may be fake.
 
     Args:
         op: The overload that was called.
         args: Its arguments.
         kwargs: Its keyword arguments.
         out: Its results.
-        sources: By the address of a storage of bytes, the call that made it and its place among the results.
+        sources: By the address of a uint8 storage, the call that made it and its index among the results.
 
     Returns:
-        The call, or None for one that is not run: a view, an op of somebody else, or a backward that reads bytes that
-        only its forward can have written, if that is not among ``sources``.
+        The call, or None if it is not run: a view, an op of another library, or a backward that reads a uint8 workspace
+            whose forward is not in ``sources``.
     """
     if getattr(op, "is_view", False) or op.namespace not in _RUN:
         return None
@@ -131,8 +132,8 @@ def call_of(
     origins = {id(leaf): (sources or {}).get(storage(leaf)) for leaf in leaves if reads_bytes and _is_bytes(leaf)}
     if None in origins.values():
         return None
-    given = {id(leaf) for leaf in leaves}
-    new = (leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor) and id(leaf) not in given)
+    arguments = {id(leaf) for leaf in leaves}
+    new = (leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor) and id(leaf) not in arguments)
     results = sum(leaf.numel() * leaf.element_size() for leaf in new)
     likes = tuple(_like(leaf, origins.get(id(leaf))) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     return Call(op, likes, tree, results)
@@ -143,7 +144,7 @@ def _is_bytes(leaf: Any) -> bool:
 
 
 def sources_of(call: Call, out: Any) -> dict[int, tuple[Call, int]]:
-    """What ``call_of`` takes as ``sources`` of the call's results."""
+    """Return the ``sources`` of ``call_of`` for the call's results."""
     return {storage(leaf): (call, place) for place, leaf in enumerate(tree_flatten(out)[0]) if _is_bytes(leaf)}
 
 
@@ -152,8 +153,8 @@ def _like(tensor: Tensor, source: tuple[Call, int] | None) -> Like:
 
 
 @dataclass(frozen=True)
-class Made:
-    """An op with arguments that were made up. Calling it runs the op."""
+class Prepared:
+    """An op with synthetic arguments. Calling it runs the op."""
 
     op: Any
     args: Any
@@ -163,17 +164,19 @@ class Made:
         return self.op(*self.args, **self.kwargs)
 
 
-def made(call: Call, device: torch.device) -> Made:
-    """What runs the call, on tensors that are made up now. Raises one of ``FAILURES`` if they cannot be."""
-    leaves = [leaf.made(device) if isinstance(leaf, Like) else leaf for leaf in call.leaves]
+def prepared(call: Call, device: torch.device) -> Prepared:
+    """Create the synthetic tensors of a call. Raise one of ``FAILURES`` if that is not possible."""
+    leaves = [leaf.tensor(device) if isinstance(leaf, Like) else leaf for leaf in call.leaves]
     args, kwargs = tree_unflatten(leaves, call.tree)
     if call.op in _VALUES:
+        #: By op, a function that writes integer arguments on which the amount of work depends: with zeros it would be
+        #: none.
         _VALUES[call.op](args, kwargs)
-    return Made(call.op, args, kwargs)
+    return Prepared(call.op, args, kwargs)
 
 
 def _spread_groups(args: Any, kwargs: Any) -> None:
-    """Write to the ends of groups of a grouped product, so that all groups are as long."""
+    """Write the group offsets of a grouped matmul, so that all groups have equal size."""
     a, b, ends = args[0], args[1], kwargs.get("offs", args[2] if len(args) > 2 else None)
     if ends is not None:
         total = b.shape[-1] if a.dim() == 3 else a.shape[-1] if b.dim() == 2 else a.shape[0]
@@ -185,28 +188,29 @@ _VALUES: dict[Any, Callable[[Any, Any], None]] = {torch.ops.aten._grouped_mm.def
 
 
 def within(call: Call, most: int) -> tuple[Call, float]:
-    """A call of the first tensors of its lists, such as those of an optimizer's step, with at most so many bytes, and
-    how many times as much the whole one takes.
+    """Return a call of at most ``most`` bytes with fewer tensors in its lists, such as those of an optimizer step.
+
+    The second result is the ratio of the full call's cost to it.
     """
     if call.bytes <= most:
         return call, 1.0
     args, kwargs = tree_unflatten(list(call.leaves), call.tree)
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and a and isinstance(a[0], Like)]
-    count = whole = min((len(a) for a in lists), default=1)
+    count = full = min((len(a) for a in lists), default=1)
     while count > 1:
         count //= 2
-        leaves, tree = tree_flatten(_cut((args, kwargs), whole, count))
-        part = Call(call.op, tuple(leaves), tree, call.results * count // whole)
+        leaves, tree = tree_flatten(_cut((args, kwargs), full, count))
+        part = Call(call.op, tuple(leaves), tree, call.results * count // full)
         if part.bytes <= most:
             return part, call.bytes / max(part.bytes, 1)
     return call, 1.0
 
 
 def fewer_rows(call: Call, most: int) -> tuple[Call, float]:
-    """A call of the first rows of its tensors, with at most so many bytes, and how many times as much the whole has.
+    """Return a call of at most ``most`` bytes with fewer rows in its tensors, and the ratio of rows.
 
-    Rows are those of its largest tensor: every tensor with as many is cut, and every list of sizes that begins so. A
-    result that does not shrink with them shows that the op does otherwise.
+    Rows are those of the largest tensor. Every tensor with the same number of rows is cut, and every list of sizes that
+    starts with it. If a result does not shrink in proportion, the op does not scale with rows.
     """
     largest = max((leaf for leaf in call.leaves if isinstance(leaf, Like)), key=Like.bytes, default=None)
     rows = count = largest.shape[0] if largest is not None and largest.shape else 1
@@ -232,16 +236,16 @@ def _first_rows(value: Any, rows: int, count: int) -> Any:
     return value
 
 
-def _cut(value: Any, whole: int, count: int) -> Any:
-    """The first ``count`` of each list of ``whole``, of tensors and of the numbers that go with them."""
+def _cut(value: Any, full: int, count: int) -> Any:
+    """Return the first ``count`` entries of each list of ``full`` tensors, and of numbers that belong to them."""
     if isinstance(value, Like):
         return value
     if isinstance(value, dict):
-        return {name: _cut(item, whole, count) for name, item in value.items()}
-    if isinstance(value, list) and value and (len(value) == whole or isinstance(value[0], Like)):
+        return {name: _cut(item, full, count) for name, item in value.items()}
+    if isinstance(value, list) and value and (len(value) == full or isinstance(value[0], Like)):
         return value[:count]
     if isinstance(value, list | tuple):
-        return type(value)(_cut(item, whole, count) for item in value)
+        return type(value)(_cut(item, full, count) for item in value)
     return value
 
 
@@ -249,8 +253,8 @@ def _cut(value: Any, whole: int, count: int) -> Any:
 _Value = TypeVar("_Value")
 
 
-class Kept(Generic[_Value]):
-    """Values of calls by their keys, kept in the JSON file ``path``. ``read`` makes a value of what JSON has of it."""
+class CallCache(Generic[_Value]):
+    """Values of calls, cached in the JSON file ``path``. ``read`` converts a JSON value."""
 
     def __init__(self, path: Path, read: Callable[[Any], _Value]) -> None:
         self.path, self._read = path, read
@@ -264,7 +268,7 @@ class Kept(Generic[_Value]):
         self._values[call.key] = self._new[call.key] = value
 
     def save(self) -> None:
-        """Add what is new to the file. A directory that cannot be written to keeps nothing."""
+        """Write new values to the file. If the directory is not writable, nothing is saved."""
         if not self._new:
             return
         try:
@@ -281,17 +285,17 @@ class Kept(Generic[_Value]):
 
 
 def setting(device: torch.device) -> str:
-    """What decides how ops of a device run, as it is now: threads, precision, torch, lowbit and its settings."""
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    """Return the settings that decide how ops run on a device: threads, precision, versions, environment."""
+    processor = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name in _SETTINGS)
-    decides = (
-        kind, os.cpu_count(), torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), torch.__version__,
+    values = (
+        processor, os.cpu_count(), torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), torch.__version__,
         torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(), __version__, *settings,
         *(["freed memory goes back"] if heap.returns_freed() else []),
     )  # fmt: skip
-    return " ".join(map(str, decides))
+    return " ".join(map(str, values))
 
 
 def directory() -> Path:
-    """Of the files."""
+    """Return the directory of the files."""
     return Path(os.environ.get("LOWBIT_CACHE") or Path("~/.cache/lowbit").expanduser())

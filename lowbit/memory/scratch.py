@@ -1,8 +1,8 @@
-"""What kernels allocate for themselves while they run, in bytes, by op: what no one outside of the kernel sees.
+"""Bytes of scratch memory that kernels allocate while they run, by op: a table for ops that cannot be run.
 
-A row of ``SCRATCH`` is needed where it is much beside the op's results. Those of the CPU were found with
-``memory.profile`` of single calls, those of CUDA with the allocator's peak around each op on an H200. cuDNN chooses
-among algorithms, of which some take more for convolutions in fp32.
+``SCRATCH`` needs a row for an op whose scratch memory is large compared with its results. CPU rows were found with
+``memory.profile`` of single calls, CUDA rows with the allocator's peak around each op on an H200. Some cuDNN algorithms
+for fp32 convolutions use more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lowbit.ops import OPS
 
 __all__ = ["SCRATCH", "scratch_bytes"]
 
-#: Of an op's arguments and its results.
+#: Returns the bytes for an op's arguments and results.
 Scratch = Callable[[tuple[Any, ...], Any], int]
 
 
@@ -29,13 +29,13 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _is_product(weight: Tensor, stride: Any) -> bool:
-    """Whether oneDNN computes the convolution as a matrix product, in the layout that it is given."""
+    """Return whether oneDNN computes the convolution as a matmul, in the input's layout."""
     pointwise = all(extent == 1 for extent in weight.shape[2:]) and all(step == 1 for step in stride)
     return pointwise and weight.dtype == torch.float32
 
 
 def _convolution(args: tuple[Any, ...], out: Any) -> int:
-    """oneDNN copies input and weight into its own layout, and the output out of it."""
+    """oneDNN copies input and weight into its own layout, and the output from it."""
     x, weight, stride = args[0], args[1], args[3]
     if _is_product(weight, stride):
         return 0
@@ -43,8 +43,8 @@ def _convolution(args: tuple[Any, ...], out: Any) -> int:
 
 
 def _convolution_backward(args: tuple[Any, ...], out: Any) -> int:
-    """The gradient of the output is copied for each of two products, the input or its gradient for one; the gradient
-    of a weight in 16 bits is a sum in fp32.
+    """The output gradient is copied for both matmuls, the input or its gradient for one. The gradient of a 16-bit
+    weight is summed in fp32.
     """
     grad, x, weight, stride = args[0], args[1], args[2], args[4]
     if _is_product(weight, stride):
@@ -56,32 +56,34 @@ def _convolution_backward(args: tuple[Any, ...], out: Any) -> int:
 
 
 def _sum(args: tuple[Any, ...], out: Any) -> int:
-    """A sum in another dtype is one of a copy in that dtype."""
+    """A sum in another dtype first copies its input to that dtype."""
     x = args[0]
     return int(x.numel() * out.element_size()) if x.dtype != out.dtype else 0
 
 
 def _attention(args: tuple[Any, ...], out: Any) -> int:
-    """Scores of a block of queries by a block of keys in each thread; many queries in bf16 copy keys and values into
-    the layout of their product where the processor has one. Source: torch, FlashAttentionKernel.cpp.
+    """Each thread has the scores of a block of queries by a block of keys.
+
+    With many bf16 queries, keys and values are packed if the processor has bf16 matmul instructions. Source: torch,
+    FlashAttentionKernel.cpp.
     """
     query, key = args[0], args[1]
     batch, heads, length, width = query.shape
     keys, threads = key.shape[2], torch.get_num_threads()
     rows = min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
     cols, even = min(keys, 512), keys + keys % 2
-    each = 4 * rows * (cols + 2 + width)
+    bytes_per_thread = 4 * rows * (cols + 2 + width)
     if query.element_size() > 2:
-        return int(threads * each)
-    each += 2 * rows * cols
-    a_thread = -(-batch * heads * -(-length // rows) // threads) * rows
-    if query.dtype != torch.bfloat16 or min(length, keys) < 64 or a_thread < 4 * batch * heads or not _packs():
-        return int(threads * each)
-    return int(threads * (each + 2 * min(even, 512) * width) + 2 * batch * heads * width * (keys + even))
+        return int(threads * bytes_per_thread)
+    bytes_per_thread += 2 * rows * cols
+    rows_per_thread = -(-batch * heads * -(-length // rows) // threads) * rows
+    if query.dtype != torch.bfloat16 or min(length, keys) < 64 or rows_per_thread < 4 * batch * heads or not _packs():
+        return int(threads * bytes_per_thread)
+    return int(threads * (bytes_per_thread + 2 * min(even, 512) * width) + 2 * batch * heads * width * (keys + even))
 
 
 def _safe_softmax(args: tuple[Any, ...], out: Any) -> int:
-    """Whether each score is masked; on CUDA too."""
+    """A mask of the scores; on CUDA too."""
     return int(args[0].numel())
 
 
@@ -92,19 +94,21 @@ def _packs() -> bool:
 
 # -- CUDA --------------------------------------------------------------------------------------------------------------
 def _cuda_convolution(args: tuple[Any, ...], out: Any) -> int:
-    """cuDNN copies input, output and a weight of more than one pixel between the layouts."""
+    """cuDNN converts input, output, and a weight of more than one pixel between layouts."""
     x, weight = args[0], args[1]
     return _bytes(x) + _bytes(out) + (_bytes(weight) if max(weight.shape[2:]) > 1 else 0)
 
 
 def _cuda_convolution_backward(args: tuple[Any, ...], out: Any) -> int:
-    """Of each of two products the same, with the gradient of the output in its place."""
+    """As in forward for each of two matmuls, with the output gradient instead of the output."""
     return _bytes(args[0]) + _bytes(args[1]) + _bytes(args[2])
 
 
 def _cuda_sum(args: tuple[Any, ...], out: Any) -> int:
-    """Partial sums of the thread blocks that share an output, where the last axis stays: every thread of them has a
-    place for each of its outputs. Source: torch, Reduce.cuh, ``setReduceConfig`` and ``global_memory_size``.
+    """Partial sums of thread blocks that share an output, if the last axis is not reduced.
+
+    Each of their threads has one for each of its outputs. Source: torch, Reduce.cuh, ``setReduceConfig`` and
+    ``global_memory_size``.
     """
     x, axes = args[0], args[1] if len(args) > 1 and args[1] else range(args[0].dim())
     if x.numel() == 0 or (x.dim() - 1) in {axis % x.dim() for axis in axes}:
@@ -117,32 +121,32 @@ def _cuda_sum(args: tuple[Any, ...], out: Any) -> int:
     width = min(wide, 32)
     height = min(tall, threads // width)
     width = min(wide, threads // height)
-    if terms < min(height * 16, 256):  # a thread has all terms of its outputs
+    if terms < min(height * 16, 256):  # a thread sums all terms of its outputs
         return 0
-    a_thread = -(-terms // height)
+    terms_per_thread = -(-terms // height)
     blocks = -(-(outputs // vector) // width)
-    most = _resident_threads() // (width * height)
-    if a_thread < 256 or blocks > most:
+    blocks_resident = _resident_threads() // (width * height)
+    if terms_per_thread < 256 or blocks > blocks_resident:
         return 0
-    share = max(min(-(-most // blocks), -(-a_thread // 16)), -(-a_thread // 256))
+    share = max(min(-(-blocks_resident // blocks), -(-terms_per_thread // 16)), -(-terms_per_thread // 256))
     return fp32 * outputs * share * width * vector if share > 1 else 0
 
 
 @cache
 def _resident_threads() -> int:
-    """Threads that the GPU holds at a time; those of an H100 where there is none."""
+    """Return the number of threads that the GPU runs at a time; that of an H100 without a GPU."""
     if not torch.cuda.is_available():
         return 132 * 2048
-    found = torch.cuda.get_device_properties()
-    return int(found.multi_processor_count * found.max_threads_per_multi_processor)
+    properties = torch.cuda.get_device_properties()
+    return int(properties.multi_processor_count * properties.max_threads_per_multi_processor)
 
 
 def _cuda_attention_backward(args: tuple[Any, ...], out: Any) -> int:
-    """The gradient of the queries in fp32, a sum a query, and gradients of keys and values by head of the queries."""
+    """The fp32 gradient of the queries, one sum per query, and key and value gradients per query head."""
     query, key = args[1], args[2]
-    heads, of_keys = query.shape[1], key.shape[1]
-    wide = 2 * _bytes(key) * heads // of_keys if heads != of_keys else 0
-    return 4 * int(query.numel() + query.numel() // query.shape[-1]) + wide
+    heads, kv_heads = query.shape[1], key.shape[1]
+    expanded = 2 * _bytes(key) * heads // kv_heads if heads != kv_heads else 0
+    return 4 * int(query.numel() + query.numel() // query.shape[-1]) + expanded
 
 
 def _cuda_softmax_backward(args: tuple[Any, ...], out: Any) -> int:
@@ -151,12 +155,12 @@ def _cuda_softmax_backward(args: tuple[Any, ...], out: Any) -> int:
 
 
 def _of_ours(op: str) -> Scratch:
-    """What the kernel allocates that would be chosen for a call of one of our ops."""
+    """Return the scratch memory of a lowbit op, for the kernel that would be selected."""
     fields = OPS[op].args._fields
     return lambda args, out: allocated(op, OPS[op].args(*args[: len(fields)]))
 
 
-#: By kind of device and op.
+#: By device type and op.
 SCRATCH: dict[str, dict[str, Scratch]] = {
     "cpu": {
         "aten._safe_softmax.default": _safe_softmax,
@@ -181,7 +185,7 @@ SCRATCH: dict[str, dict[str, Scratch]] = {
 
 
 def scratch_bytes(name: str, args: tuple[Any, ...], out: Any) -> int:
-    """What the op called ``name`` allocates beside its results; 0 for those that are not known to."""
+    """Return the scratch memory of the op called ``name``; 0 if it has no row."""
     first = next((a for a in args if isinstance(a, Tensor)), None)
-    found = None if first is None else SCRATCH.get(first.device.type, {}).get(name)
-    return 0 if found is None else found(args, out)
+    row = None if first is None else SCRATCH.get(first.device.type, {}).get(name)
+    return 0 if row is None else row(args, out)

@@ -1,8 +1,8 @@
-"""What an op takes of time on this machine: the op itself is run on made-up tensors of its shapes, once, and the time
-is kept in a file.
+"""Time of an op on this machine: the op is run once on synthetic tensors of its shapes, and the time is cached in a
+file.
 
-Between runs a large buffer is read, as in a step other ops come between two calls: tensors are not in the caches.
-Instructions are, since a step calls few ops: a short op is run on other tensors just before.
+Between runs a large buffer is read, because in a step other ops evict an op's tensors from the caches. Its instructions
+stay in the caches, since a step has few different ops. So a short op is run on other tensors just before.
 
 Source: the operator benchmarks of torch.distributed._tools.runtime_estimator, which time each call of a step anew.
 """
@@ -18,42 +18,41 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowbit.memory.runnable import FAILURES, MOST, Call, Kept, directory, made, setting, within
+from lowbit.memory.runnable import FAILURES, MOST, Call, CallCache, directory, prepared, setting, within
 
 __all__ = ["Timings", "timings"]
 
-#: What is read between runs.
+#: Bytes of the buffer that is read between runs.
 _FLUSH = 48 << 20
-#: A call is run this often; one that takes less than ``_SHORT`` seconds more often, and after a call on other tensors.
-#: The least counts: what disturbs a run only adds to it, and a median of few took a disturbed calibration for what the
-#: op takes.
+#: A call is run ``_RUNS`` times. A call below ``_SHORT`` seconds is run ``_MORE`` times more, each after a call on
+#: other tensors. The minimum counts: disturbances only add time, and a median of few runs is not robust against them.
 _RUNS, _MORE, _SHORT = 3, 7, 1e-3
 
 
 class Timings:
-    """Seconds of calls on ``device``, kept in ``path``."""
+    """Seconds of calls on ``device``, cached in the file ``path``."""
 
     def __init__(self, device: torch.device, path: Path) -> None:
         self.device, self.path = device, path
         self._known: dict[Call, float | None] = {}
-        self._kept = Kept(path, float)
+        self._cache = CallCache(path, float)
         self._flush: Tensor | None = None
 
     def seconds(self, call: Call) -> float | None:
-        """What the call takes; None where it cannot be run on tensors that are made up."""
+        """Return the duration of the call, or None if it cannot be run on synthetic tensors."""
         if call not in self._known:
-            found = self._kept.get(call)
-            if found is None:
-                found = self._measured(call)
-                if found is not None:
-                    self._kept.put(call, found)
-            self._known[call] = found
+            value = self._cache.get(call)
+            if value is None:
+                value = self._measured(call)
+                if value is not None:
+                    self._cache.put(call, value)
+            self._known[call] = value
         return self._known[call]
 
     def save(self) -> None:
-        """Add what is new to the file, and let go what was read between runs."""
+        """Write new values to the file, and free the buffer that is read between runs."""
         self._flush = None
-        self._kept.save()
+        self._cache.save()
 
     def _measured(self, call: Call) -> float | None:
         part, share = within(call, MOST)
@@ -61,10 +60,10 @@ class Timings:
             return None
         try:
             with torch.no_grad(), torch.random.fork_rng(self._devices()):
-                run = made(part, self.device)
+                run = prepared(part, self.device)
                 seconds = self._least(run, 1)
                 if seconds < _SHORT:
-                    seconds = self._least(run, _MORE, before=made(part, self.device))
+                    seconds = self._least(run, _MORE, before=prepared(part, self.device))
                 else:
                     seconds = min(seconds, self._least(run, _RUNS - 1))
         except FAILURES:
@@ -72,8 +71,8 @@ class Timings:
         return seconds * share
 
     def _least(self, run: Callable[[], object], runs: int, before: Callable[[], object] = lambda: None) -> float:
-        """Seconds of the fastest run. ``before`` runs just before each, when the caches were emptied."""
-        found = []
+        """Return the seconds of the fastest run. Before each, the caches are flushed and ``before`` is called."""
+        durations = []
         for _ in range(runs):
             self._empty_caches()
             before()
@@ -81,8 +80,8 @@ class Timings:
             begin = time.perf_counter()
             run()
             self._wait()
-            found.append(time.perf_counter() - begin)
-        return min(found)
+            durations.append(time.perf_counter() - begin)
+        return min(durations)
 
     def _empty_caches(self) -> None:
         if self._flush is None:
@@ -98,11 +97,11 @@ class Timings:
 
 
 def timings(device: torch.device) -> Timings:
-    """The timings of a device by what decides them as it is now, and by how this file measures."""
+    """Return the timings for the current settings of a device. A change of this file starts a new cache."""
     return _timings(device, setting(device))
 
 
 @cache
-def _timings(device: torch.device, decides: str) -> Timings:
-    name = hashlib.blake2b(decides.encode() + Path(__file__).read_bytes(), digest_size=8).hexdigest()
+def _timings(device: torch.device, settings: str) -> Timings:
+    name = hashlib.blake2b(settings.encode() + Path(__file__).read_bytes(), digest_size=8).hexdigest()
     return Timings(device, directory() / f"timings-{name}.json")

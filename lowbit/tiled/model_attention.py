@@ -153,14 +153,14 @@ def attends_without_scores(model: nn.Module, batch: Any) -> bool:
     return answer_without_data(model, attention_, batch) is not None
 
 
-def _note_scores(held: list[bool], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _note_scores(allocates: list[bool], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Append whether the call allocates scores, or a mask of that size, that it would not after ``attention_``."""
     call = inspect.signature(nn.MultiheadAttention.forward).bind(layer, *args, **kwargs)
     call.apply_defaults()
     arguments = call.arguments
     both = arguments["attn_mask"] is not None and arguments["key_padding_mask"] is not None
     dropped = layer.training and layer.dropout > 0 and arguments["query"].device.type == "cpu"
-    held.append(arguments["need_weights"] or both or dropped)
+    allocates.append(arguments["need_weights"] or both or dropped)
 
 
 def _choosing(model: nn.Module) -> dict[str, Any]:
@@ -204,8 +204,8 @@ def _says_same(config: Any, other: Any) -> bool:
     if type(config) is not type(other):
         return False
     parts = set(getattr(config, "sub_configs", ()))
-    here, there = ({name: value for name, value in vars(cfg).items() if name not in parts} for cfg in (config, other))
-    return here == there and all(_says_same(getattr(config, name), getattr(other, name)) for name in parts)
+    left, right = ({name: value for name, value in vars(cfg).items() if name not in parts} for cfg in (config, other))
+    return left == right and all(_says_same(getattr(config, name), getattr(other, name)) for name in parts)
 
 
 def register(modeling: Any) -> None:

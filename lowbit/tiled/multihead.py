@@ -1,6 +1,4 @@
-"""``lb.memory.attention`` in ``nn.MultiheadAttention`` and in all that torch builds of it: encoders, decoders,
-``nn.Transformer``.
-"""
+"""Tiled attention in ``nn.MultiheadAttention``, and so in torch's encoders, decoders and ``nn.Transformer``."""
 
 from __future__ import annotations
 
@@ -20,38 +18,39 @@ __all__ = ["is_switched", "multihead_layers", "put_back", "put_on"]
 
 
 def multihead_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """By path the attention layers that run the forward of ``nn.MultiheadAttention``, quantized ones too."""
-    found = {}
+    """Return the layers that run the forward of ``nn.MultiheadAttention``, including quantized ones, by path."""
+    layers = {}
     for path, module in model.named_modules():
-        known = isinstance(module, QuantMultiheadAttention) or is_switched(module) or (
+        supported = isinstance(module, QuantMultiheadAttention) or is_switched(module) or (
             isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward
         )  # fmt: skip
-        if known and replaced_forward(module) is None:
-            found[path] = module
-    return found
+        if supported and replaced_forward(module) is None:
+            layers[path] = module
+    return layers
 
 
 def is_switched(module: nn.Module) -> bool:
-    """Whether lowbit computes the attention of the layer."""
+    """Return whether lowbit computes the attention of the layer."""
     return getattr(module, "attend", None) is not None
 
 
 def put_on(model: nn.Module, layers: dict[str, nn.Module]) -> None:
-    """Have the attention of ``layers`` of ``model`` computed without scores."""
+    """Have lowbit compute the attention of ``layers`` of ``model``."""
     for layer in layers.values():
+        #: The only instance, also in copies and pickles of layers.
         ATTEND.put_on(layer)
     sync_fused_kernels(model)
 
 
 def put_back(model: nn.Module, layers: dict[str, nn.Module]) -> None:
-    """The way back from ``put_on``."""
+    """Undo ``put_on``."""
     for layer in layers.values():
         ATTEND.take_off(layer)
     sync_fused_kernels(model)
 
 
 class _Attend:
-    """``attend`` of ``MultiheadForward``, for heads of any layer; it has no state."""
+    """The stateless ``attend`` of ``MultiheadForward``."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, padding: Tensor | None, dropout: float, causal: bool
@@ -72,8 +71,8 @@ class _Attend:
     ) -> tuple[Tensor, Tensor]:
         call = cast_by_autocast(_call(q, k, v, mask, padding, dropout, False))
         compute = _UNCOMPILED[attend_with_weights] if _breaks_graphs(dropout) else attend_with_weights
-        found: tuple[Tensor, Tensor] = compute(call, average)
-        return found
+        result: tuple[Tensor, Tensor] = compute(call, average)
+        return result
 
     def put_on(self, layer: nn.Module) -> None:
         if isinstance(layer, QuantMultiheadAttention):
@@ -88,8 +87,8 @@ class _Attend:
         cls: Any = plain_class(layer)
         if "lowbit_computes_as" not in vars(cls):
             raise ValueError(
-                f"memory.unattention_: expected a layer of the class that attention_ gave it, got a {cls.__name__}, "
-                f"which was made of that since; call unattention_ before fully_shard"
+                f"memory.unattention_: expected a layer of the class that attention_ gave it, got its subclass "
+                f"{cls.__name__}; call unattention_ before fully_shard"
             )
         change_class(layer, cls.lowbit_computes_as)
 
@@ -104,16 +103,16 @@ ATTEND = _Attend()
 def _call(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, padding: Tensor | None, dropout: float, causal: bool
 ) -> AttentionCall:
-    mask, padding = (_of_dtype(one, q.dtype) for one in (mask, padding))
-    if padding is not None and padding.requires_grad:  # which a key_mask has no gradient of
+    mask, padding = (_of_dtype(tensor, q.dtype) for tensor in (mask, padding))
+    if padding is not None and padding.requires_grad:  # a key_mask gets no gradient
         mask, padding = _joined(q, k, mask, padding, False), None
     return AttentionCall(q, k, v, mask, padding, causal, None, q.shape[-1] ** -0.5, None, dropout, hides=True)
 
 
-#: The functions that compiled code calls, where there is dropout.
+#: Replacements in compiled code for calls with dropout.
 _UNCOMPILED: dict[Any, Any] = {
     function: torch.compiler.disable(
-        function, reason="dropout of attention draws its numbers tile by tile, which is not compiled"
+        function, reason="dropout of attention draws random numbers tile by tile, which is not compiled"
     )
     for function in (attend, attend_with_weights)
 }
@@ -125,7 +124,7 @@ def _breaks_graphs(dropout: float) -> bool:
 
 # -- the layer ---------------------------------------------------------------------------------------------------------
 class _WithoutScores(MultiheadForward):
-    """What goes before the class of an ``nn.MultiheadAttention``, whose parameters it reads."""
+    """Base that precedes the class of an ``nn.MultiheadAttention``, and reads its parameters."""
 
     attend = ATTEND
     in_proj_weight: Tensor | None
@@ -169,7 +168,7 @@ class _WithoutScores(MultiheadForward):
         return F.linear(y_BTE, self.out_proj.weight, self.out_proj.bias)
 
 
-#: The classes made so far, by what they are made of.
+#: Classes created so far, by the original class.
 _CLASSES: dict[type, Any] = {}
 
 
@@ -186,10 +185,10 @@ def _of_dtype(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _for_kernels(call: AttentionCall) -> AttentionCall:
-    """The call with one mask, as SDPA takes it, where that has no more numbers than the queries.
+    """Return the call with one mask as torch's SDPA takes it, if that has at most as many elements as the queries.
 
-    SDPA makes floats of bool masks and keeps them for backward; a larger mask would be kept in place of scores. Tiles
-    take the masks as they are.
+    SDPA converts bool masks to floats and saves them for backward. A larger mask would cost as much memory as scores.
+    Tiles take the masks as they are.
     """
     q, k, mask, padding = call.q, call.k, call.mask, call.key_mask
     if padding is not None and mask is None and not call.causal:
@@ -204,19 +203,20 @@ def _for_kernels(call: AttentionCall) -> AttentionCall:
 
 
 def _joined(q: Tensor, k: Tensor, mask: Tensor | None, padding: Tensor | None, causal: bool) -> Tensor:
-    """All that hides keys as one mask, whose True takes part or which is added; ``mask`` and ``padding`` say the
-    opposite by True.
+    """Combine all masks into one: bool whose True takes part, or floats that are added.
+
+    True in ``mask`` and ``padding`` hides a key.
     """
-    masks = [one for one in (mask, None if padding is None else padding[:, None, None, :]) if one is not None]
+    masks = [part for part in (mask, None if padding is None else padding[:, None, None, :]) if part is not None]
     if causal:
         masks.append(torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu_(1))
-    if all(one.dtype == torch.bool for one in masks):
+    if all(part.dtype == torch.bool for part in masks):
         hidden = masks[0]
-        for one in masks[1:]:
-            hidden = hidden | one
+        for part in masks[1:]:
+            hidden = hidden | part
         return ~hidden
     total = torch.zeros((), dtype=q.dtype, device=q.device)
-    for one in masks:
-        added = total.new_zeros(one.shape).masked_fill_(one, -torch.inf) if one.dtype == torch.bool else one
+    for part in masks:
+        added = total.new_zeros(part.shape).masked_fill_(part, -torch.inf) if part.dtype == torch.bool else part
         total = total + added
     return total

@@ -1,4 +1,4 @@
-"""Matrix products of the tiles that a function holds at a time, with sums in fp32 or better."""
+"""Matmuls of tiles, with sums in fp32 or better."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from torch import Tensor
 
 __all__ = ["TILE", "product", "sum_dtype"]
 
-#: Numbers in a tile where a caller does not say: 16 MiB in fp32.
+#: Default number of elements in a tile: 16 MiB in fp32.
 TILE = 1 << 22
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums over numbers of ``dtype`` are kept in: fp64 of fp64, else fp32."""
+    """Return the dtype of sums over ``dtype``: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype, rounded: bool = False) -> Tensor:
-    """``a @ b`` (``[..., m, k]`` by ``[..., k, n]``, the same leading sizes) in ``sum_dtype(dtype)``.
+    """Return ``a @ b`` (``[..., m, k]`` by ``[..., k, n]``, equal leading sizes) in ``sum_dtype(dtype)``.
 
-    On CUDA operands of half precision are multiplied in it, and one in fp32 is rounded to it, as autograd's gradients
-    are. Elsewhere they are multiplied in fp32, or with ``rounded`` in ``dtype``, to which the result is rounded too.
+    On CUDA, 16-bit matmuls run in ``dtype``; an fp32 operand is rounded to it, like gradients of autograd. Elsewhere
+    the operands are cast to fp32, or with ``rounded`` to ``dtype``, to which the result is then rounded too.
     """
     out = sum_dtype(dtype)
     if a.is_cuda and dtype.itemsize < out.itemsize:

@@ -1,7 +1,7 @@
-"""The gradient of a weight that embeddings share with a last layer: one tensor, into which each use adds its part.
+"""The shared gradient of a weight that embeddings and the last layer use: each use adds its part to one tensor.
 
-By autograd alone the gradient of the embedding, that of the last layer and their sum, each as large as the weight, may
-be alive together. Here the first of them is the sum, and rows are added to it block by block.
+With autograd alone, the gradient of the embedding, that of the last layer and their sum may exist at once, each as
+large as the weight. Here the first gradient becomes the sum, and rows are added to it block by block.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from lowbit.torch_private import graph_task, is_fake
 
 __all__ = ["Lookups", "Tie", "can_share"]
 
-#: Blocks of a weight to which rows are added one after another. What they need beside the weight's gradient is a block.
+#: Number of row blocks that are added one after another. Temporary memory is one block.
 _BLOCKS = 32
 
 
 class Tie:
     """The uses of ``weight`` ``[rows, features]`` in one graph, which share its gradient.
 
-    In backward each use adds its part to one sum and gives autograd nothing. ``token`` is an input of all of them, so
-    that autograd asks for its gradient after the last of them; the sum is handed to ``weight`` then. Parts are added
-    in the order in which autograd adds them, and no bit differs from its sum of them.
+    In backward each use adds its part to one sum and returns no gradient to autograd. ``token`` is an input of every
+    use, so autograd requests its gradient after the last use. The sum is then passed to ``weight``. Parts are added in
+    the order of autograd, so the sum is bit-identical to autograd's.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -34,12 +34,12 @@ class Tie:
         self.token: Tensor = _End.apply(weight, self.sum)  # type: ignore[no-untyped-call]
 
     def serves(self, weight: Tensor) -> bool:
-        """Whether another forward may use it: backward has not begun, and the weight has not moved."""
-        here = self.token.device == weight.device and self.token.dtype == weight.dtype
-        return self.weight is weight and here and not self.sum.begun
+        """Return whether another forward may use it: backward has not begun, and dtype and device are the same."""
+        matches = self.token.device == weight.device and self.token.dtype == weight.dtype
+        return self.weight is weight and matches and not self.sum.begun
 
     def matrix(self) -> Tensor:
-        """The weight, for a use whose backward makes a new tensor as its gradient."""
+        """Return the weight for a use whose backward creates a new tensor as its gradient."""
         return _Matrix.apply(self.weight, self.token, self)  # type: ignore[no-any-return,no-untyped-call]
 
     def lookup(self, ids: Tensor, padding_idx: int | None, by_frequency: bool) -> Tensor:
@@ -50,9 +50,9 @@ class Tie:
 
 
 class Lookups(TorchFunctionMode):
-    """Within it, an embedding from ``weight`` is a lookup of the Tie that ``tie()`` answers with.
+    """Context in which embeddings from ``weight`` are lookups of the Tie that ``tie()`` returns.
 
-    Embeddings with ``max_norm``, which write into the weight, and sparse ones stay as they are.
+    Embeddings with ``max_norm``, which write to the weight, and sparse ones are not affected.
     """
 
     def __init__(self, weight: Tensor, tie: Callable[[], Tie]) -> None:
@@ -67,14 +67,14 @@ class Lookups(TorchFunctionMode):
         self, input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
         norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
     ) -> Tensor:  # fmt: skip
-        """With the parameters of ``F.embedding``."""
+        """Takes the parameters of ``F.embedding``."""
         if weight is not self.weight or max_norm is not None or sparse:
             return nn.functional.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         return self.tie().lookup(input, padding_idx, scale_grad_by_freq)
 
 
 def can_share(weight: Tensor) -> bool:
-    """Whether uses of ``weight`` that come now give it a gradient, and a plain one in its own dtype."""
+    """Return whether uses of ``weight`` give it a gradient that is a plain tensor in its own dtype."""
     if torch.compiler.is_compiling() or not (weight.requires_grad and torch.is_grad_enabled()):
         return False
     plain = type(weight) in (Tensor, nn.Parameter) or is_fake(weight)
@@ -82,19 +82,19 @@ def can_share(weight: Tensor) -> bool:
 
 
 class _Sum:
-    """The sum of one backward pass. What an interrupted one has left is not of the next."""
+    """The sum of one backward pass. The rest of an interrupted pass is dropped."""
 
     def __init__(self) -> None:
         self.begun, self._task = False, -1
         self._total: Tensor | None = None
 
     def add(self, gradient: Tensor) -> None:
-        """Add what nothing else holds."""
+        """Add ``gradient``, which nothing else references."""
         total = self._opened()
         self._total = gradient if total is None else total.add_(gradient)
 
     def add_rows(self, weight: Tensor, ids: Tensor, gradient: Tensor, padding_idx: int, by_frequency: bool) -> None:
-        """Add the gradient of a lookup, ``gradient`` ``[..., features]`` of ``ids`` ``[...]``."""
+        """Add the gradient of a lookup: ``gradient`` ``[..., features]`` for ``ids`` ``[...]``."""
         total = self._opened()
         if total is None:
             self._total = torch.ops.aten.embedding_dense_backward(gradient, ids, len(weight), padding_idx, by_frequency)
@@ -108,9 +108,8 @@ class _Sum:
     def _opened(self) -> Tensor | None:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "memory.fuse_loss_: the gradient of an embedding that shares its weight with the last layer has no "
-                "gradient of its own, and backward was called with create_graph=True; call "
-                "lowbit.memory.unfuse_loss_(model)"
+                "memory.fuse_loss_: an embedding that shares its weight with the last layer has no second-order "
+                "gradient, and backward was called with create_graph=True; call lowbit.memory.unfuse_loss_(model)"
             )
         task = graph_task()
         if task != self._task:
@@ -120,19 +119,19 @@ class _Sum:
 
 
 def _add_rows_(total: Tensor, ids: Tensor, gradient: Tensor, padding_idx: int, by_frequency: bool) -> None:
-    """Add to blocks of ``total`` those of the dense gradient, by the kernel that makes it as a whole."""
+    """Add the dense gradient of a lookup to ``total``, block by block, with torch's kernel for dense gradients."""
     step = -(-len(total) // _BLOCKS)
     for start in range(0, len(total), step):
         block = total[start : start + step]
         count = len(block)
         inside = (ids >= start) & (ids < start + count) & (ids != padding_idx)
-        place = torch.where(inside, ids - start, count)  # as padding, others are left out
-        block += torch.ops.aten.embedding_dense_backward(gradient, place, count + 1, count, by_frequency)[:count]
+        local_ids = torch.where(inside, ids - start, count)  # ids outside of the block count as padding
+        block += torch.ops.aten.embedding_dense_backward(gradient, local_ids, count + 1, count, by_frequency)[:count]
 
 
 # -- nodes of the graph ------------------------------------------------------------------------------------------------
 class _End(torch.autograd.Function):
-    """Makes the token. Its backward comes after those of all uses."""
+    """Creates the token. Its backward runs after that of all uses."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, total: _Sum) -> Tensor:
@@ -146,7 +145,7 @@ class _End(torch.autograd.Function):
 
 
 class _Matrix(torch.autograd.Function):
-    """The weight itself. That it depends on the weight, too, shows what looks at views that it is the parameter."""
+    """Returns a view of the weight, so that code which inspects views finds the parameter."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, token: Tensor, tie: Tie) -> Tensor:
@@ -162,7 +161,7 @@ class _Matrix(torch.autograd.Function):
 
 
 class _Lookup(torch.autograd.Function):
-    """Saves what ``F.embedding`` saves, so that a checkpoint may have either in its place."""
+    """An embedding. It saves the same tensors as ``F.embedding``, so that a checkpoint may replay either."""
 
     @staticmethod
     def forward(

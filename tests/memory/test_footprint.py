@@ -101,7 +101,7 @@ def test_footprints_are_kept_in_a_file(measured, monkeypatch):
     product = call_of(torch.ops.aten.mm.default, (x, x), {}, x)
     first = measured.of([product])
     monkeypatch.setattr(footprint, "_run", lambda *_: pytest.fail("measured again"))
-    assert measured.of([product]) == Footprints(CPU, measured._kept.path).of([product]) == first
+    assert measured.of([product]) == Footprints(CPU, measured._cache.path).of([product]) == first
 
 
 def test_measuring_draws_nothing(measured):

@@ -66,7 +66,7 @@ def test_grouped_products_have_rows_in_every_group(timed, a, b):
     """Whole numbers that are made up are zeros: as the ends of groups they would leave nothing to compute."""
     ends = None if len(a) == len(b) == 3 else torch.empty(4, dtype=torch.int32)
     given = (torch.empty(a), torch.empty(b), ends)
-    found = runnable.made(call_of(torch.ops.aten._grouped_mm.default, given, {}), CPU)()
+    found = runnable.prepared(call_of(torch.ops.aten._grouped_mm.default, given, {}), CPU)()
     length = a[0] if len(a) < len(b) else a[-1]
     each = length // 4 if len(a) == len(b) == 2 else a[-1]
     assert (found >= 0.25**2 * each).all() and (found <= 0.75**2 * each).all()
@@ -100,7 +100,7 @@ def test_random_numbers_stay_what_they_were(timed):
 
 def test_tensors_that_are_made_up_are_in_the_domain_of_most_functions():
     """NaN takes 20 times as long in some: a root made plain AdamW slower than it is."""
-    made = runnable.Like((64, 64), (64, 1), torch.float32, "cpu").made(CPU)
+    made = runnable.Like((64, 64), (64, 1), torch.float32, "cpu").tensor(CPU)
     for function in (torch.sqrt, torch.rsqrt, torch.log, torch.acos, torch.atanh, torch.bernoulli, torch.exp):
         assert function(made).isfinite().all(), function
     assert 0.25 <= made.min() < made.max() <= 0.75
@@ -125,7 +125,7 @@ def test_of_long_lists_a_part_is_run(timed, monkeypatch):
 
 def test_what_makes_more_than_fits_is_not_run(timed, monkeypatch):
     column, row = torch.empty(1 << 20, 1, device="meta"), torch.empty(1, 1 << 20, device="meta")
-    monkeypatch.setattr(timing, "made", lambda *_: pytest.fail("run"))
+    monkeypatch.setattr(timing, "prepared", lambda *_: pytest.fail("run"))
     assert timed.seconds(call_of(MM, (column, row), {}, column @ row)) is None
 
 
