@@ -16,9 +16,9 @@ __all__ = ["TABLES", "in_words", "optimizer_changes", "recipe_changes", "trained
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
-#: The directory of a record, and the run that the others are compared with.
-RECIPES = ("convergence/demo", "bf16")
-OPTIMIZERS = ("optimizers", "torch AdamW, fp32 states")
+#: The table of records, and the run that the others are compared with.
+RECIPES = ("convergence.jsonl", "bf16")
+OPTIMIZERS = ("optimizers.jsonl", "torch AdamW, fp32 states")
 
 #: Rows of the README: what it calls a run of the record, and the row of training.md with its bytes and time.
 SHOWN = {

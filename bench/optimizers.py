@@ -1,6 +1,6 @@
 """Optimizers of few bits beside torch's, torchao's and bitsandbytes': bytes, time of a step, and where training ends.
 
-``lowbit bench optimizers`` writes optimizers.md. Training runs are kept one file each below ``optimizers/`` beside it,
+``lowbit bench optimizers`` writes optimizers.md. Training runs are kept as lines of optimizers.jsonl beside it,
 and not repeated where their file is there; without them the suite takes minutes, with them hours.
 """
 
@@ -257,7 +257,7 @@ RUNS = (
 SEEDS, LENGTH, BATCH = (0, 1, 2), 1000, 2
 
 
-def _cell(run: Run, seed: int, directory: Path) -> float:
+def _cell(run: Run, seed: int, table: Path) -> float:
     """Held-out loss at the end of a run, from its file where there is one."""
 
     def make(corpus: Corpus, scratch: Path) -> Trainer:
@@ -271,8 +271,8 @@ def _cell(run: Run, seed: int, directory: Path) -> float:
             group.update(run.settings)
         return trainer
 
-    done = runs.trained(directory / runs.file_name(run.name, seed), _about(run, seed), GPTConfig().vocab, make)
-    return float(done["held_out"][-1][1])
+    record = runs.trained(table, runs.record_name(run.name, seed), _about(run, seed), GPTConfig().vocab, make)
+    return float(record["held_out"][-1][1])
 
 
 def _about(run: Run, seed: int) -> dict[str, Any]:
@@ -283,15 +283,15 @@ def _about(run: Run, seed: int) -> dict[str, Any]:
     return {**asdict(run), "settings": settings, "states": states, "seed": seed, "steps": LENGTH, "batch": BATCH}
 
 
-def _rows(directory: Path) -> Iterator[tuple[str, dict[int, float]]]:
+def _rows(table: Path) -> Iterator[tuple[str, dict[int, float]]]:
     for run in RUNS:
-        yield run.name, {seed: _cell(run, seed, directory) for seed in SEEDS}
+        yield run.name, {seed: _cell(run, seed, table) for seed in SEEDS}
 
 
 def run(directory: Path) -> Path:
     """Measure, and write ``optimizers.md``."""
     directory.mkdir(parents=True, exist_ok=True)
-    rows = dict(_rows(directory / "optimizers"))
+    rows = dict(_rows(directory / "optimizers.jsonl"))
     about = provenance(packages=("torchao", "bitsandbytes"))
     text = [
         "# Optimizers of few bits\n",

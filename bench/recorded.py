@@ -5,13 +5,13 @@ Every loss change that a document or a plan quotes is read from here, over all s
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lowbit.files import read_records
 from lowbit.tables import markdown
 
 __all__ = ["Difference", "change", "difference", "losses", "losses_table", "student"]
@@ -88,26 +88,25 @@ def difference(pairs: Sequence[tuple[float, float]]) -> Difference | None:
     return Difference(statistics.fmean(changes), statistics.stdev(changes) if len(changes) > 1 else 0.0, len(changes))
 
 
-def losses(directory: Path) -> dict[str, dict[int, float | None]]:
-    """The last held-out losses of a directory of runs, one JSON file per run and seed.
+def losses(table: Path) -> dict[str, dict[int, float | None]]:
+    """The last held-out losses of a table of runs, one record per run and seed.
 
     Args:
-        directory: Such as ``bench/results/convergence/demo``.
+        table: Such as ``bench/results/convergence.jsonl``.
 
     Returns:
         By name of the run, then by seed; None for a run that failed.
 
     Raises:
-        ValueError: The directory has no record.
+        ValueError: The table has no record.
     """
-    found: dict[str, dict[int, float | None]] = {}
-    for path in sorted(directory.glob("*.json")):
-        record = json.loads(path.read_text())
+    by_run: dict[str, dict[int, float | None]] = {}
+    for record in read_records(table).values():
         about = record["about"]
-        found.setdefault(about.get("run") or about["name"], {})[about["seed"]] = record["held_out"][-1][1]
-    if not found:
-        raise ValueError(f"{directory} has no record of a training run; expected JSON files that lowbit bench writes")
-    return found
+        by_run.setdefault(about.get("run") or about["name"], {})[about["seed"]] = record["held_out"][-1][1]
+    if not by_run:
+        raise ValueError(f"{table} has no record of a training run; expected lines that lowbit bench writes")
+    return by_run
 
 
 def change(run: BySeed, base: BySeed) -> Difference | None:

@@ -1,4 +1,4 @@
-"""Training runs of the demo's GPT, one file a run: what is there is not trained again, what was stopped goes on."""
+"""Training runs of the demo's GPT, one line per run in a JSON Lines table; stopped runs resume."""
 
 from __future__ import annotations
 
@@ -11,29 +11,37 @@ from typing import Any
 
 from lowbit.demo.data import Corpus
 from lowbit.demo.loop import Trainer
+from lowbit.files import read_records, write_record
 
-__all__ = ["file_name", "there", "trained"]
+__all__ = ["is_recorded", "record_name", "trained"]
 
 
-def file_name(run: str, seed: int) -> str:
-    """Of the run called ``run``, with this seed."""
+def record_name(run: str, seed: int) -> str:
+    """The name of a run's record."""
     letters = "".join(c if c.isalnum() else "-" for c in run.lower())
-    return f"{letters}-{seed}.json".replace("--", "-")
+    return f"{letters}-{seed}".replace("--", "-")
 
 
-def there(path: Path, about: dict[str, Any]) -> bool:
-    """Whether ``path`` is about this run."""
-    return path.exists() and json.loads(path.read_text())["about"] == json.loads(json.dumps(about))
+def is_recorded(table: Path, name: str, about: dict[str, Any]) -> bool:
+    """Whether ``table`` has the record of this run."""
+    record = read_records(table).get(name)
+    return record is not None and record["about"] == json.loads(json.dumps(about))
 
 
-def trained(path: Path, about: dict[str, Any], vocab: int, make: Callable[[Corpus, Path], Trainer]) -> dict[str, Any]:
-    """What ``path`` says of a run: ``about``, the curve on held-out text, seconds. Trained now where it says nothing.
+def trained(
+    table: Path, name: str, about: dict[str, Any], vocab: int, make: Callable[[Corpus, Path], Trainer]
+) -> dict[str, Any]:
+    """The record of a run: ``about``, the curve of held-out losses, seconds. Trains the run if there is none.
 
-    ``about``: all that decides the bits of the run, as JSON has it; a file about another run is replaced.
-    ``make(corpus, directory)``: the Trainer, which keeps its state in ``directory`` until the run is done.
+    Args:
+        table: JSON Lines file of ``read_records``.
+        name: ``record_name`` of the run.
+        about: All settings that decide the bits of the run. A record with other settings is replaced.
+        vocab: Size of the vocabulary.
+        make: ``make(corpus, directory)`` returns the Trainer, which keeps its state in ``directory``.
     """
-    if not there(path, about):
-        scratch = path.with_suffix(".run")
+    if not is_recorded(table, name, about):
+        scratch = table.parent / f"{table.stem}.{name}.run"
         told = scratch / "about.json"
         if scratch.exists() and (not told.exists() or told.read_text() != json.dumps(about)):
             shutil.rmtree(scratch)
@@ -47,7 +55,6 @@ def trained(path: Path, about: dict[str, Any], vocab: int, make: Callable[[Corpu
             made = {"held_out": history.held_out, "seconds": history.seconds}
         except FloatingPointError as error:
             made = {"held_out": [*trainer.history.held_out, (trainer.step, None)], "failed": str(error)}
-        path.write_text(json.dumps({"about": about, **made}) + "\n")
+        write_record(table, name, {"about": about, **made})
         shutil.rmtree(scratch)
-    row: dict[str, Any] = json.loads(path.read_text())
-    return row
+    return read_records(table)[name]

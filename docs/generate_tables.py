@@ -22,6 +22,7 @@ from lowbit.evaluate.cell import FLOATS, Request
 from lowbit.evaluate.peers import PEERS
 from lowbit.evaluate.report import rows
 from lowbit.evaluate.run import Cell, default_of
+from lowbit.files import read_records
 from lowbit.formats import FORMATS, power_of_two
 from lowbit.ops import OPS
 from lowbit.ops.optim import FLOAT_STATES
@@ -159,23 +160,23 @@ def speed() -> str:
 
 def _cells(directory: str) -> list[Cell]:
     """The records of ``lowbit evaluate`` in that directory of bench/results, in the order of the recipes."""
-    found = []
-    for path in (ROOT / "bench" / "results" / directory).glob("**/*.json"):
-        record = json.loads(path.read_text())
-        key, made_of = record["key"], record["key"]["recipe"]
-        told = made_of if isinstance(made_of, dict) else {"name": made_of}
+    cells = []
+    tables = (ROOT / "bench" / "results" / directory).glob("*.jsonl")
+    for table, (name, record) in ((path, row) for path in tables for row in read_records(path).items()):
+        key, recipe = record["key"], record["key"]["recipe"]
+        recipe = recipe if isinstance(recipe, dict) else {"name": recipe}
         request = Request(
-            path.parent.name, told.get("name") or told["peer"], key["layout"], key["dtype"], None, key["windows"],
-            key["limit"], str(path), key, key.get("method"),
+            table.stem, recipe.get("name") or recipe["peer"], key["layout"], key["dtype"], None, key["windows"],
+            key["limit"], str(table), name, key, key.get("method"),
         )  # fmt: skip
-        found.append(Cell(models.find(path.parent.name), request, record["result"]))
+        cells.append(Cell(models.find(table.stem), request, record["result"]))
     order = [*FLOATS, *RECIPES]
 
     def place(cell: Cell) -> tuple[Any, ...]:
         base = cell.request.recipe.split(":")[0]
-        return cell.request.recipe in PEERS, order.index(base) if base in order else len(order), cell.request.result
+        return cell.request.recipe in PEERS, order.index(base) if base in order else len(order), cell.request.name
 
-    return sorted(found, key=place)
+    return sorted(cells, key=place)
 
 
 #: Of the records of ``lowbit evaluate``: the figure of each model that the README shows, and how it is written.

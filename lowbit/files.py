@@ -14,7 +14,7 @@ import re
 import reprlib
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,6 +28,7 @@ __all__ = [
     "left_behind",
     "read_checked",
     "read_json",
+    "read_records",
     "replaced",
     "resumable",
     "sha256",
@@ -36,6 +37,7 @@ __all__ = [
     "write_atomically",
     "write_checked",
     "write_json",
+    "write_record",
 ]
 
 #: No JSON file of lowbit comes near this many bytes.
@@ -242,6 +244,42 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} is damaged: it holds a JSON {type(value).__name__}, not an object; copy it again")
     return value
+
+
+# -- JSON Lines: one table per file, one record per line --------------------------------------------------------------
+def read_records(path: Path) -> dict[str, dict[str, Any]]:
+    """The records of a JSON Lines file by their ``"name"``, in order; a missing file has none.
+
+    Raises:
+        ValueError: For a line that is not a JSON object with a name.
+    """
+    records = {}
+    for number, line in enumerate(path.read_text(errors="replace").splitlines() if path.exists() else (), 1):
+        name, record = _record(line)
+        if name is None:
+            raise ValueError(f"{path}, line {number} is damaged: expected a JSON object with a name; remove the line")
+        records[name] = record
+    return records
+
+
+def write_record(path: Path, name: str, record: Mapping[str, Any]) -> None:
+    """Add a record to a JSON Lines file, or replace the one with this name. Atomic, for one writer at a time."""
+    line = json.dumps({"name": name, **record})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    index = next((i for i, old in enumerate(lines) if _record(old)[0] == name), len(lines))
+    lines[index : index + 1] = [line]
+    write_atomically(path, lambda file: file.write("\n".join([*lines, ""]).encode()))
+
+
+def _record(line: str) -> tuple[str | None, dict[str, Any]]:
+    """The name and the rest of a line; None as the name of a damaged one."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None, {}
+    name = value.pop("name", None) if isinstance(value, dict) else None
+    return (name, value) if isinstance(name, str) else (None, {})
 
 
 # -- bytes with a checksum ---------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from lowbit.evaluate.data import Wanted, digest
 from lowbit.evaluate.loaders import Loaded
 from lowbit.evaluate.peers import PEERS, bytes_of
 from lowbit.evaluate.tasks import TASKS
-from lowbit.files import write_atomically
+from lowbit.files import write_atomically, write_record
 from lowbit.machine import provenance
 from lowbit.memory.rss import peak_bytes, reset_peak
 
@@ -48,7 +48,7 @@ PLAIN, PACKED = "plain", "packed"
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 #: The row whose outputs the others are held against, and the file that keeps them.
-REFERENCE, OUTPUTS = "fp32", "reference.pt"
+REFERENCE, OUTPUTS = "fp32", ".reference.pt"
 
 #: What a method may name besides those of ``lb.calibrate``: BatchNorm folded before, biases corrected after.
 FOLD, BIAS = "fold", "bias"
@@ -72,7 +72,8 @@ class Request:
     text: str | None
     windows: int
     limit: int
-    result: str
+    table: str
+    name: str
     key: Mapping[str, Any]
     method: str | None = None
     calibration: str | None = None
@@ -200,7 +201,7 @@ def _evaluate(loaded: Loaded, request: Request) -> dict[str, Any]:
     """Quality, speed and peak memory of the model as it is now."""
     task, model = TASKS[loaded.task], loaded.model
     dtype = FLOATS[request.recipe if request.recipe in FLOATS else request.dtype]
-    stored = Path(request.result).with_name(OUTPUTS)
+    stored = Path(request.table).with_suffix(OUTPUTS)
     is_reference = task.reference and request.recipe == REFERENCE
     reference = torch.load(stored, weights_only=True) if task.reference and not is_reference else None
     gc.collect()
@@ -249,8 +250,7 @@ def _generation(loaded: Loaded) -> float | None:
 def main() -> None:
     """Measure what standard input asks for."""
     request = Request(**json.load(sys.stdin))
-    result = json.dumps(measure(request), indent=1).encode() + b"\n"
-    write_atomically(Path(request.result), lambda file: file.write(result))
+    write_record(Path(request.table), request.name, measure(request))
 
 
 if __name__ == "__main__":

@@ -71,7 +71,8 @@ def figures(cell: Cell, baseline: Cell | None) -> dict[str, Estimate]:
     assert cell.result is not None and baseline.result is not None
     if cell.result["data_sha256"] != baseline.result["data_sha256"]:
         raise ValueError(
-            f"{cell.request.result} was measured on other data than {baseline.request.result}; measure both again "
+            f"{cell.request.name} was measured on other data than {baseline.request.name} "
+            f"of {baseline.request.table}; measure both again "
             "with --overwrite"
         )
     quality = {}

@@ -23,6 +23,7 @@ from lowbit.evaluate.models import Model, fingerprint, sha256
 from lowbit.evaluate.peers import PEERS
 from lowbit.evaluate.peers import find as find_peer
 from lowbit.evaluate.tasks import TASKS
+from lowbit.files import read_records
 from lowbit.observers import find_observer
 from lowbit.recipes import RECIPES
 from lowbit.recipes import recipe as find_recipe
@@ -150,7 +151,7 @@ def cells_of(
     cells = []
     for name, layout, method in rows:
         file = SAVED if name == model.recipe else name.replace(":", "-")
-        path = directory / model.name / f"{file}.{method or layout}.json"
+        table, cell_name = directory / f"{model.name}.jsonl", f"{file}.{method or layout}"
         told = versions.get(name) or (name if name in FLOATS or model.held else find_recipe(name).to_dict())
         more: dict[str, Any] = {} if method is None else {"method": method, "seen": seen}
         if method is None and isinstance(told, dict) and name not in versions and default_of(name) != "nearest":
@@ -158,7 +159,7 @@ def cells_of(
         request = Request(
             model=model.name if model.module else model.path, recipe=name, layout=layout, dtype=of["dtype"],
             text=str(wanted.text.resolve()) if wanted.text else None, windows=wanted.windows, limit=wanted.limit,
-            result=str(path.resolve()), key={**key, "recipe": told, "layout": layout, **more},
+            table=str(table.resolve()), name=cell_name, key={**key, "recipe": told, "layout": layout, **more},
             method=method, calibration=str(methods.text.resolve()) if methods.text else None, samples=methods.samples,
             part=wanted.part,
         )  # fmt: skip
@@ -204,15 +205,15 @@ def _installed(package: str) -> str:
 
 def read(cell: Cell) -> Cell:
     """The cell with its result, where a file holds one for the same key; else as it is."""
-    path = Path(cell.request.result)
+    table = Path(cell.request.table)
     try:
-        record = json.loads(path.read_text())
+        record = read_records(table)[cell.request.name]
         same = record["key"] == json.loads(json.dumps(cell.request.key))
         result = record["result"]
         lost = cell.request.recipe == REFERENCE and TASKS[result["task"]].reference
     except (OSError, ValueError, KeyError, TypeError):
         return cell
-    if not same or (lost and not path.with_name(OUTPUTS).exists()):
+    if not same or (lost and not table.with_suffix(OUTPUTS).exists()):
         return cell
     return Cell(cell.model, cell.request, {**result, "made": record.get("made", {})})
 

@@ -30,6 +30,7 @@ from lowbit.demo import experiment, tokenizer
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.evaluate import cell, data, loaders, metrics, models, peers, report, run
 from lowbit.evaluate.data import Wanted
+from lowbit.files import read_records, write_record
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -75,9 +76,7 @@ def cells_of(llama: Path, text: Path, out: Path, *recipes: str) -> list[run.Cell
 def in_process(cells: list[run.Cell]) -> list[run.Cell]:
     """The cells, measured without a process each."""
     for one in cells:
-        path = Path(one.request.result)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(cell.measure(one.request)))
+        write_record(Path(one.request.table), one.request.name, cell.measure(one.request))
     return [run.read(one) for one in cells]
 
 
@@ -175,21 +174,18 @@ def test_a_stopped_run_goes_on_and_keeps_its_cells(llama, text, tmp_path):
 @pytest.mark.parametrize("part", ["weights", "data", "windows", "recipe", "layout", "dtype", "lowbit"])
 def test_a_cell_of_another_configuration_is_measured_again(llama, text, tmp_path, part):
     one = cells_of(llama, text, tmp_path, "int8")[0]
-    path = Path(one.request.result)
-    path.parent.mkdir(parents=True)
-    found = {"key": dict(one.request.key), "result": {"task": "perplexity", "values": {"loss": [1.0]}}}
-    path.write_text(json.dumps(found))
+    record = {"key": dict(one.request.key), "result": {"task": "perplexity", "values": {"loss": [1.0]}}}
+    write_record(Path(one.request.table), one.request.name, record)
     assert run.read(one).result is not None
-    found["key"][part] = "another"
-    path.write_text(json.dumps(found))
+    record["key"][part] = "another"
+    write_record(Path(one.request.table), one.request.name, record)
     assert run.read(one).result is None
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"key": 1}', '{"result": {}}', "\x00\x01"])
 def test_a_damaged_result_is_measured_again(llama, text, tmp_path, content):
     one = cells_of(llama, text, tmp_path)[0]
-    path = Path(one.request.result)
-    path.parent.mkdir(parents=True)
+    path = Path(one.request.table)
     path.write_text(content)
     assert run.read(one).result is None
 
@@ -319,8 +315,8 @@ def test_ctrl_c_stops_the_command_and_leaves_no_half_a_file(llama, text, tmp_pat
         os.killpg(started.pid, signal.SIGABRT)
         started.wait()
         pytest.fail(f"60 seconds after the interrupt:\n{told.read_text()}")
-    for path in (tmp_path / "out").rglob("*.json"):
-        json.loads(path.read_text())
+    for path in (tmp_path / "out").rglob("*.jsonl"):
+        read_records(path)
 
 
 def test_a_directory_of_ours_is_told_by_its_weights(tmp_path):

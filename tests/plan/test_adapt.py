@@ -126,7 +126,7 @@ def test_a_step_that_ran_out_is_the_step_of_two_parts(case, where):
     hook = NoMemory(1)
     handle = module.register_forward_hook(hook) if where == "forward" else module.register_full_backward_hook(hook)
     seeded(9)
-    with pytest.warns(UserWarning, match=f"in the {where} of part 1 of 1 .*with micro_batches=2 instead of 1"):
+    with pytest.warns(UserWarning, match=f"in the {where} of micro-batch 1 of 1 .*with micro_batches=2 instead of 1"):
         found = [run.step(batch)]
     handle.remove()
     found += [run.step(batch) for _ in range(2)]
@@ -157,7 +157,7 @@ def test_a_later_part_runs_out_in_a_later_step():
     random.setstate(state[1])
     numpy.random.set_state(state[2])
     handle = run.model.blocks[2].register_full_backward_hook(NoMemory(2))
-    with pytest.warns(UserWarning, match="backward of part 2 of 2"):
+    with pytest.warns(UserWarning, match="backward of micro-batch 2 of 2"):
         assert run.step(INPUTS) == loss
     handle.remove()
     assert_same(remembered(run), expected)
@@ -194,7 +194,8 @@ def test_where_nothing_is_left_all_is_as_before(tmp_path):
     with pytest.warns(UserWarning), pytest.raises(RuntimeError) as error:
         run.step(INPUTS)
     handle.remove()
-    assert "ran out in the backward of part 1 of 8 (DefaultCPUAllocator: can't allocate memory" in str(error.value)
+    message = "ran out in the backward of micro-batch 1 of 8 (DefaultCPUAllocator: can't allocate memory"
+    assert message in str(error.value)
     assert "nothing that takes less is left after checkpoint='block' instead of None, offload_" in str(error.value)
     assert run.settings == settings and all(param.grad is None for param in run.model.parameters())
     assert_same(remembered(run), before)
@@ -216,7 +217,7 @@ def test_what_a_plan_must_not_have_is_not_taken():
     handle.remove()
     assert "left after checkpoint='attention' instead of None, micro_batches=2 instead of 1. Model" in str(error.value)
     run.optimizer.register_step_pre_hook(NoMemory(1))
-    with pytest.raises(RuntimeError, match="its states may not lie elsewhere"):
+    with pytest.raises(RuntimeError, match="its states are not to be offloaded"):
         run.step(ROWS[:2])
 
 
@@ -257,7 +258,7 @@ def test_a_later_step_of_the_optimizer(away, tmp_path):
     run.optimizer.register_step_pre_hook(hook)
     if away:
         before = remembered(run)
-        with pytest.raises(RuntimeError, match="its states lie elsewhere already"):
+        with pytest.raises(RuntimeError, match="its states are offloaded already"):
             run.step(ROWS)
         assert_same(remembered(run), before)
     else:
@@ -432,3 +433,16 @@ def test_states_on_disk_do_not_permit_activations_there():
     states, activations = TECHNIQUES["states"][1], TECHNIQUES["activations"][1]
     assert permits(predictions, states) and not permits(predictions, activations)
     assert permits([], activations)
+
+
+def test_without_adapting_a_step_keeps_no_snapshot(monkeypatch):
+    """``adapt=False`` skips the copies and the walk over modules; steps are bit-identical, and errors are raised."""
+    plan = lb.fit(GPT(CONFIG), ROWS, "100%", progress=False)
+    plain, bare = (plan.apply_(GPT(CONFIG, seed=0), lr=1e-3, adapt=adapt) for adapt in (True, False))
+    expected = [plain.step(ROWS) for _ in range(2)]
+    monkeypatch.setattr("lowbit.plan.fitting.run.StepSnapshot", lambda model: pytest.fail("a snapshot was taken"))
+    assert [bare.step(ROWS) for _ in range(2)] == expected
+    assert all(map(torch.equal, bare.model.parameters(), plain.model.parameters()))
+    monkeypatch.setattr(bare, "_attempt", lambda batch: (_ for _ in ()).throw(MemoryError("none left")))
+    with pytest.raises(MemoryError, match="none left"):
+        bare.step(ROWS)

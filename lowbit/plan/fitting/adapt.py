@@ -1,8 +1,7 @@
-"""What lets a run adapt: to memory that runs out in a step, and to another budget in the middle of training.
+"""Adaptation of a run: fallbacks when memory runs out, changes for another budget, and the state before a step.
 
-The rows of ``TECHNIQUES`` say what takes less memory, in which order it is tried, and what may change of a model and an
-optimizer that train; all other settings are arithmetic, which stays. ``StepSnapshot`` and ``OptimizerVersions`` are
-what a step that fails is put back to.
+The rows of ``TECHNIQUES`` define the fallbacks, their order, and the settings that may change during training. All
+other settings are arithmetic, which never changes in a run.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ __all__ = [
 
 
 class Predicted(Protocol):
-    """What a step by ``settings`` holds and takes."""
+    """The predicted memory and time of a step."""
 
     @property
     def settings(self) -> TrainingSettings: ...
@@ -51,19 +50,19 @@ class Predicted(Protocol):
     def seconds(self) -> float: ...
 
 
-#: The bytes of torch's random state on the CPU, which a step keeps until it is done.
+#: Bytes of torch's CPU random state, which a step keeps until it is done.
 RANDOM_BYTES = torch.get_rng_state().numel()
 
-#: How many of the fastest predictions, and of those that hold least, are held against an estimate of the whole step,
-#: and how often a search chooses options of blocks again within less.
+#: Number of the fastest, and of the smallest, predictions that are checked by an estimate of the whole step. Also the
+#: number of attempts of a search to choose per-block checkpoints within less memory.
 TRIES = 6
 
 
-# -- what takes less memory -------------------------------------------------------------------------------------------
+# -- fallbacks --------------------------------------------------------------------------------------------------------
 def fallback(
     settings: TrainingSettings, subject: Subject, predictions: Sequence[Predicted] = ()
 ) -> TrainingSettings | None:
-    """The next settings that take less memory and are permitted; None where none are left."""
+    """The settings with the next permitted fallback; None if none is left."""
     for dimension, technique in FALLBACKS:
         if technique.more is not None:
             changes = technique.more(settings, subject)
@@ -77,29 +76,27 @@ def fallback(
 
 
 def _takes_less(technique: Technique, dimension: str, settings: TrainingSettings) -> bool:
-    """Whether it takes less memory than what the settings have of its dimension. Only the last of a dimension surely
-    takes less than what is no fallback.
-    """
-    now = technique_of(dimension, settings)
-    if now is TECHNIQUES[dimension][0]:
+    """Whether a fallback surely takes less memory than the current technique of its dimension."""
+    current = technique_of(dimension, settings)
+    if current is TECHNIQUES[dimension][0]:
         return True
-    order = [one for other, one in FALLBACKS if other == dimension]
-    return technique in order[order.index(now) + 1 :] if now in order else technique is order[-1]
+    order = [fallback for name, fallback in FALLBACKS if name == dimension]
+    return technique in order[order.index(current) + 1 :] if current in order else technique is order[-1]
 
 
 def permits(predictions: Sequence[Predicted], technique: Technique) -> bool:
-    """Whether a plan with these predictions may have it; without predictions there is no plan that says no."""
+    """Whether a plan with these predictions allows a technique. A run without predictions allows all."""
     return not predictions or any(technique.is_on(one.settings) for one in predictions)
 
 
-# -- what may change in the middle of training ------------------------------------------------------------------------
+# -- changes during training ------------------------------------------------------------------------------------------
 def change_(
     model: nn.Module, optimizer: torch.optim.Optimizer, before: TrainingSettings, after: TrainingSettings, where: str
 ) -> None:
-    """Take a model and its optimizer from settings to others, in place; where that raises they are as before.
+    """Change a model and its optimizer to other settings, in place, or raise with both unchanged.
 
-    ``where``: what states are offloaded to. Raises ValueError for settings of another arithmetic; as ``checkpoint_``
-    and ``offload_``.
+    Raises:
+        ValueError: For settings with another arithmetic, and as ``checkpoint_`` and ``offload_``.
     """
     if not alike(before, after):
         raise ValueError(
@@ -122,12 +119,12 @@ def _changed(before: TrainingSettings, after: TrainingSettings) -> list[str]:
 
 
 def alike(one: TrainingSettings, other: TrainingSettings) -> bool:
-    """Whether both have the same arithmetic."""
+    """Whether both settings have the same arithmetic."""
     return LIVE.keys() >= set(_changed(one, other))
 
 
 def difference(before: TrainingSettings, after: TrainingSettings) -> str:
-    """What changes, in words."""
+    """The changed settings, in words."""
     return ", ".join(
         f"{name}={getattr(after, name)!r} instead of {getattr(before, name)!r}" for name in _changed(before, after)
     )
@@ -139,10 +136,10 @@ def fastest(
     limit: int,
     whole: Callable[[Predicted], Predicted] = lambda one: one,
 ) -> Predicted:
-    """The fastest of the predictions with the arithmetic of ``settings`` that ``whole`` finds to hold at most ``limit``
-    bytes.
+    """The fastest prediction with the arithmetic of ``settings`` whose estimate by ``whole`` is within ``limit`` bytes.
 
-    Raises ValueError where none does, with the least that one does.
+    Raises:
+        ValueError: If none fits, with the smallest limit that would.
     """
     same = [one for one in predictions if alike(one.settings, settings)]
     if not same:
@@ -150,30 +147,29 @@ def fastest(
             "run.refit: expected a run of a plan, whose predictions say what fits, got one without predictions; make "
             "the run by lb.fit(...).apply_(model)"
         )
-    fit = sorted((one for one in same if one.peak_bytes <= limit), key=lambda one: (one.seconds, one.peak_bytes))
+    fitting = sorted((one for one in same if one.peak_bytes <= limit), key=lambda one: (one.seconds, one.peak_bytes))
     smallest = sorted(same, key=lambda one: one.peak_bytes)
-    tried = [*fit[:TRIES], *smallest[:TRIES]]
     checked: dict[TrainingSettings, Predicted] = {}
-    for one in tried:
-        if one.settings not in checked:
-            checked[one.settings] = found = whole(one)
-            if found.peak_bytes <= limit:
-                return found
+    for candidate in [*fitting[:TRIES], *smallest[:TRIES]]:
+        if candidate.settings not in checked:
+            checked[candidate.settings] = estimate = whole(candidate)
+            if estimate.peak_bytes <= limit:
+                return estimate
     least = min(checked.values(), key=lambda one: one.peak_bytes)
     raise ValueError(
         f"run.refit: no choice of this arithmetic fits a step into {amount(limit)}; the least is "
         f"{amount(least.peak_bytes)}, with {difference(settings, least.settings) or 'the settings as they are'}. "
-        f"The run goes on as it was; ask for as much, or plan with fewer bits and load a checkpoint"
+        f"The run continues unchanged; ask for as much, or plan with fewer bits and load a checkpoint"
     )
 
 
-# -- what a step that fails is put back to ----------------------------------------------------------------------------
+# -- the state before a step ------------------------------------------------------------------------------------------
 class StepSnapshot:
-    """What forward and backward of ``model`` move, as it is now: gradients, buffers, random states, and the state of
-    training in low precision. ``restore`` may be called any number of times.
+    """A copy of the state that forward and backward change. ``restore`` may be called any number of times.
 
-    Random states are those of torch on the CPU and on the devices of the parameters, of generators that modules have,
-    of Python's ``random`` and of numpy. What a module keeps in Python values of its own is not known here.
+    It holds gradients, buffers, the state of low-precision training, and random states: torch's on the CPU and on the
+    devices of the parameters, generators that are attributes of modules, Python's ``random``, and numpy's. Other
+    Python attributes of modules are not restored.
     """
 
     @torch.no_grad()
@@ -181,30 +177,32 @@ class StepSnapshot:
         self._gradients = {p: None if p.grad is None else p.grad.clone() for p in model.parameters()}
         self._buffers = HeldBuffers(model)
         self._states = [
-            (one, one.micro_batch.clone(), one.pending.clone()) for one in model.modules() if isinstance(one, State)
+            (module, module.micro_batch.clone(), module.pending.clone())
+            for module in model.modules()
+            if isinstance(module, State)
         ]
         self._random = list(_random_states(model))
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Make all of it what it was."""
+        """Write the copies back."""
         for param, gradient in self._gradients.items():
             param.grad = None if gradient is None else gradient.clone()
         self._buffers.restore()
         for training, micro_batch, pending in self._states:
             training.pending = pending
             training.set_micro_batch(int(micro_batch))
-        for give, value in self._random:
-            give(value)
+        for set_state, state in self._random:
+            set_state(state)
 
 
 def copies_of_buffers(model: nn.Module) -> dict[Tensor, Tensor]:
-    """A copy of each buffer, which a step holds until it is done."""
+    """A copy of each buffer. A step keeps them until it is done."""
     return {buffer: buffer.clone() for buffer in model.buffers()}
 
 
 def _random_states(model: nn.Module) -> Iterator[tuple[Callable[[Any], object], Any]]:
-    """Each random state with what gives it back."""
+    """Pairs of a function that sets a random state, and the state."""
     yield torch.set_rng_state, torch.get_rng_state()
     yield random.setstate, random.getstate()
     numpy = sys.modules.get("numpy")
@@ -219,33 +217,35 @@ def _random_states(model: nn.Module) -> Iterator[tuple[Callable[[Any], object], 
 
 
 class OptimizerVersions:
-    """The states of ``optimizer`` before a step, without copies of their numbers.
+    """Version counters of an optimizer's parameters and states before a step.
 
-    Torch counts what is written to a tensor. ``moved`` asks that of parameters and states; numbers of one element, such
-    as counts of steps, are kept and put back.
+    ``moved`` compares torch's version counters, so that no tensor is copied, except for states with one element, such
+    as step counts. ``restore`` writes those back.
     """
 
     @torch.no_grad()
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._states = {param: dict(kept) for param, kept in optimizer.state.items()}
-        held = [one for kept in self._states.values() for one in kept.values() if isinstance(one, Tensor)]
+        self._states = {param: dict(state) for param, state in optimizer.state.items()}
+        values = [value for state in self._states.values() for value in state.values() if isinstance(value, Tensor)]
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        self._versions = [(one, one._version) for one in (*params, *(one for one in held if one.numel() > 1))]
-        self._single = [(one, one.clone()) for one in held if one.numel() == 1]
+        self._versions = [
+            (tensor, tensor._version) for tensor in (*params, *(one for one in values if one.numel() > 1))
+        ]
+        self._single = [(value, value.clone()) for value in values if value.numel() == 1]
 
     def moved(self) -> int:
-        """How many parameters and states have been written to since."""
+        """The number of parameters and states that were written since."""
         return sum(tensor._version != version for tensor, version in self._versions)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Drop states that have been made since, where nothing has moved."""
+        """Drop states that were created since, if nothing has moved."""
         for param in list(self._optimizer.state):
             if param not in self._states:
                 del self._optimizer.state[param]
-        for param, kept in self._states.items():
+        for param, state in self._states.items():
             self._optimizer.state[param].clear()
-            self._optimizer.state[param].update(kept)
+            self._optimizer.state[param].update(state)
         for tensor, number in self._single:
             tensor.copy_(number)

@@ -1,4 +1,4 @@
-"""A plan: how a model is trained within a budget, what that takes, and what else was to be had."""
+"""``TrainingPlan``: the techniques that ``lb.fit`` chose, the predicted memory and time, and the alternatives."""
 
 from __future__ import annotations
 
@@ -32,10 +32,16 @@ __all__ = ["TrainingPlan"]
 
 
 class TrainingPlan(BasePlan[Prediction, TrainingSettings]):
-    """See ``lb.fit``. ``settings``: what is turned on. ``peak_bytes`` and ``seconds``: of a step, predicted.
-    ``plain``: the prediction of plain training. ``frontier``: those that nothing is both smaller and faster than.
-    ``beside``: by dimension the prediction with the plain choice in its place. ``strategies``: of several processes, by
-    way to share the model the fastest prediction that fits, or the one that holds least.
+    """The plan that ``lb.fit`` returns.
+
+    Attributes:
+        settings: The chosen ``TrainingSettings``.
+        peak_bytes: Predicted peak memory of a step.
+        seconds: Predicted time of a step.
+        plain: The prediction of plain training.
+        frontier: The predictions that no other beats in both memory and time.
+        beside: Per dimension, the prediction with its plain technique instead of the chosen one.
+        strategies: With several processes, per sharding strategy the fastest prediction that fits, or the smallest.
     """
 
     _task, _classes = "train", (Prediction, TrainingSettings)
@@ -60,9 +66,9 @@ class TrainingPlan(BasePlan[Prediction, TrainingSettings]):
         super().__init__(chosen, budget, plain, self._others.values(), lambda one: one.seconds)
         self._loss, self.beside, self.identity, self._batch = loss, dict(beside or {}), identity, batch
         self._machine = dict(machine or _machine())
-        #: By choice the relative change of the loss that the caller gave in place of the record.
+        #: By technique, the relative change of the loss that the caller passed in place of the record.
         self.losses = dict(losses or {})
-        #: Of a loss that is no mean of cross-entropies, one forward in fp32 and in a lower precision.
+        #: For a loss other than a mean cross-entropy: one forward in fp32 and one in a lower precision.
         self.compared = compared
         self.strategies = [chosen if one.settings.strategy == chosen.settings.strategy else one for one in strategies]
 
@@ -75,25 +81,33 @@ class TrainingPlan(BasePlan[Prediction, TrainingSettings]):
         model: nn.Module,
         loss: Callable[[Any, Any], Tensor] | None = None,
         directory: str | Path | None = None,
+        *,
+        adapt: bool = True,
         **options: Any,
     ) -> Run:
-        """Make ``model`` train by the plan, in place; returns its ``Run``, with ``step(batch)`` and ``optimizer``.
+        """Prepare ``model`` for training by the plan, in place.
 
-        ``loss(output, batch)``: a mean over the rows of a batch, that of ``lb.fit`` unless given; no file holds it.
-        ``directory``: where states and activations on
-        disk go, the system's for temporary files unless given, and host memory for a model on a GPU. ``options``: of
-        the optimizer, such as ``lr`` and ``weight_decay``.
+        On a CPU with glibc and a budget below 1.5 times plain training, large freed tensors go back to the system from
+        now on (``lowbit.memory.heap``), unless the user has configured malloc.
 
-        A plan of several processes shards the model by ``lb.distributed.shard_``: each process calls it, with the same
-        model, and ``step`` with its own batch.
+        Args:
+            model: The planned model, or one with equal parameters. With several processes, each passes the same model,
+                which ``lb.distributed.shard_`` shards.
+            loss: ``loss(output, batch)``, a mean over the rows of a batch. Default: the loss of ``lb.fit``, which a
+                saved plan does not contain.
+            directory: Offload target. Default: the system's directory for temporary files, or host memory for a model
+                on a GPU.
+            adapt: Whether ``run.step`` keeps a snapshot of the state before the step, to repeat a step with less memory
+                if memory runs out.
+            **options: Options of the optimizer, such as ``lr`` and ``weight_decay``.
 
-        On a CPU with glibc, and a budget below 1.5 times plain training, freed memory of large tensors goes back to the
-        system from now on (``lowbit.memory.heap``), so that the process holds about what the plan says above its
-        imports. Settings of the user stay.
+        Returns:
+            The ``Run``, with ``step(batch)`` and ``optimizer``.
 
-        Raises ValueError, with the model untouched, for a model of other parameters than the planned one, one that
-        trains by a plan already, and one on meta; where the loss is missing that the plan is of; and where other than
-        ``gpus`` processes run.
+        Raises:
+            ValueError: For a model with other parameters than the planned one, that trains by a plan already, or that
+                is on the meta device; for a missing loss; if the number of processes is not ``gpus``. The model is then
+                unchanged.
         """
         loss = loss or self._loss
         self.identity.check(model, "plan.apply_")
@@ -104,7 +118,7 @@ class TrainingPlan(BasePlan[Prediction, TrainingSettings]):
         ):
             heap.return_freed()
         planned = Planned(predictions, self.plain.peak_bytes, self._batch, self.identity.rows)
-        return Run(model, self.settings, loss, directory, options, planned)
+        return Run(model, self.settings, loss, directory, options, planned, adapt)
 
     # -- for people ----------------------------------------------------------------------------------------------
     def __str__(self) -> str:
@@ -137,7 +151,7 @@ class TrainingPlan(BasePlan[Prediction, TrainingSettings]):
         return "\n".join([*lines, "", aligned(rows, (2, 3, 4)), *strategies])
 
     def _of_strategies(self) -> str:
-        """What each way takes on each process."""
+        """A table of the strategies, per process."""
         rows = [("strategy", "peak", "fits", "s a step", "settings")]
         for one in self.strategies:
             fits = "yes" if one.peak_bytes <= self.budget else "no"
@@ -147,7 +161,7 @@ class TrainingPlan(BasePlan[Prediction, TrainingSettings]):
         return aligned(rows, (1, 3))
 
     def _beside(self, dimension: str) -> tuple[str, str]:
-        """The changes of the peak and of the time from the plain choice."""
+        """The changes of peak and time compared with the plain technique."""
         other = self.beside.get(dimension)
         if other is None:
             return "", ""
@@ -155,17 +169,17 @@ class TrainingPlan(BasePlan[Prediction, TrainingSettings]):
         return amount_changed(self.peak_bytes - other.peak_bytes), share_changed(time)
 
     def table(self) -> str:
-        """The frontier and what is chosen: peaks and times, smallest first."""
+        """A table of the frontier and the chosen prediction, smallest peak first."""
         listed, plain = sorted({self.chosen, *self.frontier}, key=lambda one: one.peak_bytes), self.plain.seconds
         return self._table("time", listed, lambda one: (f"{one.seconds / plain:.2f}", words(one.settings)))
 
     def _refits(self) -> list[Prediction]:
-        """The predictions of this arithmetic, the fastest first: what ``Run.refit`` chooses from."""
-        found = [one for one in self._others.values() if alike(one.settings, self.settings)]
-        return sorted(found, key=lambda one: (one.seconds, one.peak_bytes))
+        """The predictions that ``Run.refit`` chooses from: those with this arithmetic, fastest first."""
+        candidates = [one for one in self._others.values() if alike(one.settings, self.settings)]
+        return sorted(candidates, key=lambda one: (one.seconds, one.peak_bytes))
 
     def plot(self, path: str | Path) -> Path:
-        """Draw the frontier with the budget and what is chosen, as PNG. Raises ImportError without matplotlib."""
+        """Draw the frontier, the budget and the chosen prediction as PNG. Raises ImportError without matplotlib."""
         return plot(self.plain, self.chosen, self.frontier, self.budget, Path(path))
 
     # -- files -----------------------------------------------------------------------------------------------------
@@ -202,26 +216,24 @@ class TrainingPlan(BasePlan[Prediction, TrainingSettings]):
 
     # -- several processes -----------------------------------------------------------------------------------------
     @classmethod
-    def everywhere(cls, made: Callable[[], TrainingPlan], loss: Callable[[Any, Any], Tensor] | None) -> TrainingPlan:
-        """The plan that the first process of ``torch.distributed`` makes, in all of them: times that each measures for
-        itself differ. Raises in all what it raises.
-        """
+    def broadcast(cls, make: Callable[[], TrainingPlan], loss: Callable[[Any, Any], Tensor] | None) -> TrainingPlan:
+        """The plan of the first process for all processes, as timings differ. Its errors are raised in all of them."""
         if processes() == 1:
-            return made()
-        said: list[Any] = [None]
+            return make()
+        result: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
-                said = [made().as_dict()]
+                result = [make().as_dict()]
             except Exception as error:
-                said = [error]
-        dist.broadcast_object_list(said)
-        if isinstance(said[0], Exception):
-            raise said[0]
-        plan = cls._of(said[0])
+                result = [error]
+        dist.broadcast_object_list(result)
+        if isinstance(result[0], Exception):
+            raise result[0]
+        plan = cls._of(result[0])
         plan._loss = loss
         return plan
 
 
 def _machine() -> dict[str, Any]:
-    """What plans are of."""
+    """The machine and version that a plan is for."""
     return {"cpu": cpu_name(), "threads": torch.get_num_threads(), "lowbit": __version__}

@@ -1,4 +1,4 @@
-"""Training by a plan."""
+"""``Run``: training by a plan, which adapts if memory runs out."""
 
 from __future__ import annotations
 
@@ -52,28 +52,33 @@ __all__ = ["Planned", "Run"]
 
 logger = logging.getLogger(__name__)
 
-#: What a run takes when memory runs out in the optimizer's step.
+#: The technique that a run adds if memory runs out in the optimizer step.
 _STATES = next(technique for technique in techniques() if technique.name == "disk")
 
 
 class Planned(NamedTuple):
-    """What a run knows of its plan. ``predictions``: what else the plan could have chosen, for ``refit``. ``plain``:
-    the bytes of plain training. ``batch``: the one that was planned for, ``outlined``. ``rows``: its rows.
-    """
+    """The parts of a plan that a run needs."""
 
     predictions: Sequence[Predicted] = ()
+    """All predictions of the plan, from which ``refit`` chooses."""
     plain: int = 0
+    """Peak bytes of plain training."""
     batch: Any = None
+    """The planned batch, ``outlined``."""
     rows: Rows | None = None
 
 
-#: Of a run by settings alone.
+#: For a run that has settings and no plan.
 NOT_PLANNED = Planned()
 
 
 class Run:
-    """``model`` and ``optimizer`` of a plan, and ``step``, which takes one step on a batch. ``settings``: those of the
-    next step, which adapt. A training loop of your own takes each batch by ``parts``.
+    """Trains a model by a plan: ``step`` takes one optimizer step, or use ``parts`` in a training loop of your own.
+
+    Attributes:
+        model: The prepared model, wrapped by its sharding strategy if there are several processes.
+        optimizer: The optimizer of the plan.
+        settings: The settings of the next step. They change if memory runs out, and by ``refit``.
     """
 
     def __init__(
@@ -84,10 +89,11 @@ class Run:
         directory: str | Path | None,
         options: dict[str, Any],
         planned: Planned = NOT_PLANNED,
+        adapt: bool = True,
     ) -> None:
         require_processes(settings)
         check_mode(model, "plan.apply_")
-        make_optimizer([nn.Parameter(torch.zeros(1))], settings, **options)  # which raises for unknown options
+        make_optimizer([nn.Parameter(torch.zeros(1))], settings, **options)  # raises for unknown options
         self._plain_model, self.settings = model, settings
         self._loss = loss or usual_loss
         self._predictions, self._plain, self._batch = planned.predictions, planned.plain, planned.batch
@@ -96,26 +102,38 @@ class Run:
         optimizer = arrange_(model, settings, self._where, **options)
         self.model, self.optimizer = sharded(model, optimizer, settings)
         self._at, self._largest = "", 0
-        self._is_checked = False
+        self._is_checked, self._adapts = False, adapt
         self._watch = RowWatch(planned.rows, settings.micro_batches)
         model.register_forward_pre_hook(self._watch, with_kwargs=True)
         PLANNED.add(model)
 
     def step(self, batch: Any) -> float:
-        """One step of training on a batch, in as many parts as planned; returns its mean loss before the step.
+        """Take one optimizer step on a batch, in the micro-batches of the settings.
 
-        Parts are weighed by their rows, under a model's own loss by their ``labels`` other than -100.
-        Where memory runs out, all that the attempt has moved is put back, ``settings`` take less memory by the next of
-        ``FALLBACKS``, a warning says which, and the step is taken again. A step that fails otherwise before the
-        optimizer's is put back too. A batch that is larger than the planned one is warned of.
-        Raises RuntimeError where memory runs out with nothing left that takes less, with all as before the step; and
-        where it runs out after the optimizer has moved some of its parameters, which nothing puts back. Raises as
-        ``lb.memory.micro_batches`` for a batch that cannot be split.
+        Micro-batches are weighted by their rows, or by their ``labels`` other than -100 if the model computes the
+        loss. If memory runs out, the run restores the state before the step, adds the next of ``FALLBACKS``, warns,
+        and repeats the step. It also restores that state if a step fails otherwise before the optimizer step. A batch
+        larger than the planned one causes a warning. ``apply_(model, adapt=False)`` turns restoring and repeating off.
+
+        Args:
+            batch: Tensors in any nesting, as the model or the loss takes them.
+
+        Returns:
+            The mean loss of the batch before the step.
+
+        Raises:
+            RuntimeError: If memory runs out and no fallback is left; the state is then that before the step. Also if
+                memory runs out after the optimizer moved some parameters, which cannot be restored.
+            ValueError: As ``lb.memory.micro_batches`` for a batch that cannot be split.
         """
         self._compare(batch)
-        before, first = StepSnapshot(self.model), self.settings
-        total = self._gradients(batch, before, first)
-        self._advance(before)
+        if self._adapts:
+            snapshot = StepSnapshot(self.model)
+            total = self._gradients(batch, snapshot)
+            self._advance(snapshot)
+        else:
+            total = self._attempt(batch)
+            self.optimizer.step()
         self.optimizer.zero_grad()
         return total
 
@@ -145,81 +163,88 @@ class Run:
         return self._elsewhere(micro_batches(batch, self.settings.micro_batches, targets=self._targets(batch)))
 
     def refit(self, budget: str | int, batch: Any = None) -> Predicted:
-        """Go on within another budget, smaller or larger; returns what is predicted of a step from now on.
+        """Continue within another budget, smaller or larger.
 
-        Of the plan's predictions with the arithmetic of this run (precision, recipe, bits of the optimizer) the fastest
-        that fits is taken, by an estimate of a step on ``batch``, or the planned one. Checkpoints, parts, and the place
-        of states and activations may change. A change of parts changes losses by the order of sums, the others change
-        no bit. ``budget``: as ``lb.fit`` takes it.
+        Takes the plan's fastest prediction with the arithmetic of this run (precision, recipe, optimizer bits) that
+        fits by an estimate of a whole step. Checkpoints, micro-batches and offload may change. A change of
+        micro-batches changes the order of sums; all other changes are bit-identical. With several processes, with
+        weights offloaded, or for a plan from a file without ``batch``, the stored predictions count unchanged.
 
-        Where several processes train, where weights lie elsewhere, and of a plan from a file without ``batch``, the
-        plan's predictions count as they are, which sum what few estimates say.
-        Raises ValueError where nothing fits, with the least that would; then the run goes on as it was.
+        Args:
+            budget: As for ``lb.fit``.
+            batch: The batch to estimate; None takes the planned one.
+
+        Returns:
+            The prediction for steps from now on.
+
+        Raises:
+            ValueError: If nothing fits, with the smallest budget that would. The run then continues unchanged.
         """
         asked = budget_in(budget, "run.refit")
         if asked.size is None and not self._plain:
             raise ValueError(f"run.refit: a share of plain training needs a run of a plan, got {budget!r}; give bytes")
-        found = fastest(self._predictions, self.settings, asked.of(self._plain), self._whole(batch))
-        self._change(found.settings)
+        prediction = fastest(self._predictions, self.settings, asked.of(self._plain), self._whole(batch))
+        self._change(prediction.settings)
         if batch is not None:
             self._batch, self._largest = outlined(batch), 0
             self._watch.planned = rows_of(self._plain_model, batch, rest=self._loss is not usual_loss)
-        return found
+        return prediction
 
     def _whole(self, batch: Any) -> Callable[[Predicted], Predicted]:
-        """What makes an estimate of a whole step of a prediction."""
+        """A function from a prediction to the estimate of its whole step."""
         batch = self._batch if batch is None else batch
         if batch is None or self.settings.gpus > 1 or self.settings.offload_weights:
-            return lambda one: one
+            return lambda prediction: prediction
         loss = None if self._loss is usual_loss else self._loss
         predictor = Predictor(Subject(self._plain_model, batch, loss), trains=self.settings)
-        return lambda one: predictor.whole(one.settings)
+        return lambda prediction: predictor.whole(prediction.settings)
 
     # -- inside ----------------------------------------------------------------------------------------------------
-    def _gradients(self, batch: Any, before: StepSnapshot, first: TrainingSettings) -> float:
-        """Forward and backward, with settings that take less until memory suffices. Returns the loss."""
+    def _gradients(self, batch: Any, snapshot: StepSnapshot) -> float:
+        """Forward and backward, with fallbacks until memory suffices. Returns the loss."""
+        first = self.settings
         while True:
             try:
                 return self._attempt(batch)
             except BaseException as error:
-                if not ran_out(error) or processes() > 1:  # other processes would wait for the parts that they know
-                    before.restore()
+                if not ran_out(error) or processes() > 1:  # other processes would wait for their micro-batches
+                    snapshot.restore()
                     self._change(first)
                     raise
-                said = _first_line(error)
-            # The error is gone by now, and the activations that its frames held with it.
-            before.restore()
+                message = _first_line(error)
+            # Outside of the except block, so that the error's frames no longer hold the activations.
+            snapshot.restore()
             reclaim()
             after = fallback(self.settings, Subject(self.model, batch), self._predictions)
             if after is None:
                 tried = difference(first, self.settings)
                 self._change(first)
                 raise RuntimeError(
-                    f"run.step: memory ran out in the {self._at} ({said}), and nothing that takes less is left"
+                    f"run.step: memory ran out in the {self._at} ({message}), and nothing that takes less is left"
                     f"{f' after {tried}' if tried else ''}. Model, optimizer and random states are as before the step; "
                     f"give a batch of fewer or shorter rows, plan with fewer bits (require=('bf16', 'adamw8bit')) or "
                     f"with 'disk' allowed, or end other processes that hold memory"
                 )
-            told = difference(self.settings, after)
+            changes = difference(self.settings, after)
             self._change(after)
-            warn(f"run.step: memory ran out in the {self._at} ({said}); this step is taken again, and later ones too, "
-                 f"with {told}")  # fmt: skip
+            warn(f"run.step: memory ran out in the {self._at} ({message}); this step is repeated, and later steps run, "
+                 f"with {changes}")  # fmt: skip
 
     def _compare(self, batch: Any) -> None:
-        """Warns of a batch that is larger than the one that was planned for, and than those that were warned of."""
-        planned, given = _elements(self._batch), _elements(batch)
-        if planned and given > max(planned, self._largest):
-            self._largest = given
+        """Warn of a batch that is larger than the planned one and all before."""
+        planned, elements = _elements(self._batch), _elements(batch)
+        if planned and elements > max(planned, self._largest):
+            self._largest = elements
             warn(
-                f"run.step: the batch has {given} elements, and the plan is of one with {planned}, so that a step may "
-                f"hold more than was predicted; plan with the largest batch, or call run.refit(budget, batch)"
+                f"run.step: the batch has {elements} elements, and the plan is of one with {planned}, so that a step "
+                f"may hold more than was predicted; plan with the largest batch, or call run.refit(budget, batch)"
             )
 
     def _attempt(self, batch: Any) -> float:
         total = 0.0
         parts = micro_batches(batch, self.settings.micro_batches, targets=self._targets(batch))
         for number, (part, weight) in enumerate(self._elsewhere(parts), 1):
-            of = f"of part {number} of {self.settings.micro_batches}"
+            of = f"of micro-batch {number} of {self.settings.micro_batches}"
             self._at = f"forward {of}"
 
             def loss(output: Any, part: Any, weight: float = weight, of: str = of) -> Tensor:
@@ -233,14 +258,14 @@ class Run:
         return total
 
     def _elsewhere(self, parts: Iterator[tuple[Any, float]]) -> Iterator[tuple[Any, float]]:
-        """The parts; until the last one is done, activations go where the plan keeps them."""
+        """Yield the micro-batches, with activations offloaded as planned."""
         with elsewhere(self.settings, self._where):
             for part, weight in parts:
                 with self._watch.allowing(part):
                     yield part, weight
 
     def _may_be_no_mean(self, batch: Any) -> bool:
-        """Whether the loss may not be a mean over rows: it is the caller's, or of tokens some of which are padding."""
+        """Whether the loss may not be a mean over rows: a caller's loss, or a batch with padding."""
         if self._loss is not usual_loss:
             return True
         _, mask = predicted(batch)
@@ -248,43 +273,42 @@ class Run:
 
     @torch.no_grad()
     def _check_mean(self, output: Any, part: Any) -> None:
-        """Raises ValueError where the loss is the sum of those of two halves, and warns where it is not their mean. A
-        loss that cannot be taken of some rows is not looked at.
+        """Raise ValueError if the loss is the sum over two halves, and warn if it is not their mean. A loss that fails
+        on half of the rows is not checked.
         """
         self._is_checked = True
         floats = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        exact = all(leaf.dtype.itemsize >= 4 and not leaf.is_cuda for leaf in floats)  # products there may be in TF32
+        exact = all(leaf.dtype.itemsize >= 4 and not leaf.is_cuda for leaf in floats)  # matmuls there may be in TF32
         devices = list({leaf.device for leaf in floats if leaf.is_cuda})
 
         def of(rows: Any) -> float:
             with torch.random.fork_rng(devices):
-                return float(self._loss(*copied(rows)))  # which may write to them
+                return float(self._loss(*copied(rows)))  # the loss may write to its inputs
 
         try:
             whole = of((output, part))
-            (first, its), (second, others) = ((of(half), weight) for half, weight in micro_batches((output, part), 2))
-        except Exception:  # of whatever code the loss has
+            halves = [(of(half), weight) for half, weight in micro_batches((output, part), 2)]
+        except Exception:  # a caller's loss can raise anything
             logger.debug("run.step: the loss of some rows failed, so its mean is not checked", exc_info=True)
             return
+        (first, _), (second, _) = halves
         if abs(whole - first - second) <= 1e-3 * abs(whole) and abs(whole) > 1.1 * max(abs(first), abs(second)):
             raise ValueError(
                 f"run.step: the loss of some rows is {whole:.4g}, the sum of {first:.4g} and {second:.4g}, and a plan "
-                f"in {self.settings.micro_batches} parts weighs the mean of each by its rows; divide the loss by "
-                f"the rows of "
-                f"its batch, or plan with exclude=('micro-batches',)"
+                f"with {self.settings.micro_batches} micro-batches weighs the mean of each by its rows; divide the "
+                f"loss by the rows of its batch, or plan with exclude=('micro-batches',)"
             )
         near = (1e-5 if exact else 1e-2) * max(abs(whole), abs(first), abs(second))
-        if abs(whole - its * first - others * second) > near:
+        if abs(whole - sum(value * weight for value, weight in halves)) > near:
             warn(
-                f"run.step: the loss of some rows is {whole:.7g}, and not the mean of those of its halves, {first:.7g} "
-                f"and {second:.7g}, so that in {self.settings.micro_batches} parts, each of which is weighed by its "
-                f"rows, a "
-                f"step is not that of the whole batch; average over each row first, let the model compute the loss "
-                f"from 'labels', or plan with exclude=('micro-batches',)"
+                f"run.step: the loss of some rows is {whole:.7g}, and not the mean of the losses of its halves, "
+                f"{first:.7g} and {second:.7g}. With {self.settings.micro_batches} micro-batches, each weighted by its "
+                f"rows, a step differs from that of the whole batch; average over each row first, let the model "
+                f"compute the loss from 'labels', or plan with exclude=('micro-batches',)"
             )
 
     def _targets(self, batch: Any) -> Callable[[Any], Tensor] | None:
-        """What the mean of a model's own loss is over, where the batch has classes as labels; None for rows."""
+        """A function from a micro-batch to the labels over which the model's loss is a mean; None for rows."""
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if self._loss is not usual_loss or not isinstance(labels, Tensor) or labels.is_floating_point():
             return None
@@ -292,39 +316,39 @@ class Run:
             return lambda part: part["labels"][:, 1:]
         return lambda part: part["labels"]
 
-    def _advance(self, before: StepSnapshot) -> None:
-        """The optimizer's step, once more with its states elsewhere where memory runs out before anything moved."""
+    def _advance(self, snapshot: StepSnapshot) -> None:
+        """The optimizer step; if memory runs out before a parameter moved, it is repeated with states offloaded."""
         while True:
-            marks = OptimizerVersions(self.optimizer)
+            versions = OptimizerVersions(self.optimizer)
             try:
                 self.optimizer.step()
                 return
             except BaseException as error:
                 if not ran_out(error):
                     raise
-                said = _first_line(error)
-            moved = marks.moved()
+                message = _first_line(error)
+            moved = versions.moved()
             if moved:
                 self.optimizer.zero_grad()
                 raise RuntimeError(
-                    f"run.step: memory ran out in the optimizer's step ({said}) after {moved} parameters and states "
+                    f"run.step: memory ran out in the optimizer's step ({message}) after {moved} parameters and states "
                     f"had moved, so the model is between two steps; load the last checkpoint of model and optimizer, "
                     f"and go on with less memory: run.refit(budget), or a plan with 'disk'"
                 )
-            marks.restore()
+            versions.restore()
             reclaim()
             shared = self.settings.gpus > 1
             if shared or self.settings.offload_states or not permits(self._predictions, _STATES):
-                before.restore()
+                snapshot.restore()
                 raise RuntimeError(
-                    f"run.step: memory ran out in the optimizer's step ({said}) before anything moved, and its states "
-                    f"{'lie elsewhere already' if self.settings.offload_states else 'may not lie elsewhere'}. Model, "
-                    f"optimizer and random states are as before the step; plan with 'adamw8bit' or with 'disk' "
+                    f"run.step: memory ran out in the optimizer's step ({message}) before anything moved, and its "
+                    f"states are {'offloaded already' if self.settings.offload_states else 'not to be offloaded'}. "
+                    f"Model, optimizer and random states are as before the step; plan with 'adamw8bit' or with 'disk' "
                     f"allowed, or end other processes that hold memory"
                 )
             self._change(replace(self.settings, **_STATES.changes))
-            warn(f"run.step: memory ran out in the optimizer's step ({said}) before anything moved; its states lie in "
-                 f"{self._where} from now on, and the step goes on")  # fmt: skip
+            warn(f"run.step: memory ran out in the optimizer's step ({message}) before anything moved; its states "
+                 f"are offloaded to {self._where} from now on, and the step goes on")  # fmt: skip
 
     def _change(self, settings: TrainingSettings) -> None:
         change_(self._plain_model, self.optimizer, self.settings, settings, self._where)

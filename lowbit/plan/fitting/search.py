@@ -1,4 +1,4 @@
-"""The fastest combination of choices that fits."""
+"""``lb.fit``: the search for the fastest combination of techniques within a memory budget."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from lowbit.sizes import amount, budget_in
 
 __all__ = ["fit", "fits"]
 
-#: Each choice that is not plain has to save this part of the time.
+#: Each technique has to save this fraction of the step time, so that noise of the timing adds none.
 _WORTH = 0.005
-#: States of 4 bits have to save this part of the time beside the fastest plan with 8.
+#: 4-bit states have to save this fraction of the step time compared with the fastest plan with 8-bit states.
 _FEWER_BITS = 0.1
-#: The way that holds least, and how often the number of processes is doubled to say how many would do.
+#: The strategy that uses the least memory, and the number of doublings of the process count that an error tries.
 _LEAST, _DOUBLINGS = "zero3", 10
 
 
@@ -62,38 +62,46 @@ def fit(
     losses: Mapping[str, float] | None = None,
     progress: Progress | bool | None = None,
 ) -> TrainingPlan:
-    """The fastest way to train ``model`` on ``batch`` of which a step holds at most ``budget``.
+    """Find the fastest way to train ``model`` on ``batch`` within a memory budget. ``model`` itself does not change.
 
-    ``budget``: of the whole step, parameters and states included: bytes, a size such as ``"6GiB"``, or a share of the
-    peak of plain training, ``"50%"``. ``batch`` and ``loss``: as ``lb.estimate`` takes them; the batch may be
-    taken in parts, whose gradients add up to those of the whole. ``require``: names that the plan has to have, of its
-    precision (``fp32``, ``bf16``, a recipe such as ``fp8``), optimizer (``adamw``, ``adamw8bit``), checkpoint policy
-    and so on, see ``lowbit.plan.TECHNIQUES``; ``exclude``: names that it must not have, such as ``disk``.
-    ``quality``: by how many percent the choices together may raise the loss: the sum of what was recorded of the demo's
-    GPT for each that raises it and is not in ``require``; ``"any"`` lifts that. ``losses``: by name of a choice the
-    relative change of the loss that you have measured, such as ``{"bf16": 0.02}`` for 2% more, in place of the record.
-    A gain counts as zero. ``progress(what, done, total)`` is called
-    on the way; None: a bar where standard error is a terminal; False: nothing.
+    Memory is estimated in bytes of torch's allocator. Time is the sum over the ops of a step, each timed on this
+    machine. The first plan for a model runs each op on random tensors and caches the times in ``LOWBIT_CACHE``, by
+    default ``~/.cache/lowbit``.
 
-    ``plan.apply_(model)`` does it; here ``model`` stays as it is, and on meta it may be too. Sizes are those of
-    torch's allocator, by estimates. Times are sums of what the ops of a step take on this machine: the first plan for
-    a model runs each of its ops on made-up tensors, and keeps the times in ``LOWBIT_CACHE``, or ``~/.cache/lowbit``.
+    Args:
+        model: Module in training mode; may be on the meta device.
+        batch: One training batch, as for ``lb.estimate``. A plan may split it into micro-batches.
+        budget: Limit on the peak memory of a step, parameters and optimizer states included: bytes, a size such as
+            ``"6GiB"``, or a share of the peak of plain training such as ``"50%"``.
+        loss: ``loss(output, batch)``; None takes the model's own loss, as ``lb.estimate`` does.
+        require: Techniques that the plan must use, by name: a precision (``"bf16"``, a recipe such as ``"fp8"``), an
+            optimizer (``"adamw8bit"``), a checkpoint policy and so on. ``lowbit.plan.TECHNIQUES`` lists them.
+        exclude: Techniques that the plan must not use, such as ``"disk"``.
+        quality: Largest increase of the loss in percent: the sum of the recorded increases of all techniques that are
+            not in ``require``. A recorded decrease counts as zero. ``"any"`` removes the limit.
+        losses: Relative changes of the loss that you measured, by technique, such as ``{"bf16": 0.02}`` for 2% more.
+            They replace the records, which are of the demo's GPT.
+        gpus: Number of processes of ``torch.distributed``, on GPUs or CPUs. The plan uses the fastest of
+            ``lb.distributed.STRATEGIES`` that fits. ``budget`` and ``batch`` are then per process. If
+            ``torch.distributed`` is running, call ``fit`` in all processes: the first one plans, and all return its
+            plan.
+        link: Bandwidth between processes in bytes per second, such as ``"25GB/s"``. By default an all-reduce is timed
+            if processes run; otherwise 10 Gb/s Ethernet is assumed for CPUs and PCIe 4.0 for GPUs.
+        group_size: Number of processes per machine, within which ``hsdp`` shards.
+        progress: Called as ``progress(what, done, total)``. None shows a bar on a terminal; False shows nothing.
 
-    ``gpus``: so many processes of ``torch.distributed`` train together, on GPUs or CPUs, by the fastest way of
-    ``lb.distributed.STRATEGIES`` that fits. ``budget``, sizes and ``batch`` are then those of one process, whose batch
-    is a part of ``gpus`` times as many rows. ``plan.strategies`` says what each way takes. ``link``: what a process
-    sends a second, such as ``"25GB/s"``; without it a sum among the processes is timed where there are any, else it is
-    that of 10 Gb/s Ethernet on CPUs and of PCIe 4.0 on GPUs. ``group_size``: processes of one machine, within which
-    ``hsdp`` shards. Where ``torch.distributed`` runs, all processes call ``fit``, the first plans, and all have its
-    plan.
+    Returns:
+        The plan. ``plan.apply_(model)`` applies it.
 
-    Raises ValueError where nothing fits, with the least that would, and for unknown names; and as ``estimate``.
+    Raises:
+        ValueError: If nothing fits (the error names the smallest budget that would), for unknown names, and as
+            ``lb.estimate``.
     """
     check_model(model)
     budget_in(budget, "fit")  # in every process, before any of them measures or plans
     group = together(gpus, link, group_size, Subject(model, batch, loss).device)
 
-    def made() -> TrainingPlan:
+    def make() -> TrainingPlan:
         with reporting(progress, "planning") as shown:
             planned = fits(
                 model, batch, [budget], loss, require=require, exclude=exclude, quality=quality, losses=losses,
@@ -101,7 +109,7 @@ def fit(
             )  # fmt: skip
             return next(planned)
 
-    return made() if gpus == 1 else TrainingPlan.everywhere(made, loss)
+    return make() if gpus == 1 else TrainingPlan.broadcast(make, loss)
 
 
 def fits(
@@ -117,7 +125,7 @@ def fits(
     group: Together = ALONE,
     progress: Progress = lambda what, done, total: None,
 ) -> Iterator[TrainingPlan]:
-    """``fit`` for several budgets, one after the other, which share their estimates."""
+    """``fit`` for several budgets in turn, with shared estimates."""
     asked = [budget_in(budget, "fit") for budget in budgets]
     check_mode(model, "fit")
     given(batch)
@@ -132,7 +140,7 @@ def fits(
     limits = [budget.of(plain.peak_bytes) for budget in asked]
     scarce = predictor.on_cpu and heap.is_scarce(min(limits), plain.peak_bytes)
     if scarce and not heap.returns_freed() and heap.return_freed():
-        # As it will be while a plan runs: times of ops, of plain training too, are those with its page faults.
+        # Time the ops with the page faults that they will have while the plan runs.
         predictor = Predictor(subject, group.bandwidth, parts=parts)
         plain = predictor.whole(TrainingSettings(gpus=group.gpus))
     for limit in limits:
@@ -147,32 +155,32 @@ def fits(
 def _applicable(
     choices: Mapping[str, tuple[Technique, ...]], subject: Subject
 ) -> Iterator[tuple[str, tuple[Technique, ...]]]:
-    """Of each dimension the choices that do something here. Raises ValueError where none does."""
-    kind = type(subject.model).__name__
+    """The applicable techniques of each dimension. Raises ValueError for a dimension without any."""
+    model_class = type(subject.model).__name__
     for dimension, row in choices.items():
         reasons = {choice: choice.why_not(subject) for choice in row}
-        found = tuple(choice for choice, reason in reasons.items() if reason is None)
-        if not found:
+        applicable = tuple(choice for choice, reason in reasons.items() if reason is None)
+        if not applicable:
             names = ", ".join(repr(choice.name) for choice in row)
             if row[0].name == "fp32":
                 raise ValueError(
-                    f"fit: {names} is of a model in fp32, and this {kind} has weights in {loaded(subject.model)}; "
-                    f"require 'as loaded', or call model.float() before you plan"
+                    f"fit: {names} needs a model in fp32, and this {model_class} has weights in "
+                    f"{loaded(subject.model)}; require 'as loaded', or call model.float() before you plan"
                 )
             raise ValueError(
-                f"fit: {names} does nothing for this {kind}, its batch and its loss; leave it out of require: "
+                f"fit: {names} does nothing for this {model_class}, its batch and its loss; leave it out of require: "
                 f"{reasons[row[0]]}"
             )
-        yield dimension, found
+        yield dimension, applicable
 
 
 def _tried(choices: Mapping[str, tuple[Technique, ...]], gpus: int) -> Iterator[Mapping[str, tuple[Technique, ...]]]:
-    """The choices of a search, and those of another one where nothing fits."""
-    first, *others = choices[LAST]
+    """The choices of a first search, and those of a second one in case nothing fits."""
+    first, *slower = choices[LAST]
     yield {**choices, LAST: (first,)}
-    found = combinations([tuple(others), choices["states"]]) if others else []
-    if any(conflict(replace(one, gpus=gpus)) is None for one in found):
-        yield {**choices, LAST: tuple(others)}
+    candidates = combinations([tuple(slower), choices["states"]]) if slower else []
+    if any(conflict(replace(settings, gpus=gpus)) is None for settings in candidates):
+        yield {**choices, LAST: tuple(slower)}
 
 
 def _plan(search: _Search, chosen: Prediction | None, plain: Prediction, losses: Mapping[str, float]) -> TrainingPlan:
@@ -187,8 +195,12 @@ def _plan(search: _Search, chosen: Prediction | None, plain: Prediction, losses:
     )  # fmt: skip
 
 
+def _peak(prediction: Prediction) -> int:
+    return prediction.peak_bytes
+
+
 class _Search:
-    """Arithmetics are taken by the least time that they need, as long as that is less than what has been found."""
+    """Branch and bound over arithmetics, in the order of the least time that each needs."""
 
     def __init__(
         self,
@@ -216,15 +228,15 @@ class _Search:
             for policy in (choice.changes.get("checkpoint") for choice in checkpoints if choice.name != PLANNED)
             if predictor.applies(policy)
         ]
-        found = combinations([rows.pop(dimension) for dimension in ("precision", "attention", "loss")])
-        arithmetics = [
-            replace(one, bf16_params=has_half(predictor.model), loaded=loaded(predictor.model)) for one in found
-        ]
-        self._others = [group.of(one) for one in combinations(rows.values())]
-        self._given = most.losses
-        self._asked, self._has_8_bits = asked, any(one.bits == 8 for one in self._others)
-        self._most, self._losses = most.percent, {one: most.lost(one) for one in (*arithmetics, *self._others)}
-        self._arithmetics = [one for one in arithmetics if self._all(one)]
+        weights: dict[str, Any] = {"bf16_params": has_half(predictor.model), "loaded": loaded(predictor.model)}
+        computing = [rows.pop(dimension) for dimension in ("precision", "attention", "loss")]
+        arithmetics = [replace(settings, **weights) for settings in combinations(computing)]
+        self._placements = [group.of(settings) for settings in combinations(rows.values())]
+        self._measured_losses = most.losses
+        self._asked, self._has_8_bits = asked, any(settings.bits == 8 for settings in self._placements)
+        self._most = most.percent
+        self._losses = {settings: most.lost(settings) for settings in (*arithmetics, *self._placements)}
+        self._arithmetics = [arithmetic for arithmetic in arithmetics if self._all(arithmetic)]
         if not self._arithmetics:
             raise ValueError(
                 f"fit: the choices that require, exclude and quality leave do not go together: "
@@ -232,44 +244,44 @@ class _Search:
             )
 
     def fastest(self) -> Prediction | None:
-        """The fastest that fits; None where nothing does."""
-        found: Prediction | None = None
+        """The fastest prediction that fits; None if none does."""
+        best: Prediction | None = None
         bounds = []
         for number, arithmetic in enumerate(self._arithmetics):
             self._progress(words(arithmetic), number, 2 * len(self._arithmetics))
             bounds.append(min(map(self.predictor.least_seconds, self._all(arithmetic))))
         order = sorted(range(len(bounds)), key=bounds.__getitem__)
         for number, index in enumerate(order):
-            if found is not None and found.seconds <= bounds[index]:
+            if best is not None and best.seconds <= bounds[index]:
                 break
             self._progress(words(self._arithmetics[index]), len(order) + number, 2 * len(order))
-            other = self._fastest_of(self._arithmetics[index])
-            if other is not None and (found is None or self._rank(other) < self._rank(found)):
-                found = other
+            candidate = self._fastest_of(self._arithmetics[index])
+            if candidate is not None and (best is None or self._rank(candidate) < self._rank(best)):
+                best = candidate
         self._progress("done", 1, 1)
-        if found is None and self.least.peak_bytes <= self.limit:  # sums took it for larger
-            found = self.predictions[self.least.settings] = self.least
-        return found
+        if best is None and self.least.peak_bytes <= self.limit:  # its estimate by sums was too large
+            best = self.predictions[self.least.settings] = self.least
+        return best
 
     @cached_property
     def least(self) -> Prediction:
-        """What holds least, as a whole."""
-        return self.predictor.whole(min(self.predictions.values(), key=lambda one: one.peak_bytes).settings)
+        """The estimate of a whole step for the settings that use the least memory."""
+        return self.predictor.whole(min(self.predictions.values(), key=_peak).settings)
 
     def _all(self, arithmetic: TrainingSettings) -> list[TrainingSettings]:
-        """All settings of an arithmetic without checkpoints."""
+        """All settings with this arithmetic, without checkpoints."""
         fixed = {name: getattr(arithmetic, name) for name in ARITHMETIC}
         left = self._most - self._losses[arithmetic]
-        others = [other for other in self._others if self._losses[other] <= left]
-        found = [replace(other, micro_batches=count, **fixed) for other in others for count in self._counts]
-        return [settings for settings in found if conflict(settings) is None]
+        placements = [placement for placement in self._placements if self._losses[placement] <= left]
+        candidates = [replace(one, micro_batches=count, **fixed) for one in placements for count in self._counts]
+        return [settings for settings in candidates if conflict(settings) is None]
 
     def _conflicts(self, arithmetics: Iterable[TrainingSettings]) -> str:
-        """Why no combination is possible, in words."""
-        fixed = [{name: getattr(one, name) for name in ARITHMETIC} for one in arithmetics]
-        found = (conflict(replace(other, **values)) for values in fixed for other in self._others)
-        reasons = dict.fromkeys(reason for reason in found if reason is not None)
-        return "; ".join(reasons) or "what is not in require may cost no more loss than quality says"
+        """Why no combination is possible."""
+        fixed = [{name: getattr(arithmetic, name) for name in ARITHMETIC} for arithmetic in arithmetics]
+        conflicts = (conflict(replace(one, **values)) for values in fixed for one in self._placements)
+        reasons = dict.fromkeys(reason for reason in conflicts if reason is not None)
+        return "; ".join(reasons) or "techniques that are not required raise the loss by more than quality allows"
 
     def _fastest_of(self, arithmetic: TrainingSettings) -> Prediction | None:
         settings = self._all(arithmetic)
@@ -280,52 +292,52 @@ class _Search:
         candidates = sorted((one for one in uniform if one.peak_bytes <= self.limit), key=self._rank)
         if self._by_block:
             candidates = sorted([*candidates, *self._planned(settings, candidates)], key=self._rank)
-        found: Prediction | None = None
-        # Where none of the fastest fits as a whole, those that hold least may.
-        smallest = sorted(candidates[TRIES:], key=lambda one: one.peak_bytes)[:TRIES]
+        best: Prediction | None = None
+        # If no fast candidate fits by the estimate of its whole step, one of the smallest may.
+        smallest = sorted(candidates[TRIES:], key=_peak)[:TRIES]
         for number, candidate in enumerate([*candidates[:TRIES], *smallest]):
-            if found is not None and (number >= TRIES or self._rank(found) <= self._rank(candidate)):
+            if best is not None and (number >= TRIES or self._rank(best) <= self._rank(candidate)):
                 break
-            whole = self._within(candidate)
-            if whole is not None and (found is None or self._rank(whole) < self._rank(found)):
-                found = whole
-        return found
+            prediction = self._within(candidate)
+            if prediction is not None and (best is None or self._rank(prediction) < self._rank(best)):
+                best = prediction
+        return best
 
-    def _planned(self, settings: list[TrainingSettings], others: list[Prediction]) -> list[Prediction]:
-        """Options by block, where they may be faster than all ``others``."""
-        least = min((self._cost(one.settings, one.seconds) for one in others), default=None)
-        found = []
-        for one in sorted(settings, key=self._least_cost):
-            if one.offload_activations:
+    def _planned(self, settings: list[TrainingSettings], uniform: list[Prediction]) -> list[Prediction]:
+        """Per-block checkpoints that may be faster than all uniform policies."""
+        least = min((self._cost(one.settings, one.seconds) for one in uniform), default=None)
+        predictions = []
+        for candidate in sorted(settings, key=self._least_cost):
+            if candidate.offload_activations:
                 continue
-            if least is not None and self._least_cost(one) >= least:
+            if least is not None and self._least_cost(candidate) >= least:
                 break
-            planned = self.predictor.by_block(one, self.limit)
+            planned = self.predictor.by_block(candidate, self.limit)
             if planned is not None:
-                found.append(planned)
+                predictions.append(planned)
                 cost = self._cost(planned.settings, planned.seconds)
                 least = cost if least is None else min(least, cost)
-        return found
+        return predictions
 
-    def _rank(self, one: Prediction) -> tuple[float, int]:
-        """Time, with what each choice has to be worth."""
-        choices = len(plainer_by_dimension(one.settings))
-        return self._cost(one.settings, one.seconds) * (1 + _WORTH * choices), one.peak_bytes
+    def _rank(self, prediction: Prediction) -> tuple[float, int]:
+        """Time, plus a penalty per technique; then memory."""
+        choices = len(plainer_by_dimension(prediction.settings))
+        return self._cost(prediction.settings, prediction.seconds) * (1 + _WORTH * choices), prediction.peak_bytes
 
     def _least_cost(self, settings: TrainingSettings) -> float:
         return self._cost(settings, self.predictor.least_seconds(settings))
 
     def _cost(self, settings: TrainingSettings, seconds: float) -> float:
-        """The time by which plans are compared. States of 4 bits are taken for the room that they leave, not for the
-        time of their step: where 8 bits fit as well, 8 bits are taken.
+        """The time by which plans are compared. 4-bit states are chosen to save memory, not optimizer time: if 8-bit
+        states fit as well, the plan uses those.
         """
         if settings.bits != 4 or not self._has_8_bits:
             return seconds
-        step, of_8_bits = (self.predictor.step_seconds(one) for one in (settings, replace(settings, bits=8)))
-        return (seconds + max(of_8_bits - step, 0.0)) * (1 + _FEWER_BITS)
+        step, with_8_bits = map(self.predictor.step_seconds, (settings, replace(settings, bits=8)))
+        return (seconds + max(with_8_bits - step, 0.0)) * (1 + _FEWER_BITS)
 
     def _within(self, candidate: Prediction) -> Prediction | None:
-        """The estimate of the whole step; where that is above the budget, with less asked of the blocks."""
+        """The estimate of the whole step; if it exceeds the budget, with per-block checkpoints for less memory."""
         target = self.limit
         for _ in range(TRIES):
             whole = self.predictor.whole(candidate.settings)
@@ -342,32 +354,33 @@ class _Search:
         return None
 
     def compared(self, chosen: TrainingSettings) -> Comparison | None:
-        """Of a loss that nothing was recorded of: one forward in fp32 and in the lower precision that is chosen, or
-        else the first that could have been. None where the records are of such a loss, or the caller gave the change.
+        """For a loss without a record: one forward pass in fp32 and one in the chosen lower precision, or in the first
+        that could be chosen. None if there is a record, or if the caller passed the change of the loss.
         """
         is_lower = chosen.precision is not None or chosen.bf16_params
-        lower = chosen if is_lower else next((one for one in self._arithmetics if one.precision is not None), None)
+        lowered = (arithmetic for arithmetic in self._arithmetics if arithmetic.precision is not None)
+        lower = chosen if is_lower else next(lowered, None)
         if self.predictor.is_recorded or lower is None:
             return None
         name = described(lower)["precision"].name
-        if name in self._given:
+        if name in self._measured_losses:
             return None
         most = self.predictions[chosen].peak_bytes
         return self.predictor.compared(replace(lower, micro_batches=chosen.micro_batches), name, most)
 
     def strategies(self) -> list[Prediction]:
-        """Of several processes, by way the fastest that fits, or the one that holds least."""
-        found: dict[str, list[Prediction]] = {}
-        for one in self.predictions.values() if self._group.gpus > 1 else ():
-            found.setdefault(one.settings.strategy, []).append(one)
-        return [self._best_of(found[strategy]) for strategy in STRATEGIES if strategy in found]
+        """For several processes, per strategy the fastest prediction that fits, or the smallest if none fits."""
+        by_strategy: dict[str, list[Prediction]] = {}
+        for prediction in self.predictions.values() if self._group.gpus > 1 else ():
+            by_strategy.setdefault(prediction.settings.strategy, []).append(prediction)
+        return [self._best_of(by_strategy[strategy]) for strategy in STRATEGIES if strategy in by_strategy]
 
     def _best_of(self, predictions: Sequence[Prediction]) -> Prediction:
-        fit = [one for one in predictions if one.peak_bytes <= self.limit]
-        return min(fit, key=self._rank) if fit else min(predictions, key=lambda one: one.peak_bytes)
+        fitting = [one for one in predictions if one.peak_bytes <= self.limit]
+        return min(fitting, key=self._rank) if fitting else min(predictions, key=_peak)
 
     def refusal(self) -> str:
-        """Why nothing fits, and what would."""
+        """The error if nothing fits: the smallest budget that would, and a remedy."""
         least = self.least
         asked = "leave names out of require and exclude, " if self._asked else ""
         return (
@@ -377,7 +390,7 @@ class _Search:
         )
 
     def _more(self, least: Prediction) -> str:
-        """How many processes would do, with other settings as they are."""
+        """The number of processes with which the same settings would fit."""
         settings = least.settings
         settings = replace(settings, offload_states=False, offload_activations=False, offload_weights=False)
         for count in (self._group.gpus << power for power in range(1, _DOUBLINGS + 1)):
