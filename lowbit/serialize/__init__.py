@@ -1,13 +1,13 @@
-"""save_model and load_model: a directory with ``lowbit.json`` and one safetensors file.
+"""``save_model`` and ``load_model``: a directory with ``lowbit.json`` and one safetensors file.
 
-Each save writes a weights' file with a name of its own. ``lowbit.json``, which names it with its SHA-256, is replaced
-last and in one step: a save that is interrupted anywhere leaves the model that was there before. A save then removes
-the weights that the config before it named. What a killed save leaves (a ``weights-*.safetensors`` that no config
-names, ``.lowbit.json.*.tmp``) stays, because another save may be writing it. Loading checks everything (files, hash,
-layers, names, shapes) before it touches the model.
+Each save writes the weights to a new file name. It then replaces ``lowbit.json``, which has that name and the file's
+SHA-256, in one atomic step. An interrupted save therefore leaves the previous model intact. A finished save removes
+the weights of the previous config. Files of a killed save (``weights-*.safetensors`` that no config names,
+``.lowbit.json.*.tmp``) are not removed, because another save may be writing them. Loading checks files, hash, layers,
+names and shapes before it changes the model.
 
-Tensors are those of ``state_dict``: QuantLinear's ``codes`` are packed rows of uint8 (docs/numerics.md section 8), its
-scales the integers of their bits.
+The file has the tensors of ``state_dict``. ``codes`` of a ``QuantLinear`` are packed uint8 rows (docs/numerics.md
+section 8). Scales are stored as the integers of their bit patterns.
 """
 
 from lowbit.serialize.empty import empty_weights

@@ -1,4 +1,4 @@
-"""Models without weights: their shape alone, to be filled by ``load_model``."""
+"""Build models without weights, on the meta device, to be filled by ``load_model``."""
 
 from __future__ import annotations
 
@@ -13,32 +13,36 @@ __all__ = ["empty_weights"]
 
 
 class empty_weights(TorchFunctionMode):
-    """Within, ``torch.empty`` makes tensors on the meta device, which take no memory; all else computes as usual.
+    """Context in which ``torch.empty`` allocates on the meta device, so that new layers use no memory for weights.
 
-    Layers allocate their weights with ``torch.empty``, and initializing meta tensors costs nothing. Buffers that a
-    model computes, such as the frequencies of rotary embeddings, get their values, which under
-    ``torch.device("meta")`` they do not; ``load_model`` then takes the model. ``most``: how many tensors may be made.
-    Raises ValueError beyond ``most``.
+    Layers allocate their weights with ``torch.empty``, and initializing meta tensors is free. Computed buffers, such
+    as rotary frequencies, get their values, unlike under ``torch.device("meta")``; ``load_model`` needs them.
+
+    Args:
+        most: Largest number of tensors to allocate; None: no limit.
+
+    Raises:
+        ValueError: More than ``most`` tensors are allocated.
     """
 
     def __init__(self, most: int | None = None) -> None:
         super().__init__()
-        self.most, self.made = most, 0
+        self.most, self.count = most, 0
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.empty and kwargs.get("device") is None and kwargs.get("out") is None:
-            self.made += 1
-            if self.most is not None and self.made > self.most:
-                raise ValueError(f"it has more than {self.most} tensors, many more than the weights hold")
+            self.count += 1
+            if self.most is not None and self.count > self.most:
+                raise ValueError(f"the model has more than {self.most} tensors, many more than the weights hold")
             kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)
 
 
 def to_meta_(model: nn.Module) -> nn.Module:
-    """Move what a file holds of ``model``, parameters and persistent buffers, to the meta device, ties kept."""
+    """Move parameters and persistent buffers to the meta device; tied tensors stay tied."""
     copies: dict[int, Tensor] = {}
     for module in model.modules():
         for name, value in module._parameters.items():

@@ -1,4 +1,4 @@
-"""What a saved directory is made of, for the side that writes it and the side that reads it."""
+"""The layout of a saved directory: names of files, the config's format, and models that can be rebuilt."""
 
 from __future__ import annotations
 
@@ -17,36 +17,27 @@ from lowbit.nn.linear import QuantLinear
 from lowbit.nn.packed import PackedLinear
 from lowbit.serialize import huggingface
 
-__all__ = [
-    "CONFIG",
-    "DTYPES",
-    "FORMAT",
-    "REBUILD",
-    "VERSION",
-    "WEIGHTS",
-    "in_features",
-    "our_config",
-    "rebuild_of",
-]
+__all__ = ["CONFIG", "DTYPES", "FORMAT", "REBUILD", "VERSION", "WEIGHTS", "in_features", "our_config", "rebuild_of"]
 
 FORMAT, VERSION = "lowbit-model", 1
 
-#: The config's name.
+#: The file name of the config.
 CONFIG = "lowbit.json"
 
-#: What the name of a weights' file looks like: of ``save_model``, and of ``quantize_files`` as transformers names them.
+#: File names of weights: from ``save_model``, or from ``quantize_files``, which names them as transformers does.
 WEIGHTS = re.compile(r"(weights-[0-9a-f]{16}|model-\d{5}-of-\d{5})\.safetensors")
 
-
-#: What a weight may have been before it was quantized.
+#: Dtypes that a weight may have before quantization.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Rebuild(NamedTuple):
-    """How a model is described in the config, as JSON, and built again from that, with or without weights."""
+    """Functions that describe a model in the config, and build it again."""
 
     describe: Callable[[Any], dict[str, Any]]
+    """The description of a model, as JSON values."""
     build: Callable[[dict[str, Any]], nn.Module]
+    """A new model from its description."""
 
 
 def _build_gpt(described: dict[str, Any]) -> nn.Module:
@@ -55,7 +46,7 @@ def _build_gpt(described: dict[str, Any]) -> nn.Module:
     return model
 
 
-#: Models that ``load_model`` can build by itself, by full class name.
+#: Models that ``load_model`` can build, by full class name.
 REBUILD: dict[str, Rebuild] = {
     "lowbit.demo.gpt.GPT": Rebuild(lambda model: asdict(model.config), _build_gpt),
     "transformers": Rebuild(huggingface.describe, huggingface.build),
@@ -63,7 +54,7 @@ REBUILD: dict[str, Rebuild] = {
 
 
 def rebuild_of(model: nn.Module) -> str | None:
-    """The row of ``REBUILD`` that describes ``model``, if there is one."""
+    """The key of ``REBUILD`` for ``model``, or None."""
     if huggingface.is_pretrained(model):
         return "transformers"
     name = f"{type(model).__module__}.{type(model).__qualname__}"
@@ -71,20 +62,17 @@ def rebuild_of(model: nn.Module) -> str | None:
 
 
 def our_config(directory: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The config that ``save_model`` wrote to ``directory``, and its path; None where there is none.
-
-    Raises ValueError for one that is damaged or of something else.
-    """
+    """The path and contents of ``lowbit.json``, or None. Raises ValueError if it is damaged or another program's."""
     path = directory / CONFIG
     try:
         config = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     if config.get("format") != FORMAT:
-        raise ValueError(f"{path} was not written by lowbit.save_model; give, or save to, another directory")
+        raise ValueError(f"{path} was not written by lowbit.save_model; load from, or save to, another directory")
     return path, config
 
 
 def in_features(layer: nn.Module) -> list[int]:
-    """The columns of each matrix of a quantized layer, which bytes of narrow codes do not tell."""
+    """The columns of each matrix of a quantized layer; the shape of packed codes does not determine them."""
     return [int(inner.in_features) for inner in layer.modules() if isinstance(inner, QuantLinear | PackedLinear)]

@@ -1,4 +1,4 @@
-"""``load_model``: everything is read and checked before the model is touched."""
+"""``load_model``: read and check a saved directory completely, then fill a model from it."""
 
 from __future__ import annotations
 
@@ -26,41 +26,56 @@ __all__ = ["load_model"]
 
 
 class Layer(NamedTuple):
-    """A quantized layer as the file has it; ``dtype`` is that of the weight before quantization, ``widths`` are the
-    columns of its matrices, where the file has them.
-    """
+    """A quantized layer in the config."""
 
     recipe: Recipe
     dtype: torch.dtype
+    """Dtype of the weight before quantization."""
     widths: list[int] | None
+    """Columns of each matrix, if the file has them."""
 
 
 class Saved(NamedTuple):
-    """A checked directory: its quantized layers, and every tensor by every name."""
+    """The checked contents of a directory."""
 
     path: Path
+    """The config file, for error messages."""
     layers: dict[str, Layer]
     tensors: dict[str, Tensor]
+    """Tensors by name; a tied tensor has several names."""
     tied: dict[str, str]
+    """For each other name of a tied tensor, its name in the file."""
     model: dict[str, Any] | None
+    """Class and config, if lowbit can build the model."""
 
 
 def load_model(directory: str | Path, model: nn.Module | None = None, prepack: bool = False) -> nn.Module:
-    """Load what ``save_model`` wrote into ``model`` and return it; the layers that were quantized become so.
+    """Load a model that ``save_model`` wrote, with its layers quantized as they were saved.
 
-    ``model``: of the architecture that was saved, with layers in high precision (on any device, meta included) or
-    quantized with the same recipes; other tensors are converted to its dtypes. What it has on the meta device is made
-    anew, on the CPU, tied where the file is. Non-persistent buffers are in no file: models of transformers compute
-    theirs again, and others must have them elsewhere, as models built within ``serialize.empty_weights()`` do.
-    None: the model is built from the file, without drawing weights, and gets the file's dtypes. This works for models
-    of transformers (of its own classes) and for the demo's GPT.
-    ``prepack``: call ``prepack_`` on the model, for inference on a CPU.
-    No parameter shares memory with the file, which may be replaced afterwards. The whole file is read before the model
-    is touched: a model that has weights needs its memory twice meanwhile, none or one on the meta device once.
-    Raises, with the model untouched: FileNotFoundError for a missing file; ValueError for a truncated, altered or
-    malformed file, another format version, an unknown recipe, a model that does not fit (the message lists the
-    differences), or non-persistent buffers on the meta device; ImportError where transformers is missing; another
-    OSError where a file cannot be read.
+    The file is read and checked before ``model`` is changed. Peak memory is therefore twice the weights if ``model``
+    has weights, and once without ``model`` or with it on the meta device. Parameters do not share memory with the file.
+
+    Args:
+        directory: The directory that ``save_model`` wrote.
+        model: A model of the saved architecture, on any device or on meta. Its layers are unquantized, or quantized
+            with the same recipes. Other tensors are cast to the model's dtypes. Meta tensors are replaced by new CPU
+            tensors, tied as in the file. Non-persistent buffers are not in the file: Hugging Face models recompute
+            them, other models must not have them on meta (build the model in ``serialize.empty_weights()``).
+            None: build the model from the file, in the file's dtypes, without initializing weights. This works for
+            Hugging Face models (of classes in transformers) and for the demo GPT.
+        prepack: Call ``prepack_`` on the model, for inference on a CPU.
+
+    Returns:
+        ``model``, or the new model.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: A file is truncated, altered or malformed, the format version or a recipe is unknown, the model
+            does not fit (the message lists the differences), or a non-persistent buffer is on the meta device.
+        ImportError: The file needs transformers, which is not installed.
+        OSError: A file cannot be read.
+
+        The model is unchanged if any of them is raised.
     """
     if isinstance(directory, nn.Module):
         raise TypeError("load_model: the directory comes first, then the model: load_model(directory, model)")
@@ -86,8 +101,8 @@ def _load_into(model: nn.Module, saved: Saved, built: bool) -> None:
     buffers = _lost_buffers(model, saved, expected, new_layers)
     swap(model, new_layers)
     for name, value in buffers.items():
-        prefix, _, own = name.rpartition(".")
-        model.get_submodule(prefix)._buffers[own] = value
+        prefix, _, buffer = name.rpartition(".")
+        model.get_submodule(prefix)._buffers[buffer] = value
     if any(value.is_meta for value in expected.values()):
         model.load_state_dict(_materialized(saved, expected, cast=not built), assign=True)
     else:
@@ -102,28 +117,27 @@ def _load_into(model: nn.Module, saved: Saved, built: bool) -> None:
 
 @torch.no_grad()
 def _materialized(saved: Saved, expected: dict[str, Tensor], cast: bool) -> dict[str, Tensor]:
-    """What replaces the model's tensors: new ones for those on the meta device; the others, filled.
+    """The model's tensors with the file's values; meta tensors are replaced by new ones, tied as in the file.
 
-    Names that share a tensor in the file share one, because moving a model to the meta device unties it.
-    ``cast``: to the model's dtypes. Else the file's stay, as for a model that the file alone describes.
+    ``cast``: new tensors get the model's dtypes, not the file's.
     """
-    made: dict[Any, Tensor] = {}
+    new: dict[Any, Tensor] = {}
     state: dict[str, Tensor] = {}
     for name, old in expected.items():
         tensor = saved.tensors[name]
         if not old.is_meta:
             state[name] = old.copy_(tensor)
             continue
-        kind = (id(tensor), old.dtype, isinstance(old, nn.Parameter))
-        if kind not in made:
-            new = tensor.to(old.dtype) if cast else tensor
-            made[kind] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-        state[name] = made[kind]
+        key = (id(tensor), old.dtype, isinstance(old, nn.Parameter))
+        if key not in new:
+            value = tensor.to(old.dtype) if cast else tensor
+            new[key] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
+        state[name] = new[key]
     return state
 
 
 def _read(directory: Path) -> Saved:
-    """The checked directory. Where a save beside us has removed the files meanwhile, those that it wrote."""
+    """The checked directory; read again if a concurrent save has replaced the files meanwhile."""
     config = _config(directory)
     while True:
         try:
@@ -146,8 +160,8 @@ def _config(directory: Path) -> tuple[Path, dict[str, Any]]:
                 f"lowbit.integrations.transformers and call from_pretrained"
             )
         raise ValueError(
-            f"{missing}: {directory} holds a model of transformers that is not quantized; load it with "
-            f"from_pretrained and call lowbit.quantize_, or run: lowbit quantize {directory} int8"
+            f"{missing}: {directory} has a Hugging Face model that is not quantized; load it with from_pretrained and "
+            f"call lowbit.quantize_, or run: lowbit quantize {directory} int8"
         )
     raise FileNotFoundError(f"{missing}: {directory} is not a directory that save_model wrote")
 
@@ -155,8 +169,8 @@ def _config(directory: Path) -> tuple[Path, dict[str, Any]]:
 def _checked(path: Path, config: dict[str, Any]) -> Saved:
     if config.get("version") != VERSION:
         raise ValueError(
-            f"{path} has format version {shown(config.get('version'))} (lowbit {shown(config.get('lowbit'))}), and "
-            f"this lowbit {__version__} reads version {VERSION}; install a lowbit that matches"
+            f"{path} has format version {shown(config.get('version'))} (lowbit {shown(config.get('lowbit'))}), but "
+            f"lowbit {__version__} reads version {VERSION}; install a matching lowbit"
         )
     try:
         layers = {name: _layer(path, name, entry) for name, entry in config["layers"].items()}
@@ -208,7 +222,7 @@ def _layer(path: Path, name: str, entry: dict[str, Any]) -> Layer:
 
 
 def _recipe(described: Any) -> Recipe:
-    """A layer's recipe: the named one, which says what it is about, where that is the same."""
+    """The layer's recipe; the named recipe if it is equal, because only that has a description."""
     parsed = Recipe.from_dict(described)
     named = RECIPES.get(parsed.name)
     return named if named == parsed else parsed
@@ -219,76 +233,79 @@ def _build(saved: Saved) -> nn.Module:
     described = saved.model
     if described is None or described["class"] not in REBUILD:
         raise ValueError(
-            f"{saved.path} does not say how to build its model (lowbit builds its demo's GPT and models of "
-            f"transformers); give one of the same architecture: load_model(directory, model)"
+            f"{saved.path} does not say how to build its model (lowbit builds Hugging Face models and its demo GPT); "
+            f"pass a model of the same architecture: load_model(directory, model)"
         )
     try:
-        # A weight is one tensor of the file or several; a few more than that are made and thrown away.
+        # Limits the allocations of a hostile config. A weight is one or more tensors; building makes a few temporaries.
         with empty_weights(most=4 * len(saved.tensors) + 1000):
             model = to_meta_(REBUILD[described["class"]].build(described["config"]))
         for name, dtype in described.get("buffers", {}).items():
             if dtype in DTYPES:
-                prefix, _, own = name.rpartition(".")
+                prefix, _, buffer = name.rpartition(".")
                 buffers = model.get_submodule(prefix)._buffers
-                buffers[own] = buffers[own].to(DTYPES[dtype])  # type: ignore[union-attr]
+                buffers[buffer] = buffers[buffer].to(DTYPES[dtype])  # type: ignore[union-attr]
         return model
     except ImportError:
         raise
-    except Exception as error:  # what a class raises for a stranger's description has no end
+    except Exception as error:  # a class may raise anything for an untrusted config
         raise ValueError(
             f"{saved.path}: cannot build {shown(described['class'])}: {type(error).__name__} {str(error)[:300]}; "
-            "save the model again, or give one: load_model(directory, model)"
+            "save the model again, or pass a model: load_model(directory, model)"
         ) from error
 
 
 def _check_layers(model: nn.Module, saved: Saved) -> dict[int, nn.Module]:
-    """New layers for those of ``model`` that the file has quantized; raises where the two do not fit."""
-    already = {name: layer.recipe for name, layer in quantized_layers(model).items()}
-    for name, recipe in already.items():
-        wanted = saved.layers[name].recipe if name in saved.layers else None
-        if wanted is None or _role(wanted) != _role(recipe):
+    """New layers for the layers that are quantized in the file only, by id. Raises ValueError if the two do not fit."""
+    quantized = {name: layer.recipe for name, layer in quantized_layers(model).items()}
+    for name, recipe in quantized.items():
+        expected = saved.layers[name].recipe if name in saved.layers else None
+        if expected is None or _role(expected) != _role(recipe):
             raise ValueError(
-                f"layer {name!r} of the model is quantized with recipe {recipe}, and in {saved.path} "
-                f"{f'with {wanted}' if wanted else 'it is not quantized'}; give a model that is not quantized"
+                f"layer {name!r} of the model is quantized with recipe {recipe}, but in {saved.path} "
+                f"{f'with {expected}' if expected else 'it is not quantized'}; pass an unquantized model"
             )
-    missing = {name: layer.recipe for name, layer in saved.layers.items() if name not in already}
+    missing = {name: layer.recipe for name, layer in saved.layers.items() if name not in quantized}
     if "" in missing:
-        raise ValueError(f"{saved.path} is of a single quantized layer; give one quantized with {missing['']}")
+        raise ValueError(f"{saved.path} has a single quantized layer; pass a layer quantized with {missing['']}")
     try:
         return replacements(model, missing)
     except ValueError as error:
         raise ValueError(f"{saved.path} does not fit this model: {error}") from None
 
 
-def _check_widths(model: nn.Module, saved: Saved, made: dict[int, nn.Module]) -> None:
-    """Raises ValueError for matrices of other columns, which bytes of codes may hide."""
+def _check_widths(model: nn.Module, saved: Saved, new_layers: dict[int, nn.Module]) -> None:
+    """Raise ValueError if in_features differ, which equal numbers of packed bytes may hide."""
     for name, module in model.named_modules(remove_duplicate=False):
-        widths = saved.layers[name].widths if name in saved.layers else None
-        own = in_features(made.get(id(module), module)) if widths is not None else None
-        if own != widths:
-            raise ValueError(f"{saved.path} does not fit this model: {name} has in_features {own}, the file {widths}")
+        expected = saved.layers[name].widths if name in saved.layers else None
+        actual = in_features(new_layers.get(id(module), module)) if expected is not None else None
+        if actual != expected:
+            raise ValueError(
+                f"{saved.path} does not fit this model: {name} has in_features {actual}, the file {expected}"
+            )
 
 
 def _role(recipe: Recipe) -> tuple[Any, ...]:
-    """What a quantized layer computes with; the config has no more of a recipe that is not a named one."""
+    """The part of a recipe that a quantized layer uses, and that the config has for unnamed recipes."""
     return recipe.name, recipe.weight, recipe.input
 
 
-def _expected(model: nn.Module, saved: Saved, made: dict[int, nn.Module]) -> dict[str, Tensor]:
-    """The model's state as it will be once the new layers are in."""
-    new = {name: made[id(old)] for name, old in model.named_modules(remove_duplicate=False) if id(old) in made}
-    kept = {
+def _expected(model: nn.Module, saved: Saved, new_layers: dict[int, nn.Module]) -> dict[str, Tensor]:
+    """The model's state with the new layers in place."""
+    modules = model.named_modules(remove_duplicate=False)
+    replaced = {name: new_layers[id(old)] for name, old in modules if id(old) in new_layers}
+    state = {
         name: value
         for name, value in model.state_dict(keep_vars=True).items()
-        if not any(name.startswith(f"{layer}.") for layer in new)
+        if not any(name.startswith(f"{layer}.") for layer in replaced)
     }
-    for name, layer in new.items():
-        kept |= layer.state_dict(prefix=f"{name}.", keep_vars=True)
-    return kept
+    for name, layer in replaced.items():
+        state |= layer.state_dict(prefix=f"{name}.", keep_vars=True)
+    return state
 
 
 def _check_tensors(saved: Saved, expected: dict[str, Tensor]) -> None:
-    """Raises ValueError where names, shapes, integer dtypes or shared tensors differ, listing all of it."""
+    """Raise ValueError with all differences of names, shapes, integer dtypes and ties."""
     tensors, problems = saved.tensors, []
     problems += _listed("the file lacks", sorted(expected.keys() - tensors.keys()))
     problems += _listed("the model lacks", sorted(tensors.keys() - expected.keys()))
@@ -312,33 +329,34 @@ def _check_tensors(saved: Saved, expected: dict[str, Tensor]) -> None:
 
 
 def _lost_buffers(
-    model: nn.Module, saved: Saved, expected: dict[str, Tensor], made: dict[int, nn.Module]
+    model: nn.Module, saved: Saved, expected: dict[str, Tensor], new_layers: dict[int, nn.Module]
 ) -> dict[str, Tensor]:
-    """New values of the buffers on the meta device that files do not hold. Raises ValueError where there are none."""
+    """Values of the non-persistent buffers on the meta device. Raises ValueError if they cannot be recomputed."""
     lost: dict[str, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for own, value in made.get(id(module), module).named_buffers(prefix, recurse=False):
-            if value.is_meta and own not in expected:
-                lost[own] = value
+        for name, value in new_layers.get(id(module), module).named_buffers(prefix, recurse=False):
+            if value.is_meta and name not in expected:
+                lost[name] = value
     if lost and huggingface.is_pretrained(model):
         with empty_weights():
-            anew = dict(type(model)(model.config).named_buffers(remove_duplicate=False))
-        found = {
-            name: anew[name].to(old.dtype) for name, old in lost.items() if name in anew and not anew[name].is_meta
+            built = dict(type(model)(model.config).named_buffers(remove_duplicate=False))
+        values = {
+            name: built[name].to(old.dtype) for name, old in lost.items() if name in built and not built[name].is_meta
         }
-        if len(found) == len(lost):
-            return found
+        if len(values) == len(lost):
+            return values
     if lost:
         (names,) = _listed("the file does not hold", list(lost))
         raise ValueError(
-            f"{saved.path} does not fit this model: {names}, non-persistent buffers that it has on the meta device; "
-            "build the model within `with lowbit.serialize.empty_weights():` in place of torch.device('meta'), or give "
-            "these buffers values before loading"
+            f"{saved.path} does not fit this model: {names}, non-persistent buffers that the model has on the meta "
+            "device; build it in `with lowbit.serialize.empty_weights():` instead of torch.device('meta'), or set "
+            "these buffers before loading"
         )
     return {}
 
 
 def _falsely_tied(saved: Saved, expected: dict[str, Tensor], names: list[str]) -> list[str]:
+    """Pairs of names that share a tensor in the model, but not in the file."""
     first: dict[Any, str] = {}
     pairs = ((first.setdefault(storage_key(expected[name]), name), name) for name in names)
     source = saved.tied

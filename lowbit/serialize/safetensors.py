@@ -1,7 +1,7 @@
-"""Weights' files, by the library safetensors, without trust in the file.
+"""Read and write safetensors files, which may come from an untrusted source.
 
-Loaded tensors are copies, never mapped on the file: a mapped tensor would change with it, and kill the process where it
-shrinks. One tensor of a file is read by its place in the header, because the library maps the whole file.
+Loaded tensors are copies, not memory maps: a mapped tensor changes with the file, and a truncated file kills the
+process. Single tensors are read by their offset in the header, because the library maps the whole file.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor
 from lowbit.files import check_regular, flush, sha256, shown
 from lowbit.models.ties import storage
 
-__all__ = ["Entry", "check_writable", "entries", "read", "read_entry", "write", "write_as_made"]
+__all__ = ["Entry", "check_writable", "entries", "read", "read_entry", "write", "write_streamed"]
 
-#: What a file begins with that ``torch.save`` or pickle wrote.
+#: First bytes of files from ``torch.save`` or pickle.
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
-#: The dtypes of the format that torch has, as its headers spell them; and those whose elements are parts of bytes.
+#: Dtype names in headers, for dtypes of torch; ``_UNREAD`` are the sub-byte dtypes.
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
@@ -37,20 +37,17 @@ _DTYPES = {
 }  # fmt: skip
 _UNREAD = ("F4", "F6_E2M3", "F6_E3M2")
 
-_SPELLED = {dtype: name for name, dtype in _DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-#: The library writes no longer header.
+#: The library's limit for the length of a header.
 _MOST_HEADER = 100_000_000
 
-#: How the library words an error of the system.
+#: An operating system error in the library's messages.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
-
-#: Bytes that are hashed at a time.
-_PIECE = 1 << 20
 
 
 def check_writable(tensors: dict[str, Tensor]) -> None:
-    """Raises TypeError for dtypes that the format lacks, naming the tensors."""
+    """Raise TypeError, with the names of the tensors, for dtypes that the format does not support."""
     for dtype in {value.dtype for value in tensors.values()}:
         try:
             safetensors.torch.save({"": torch.empty(0, dtype=dtype)})
@@ -60,13 +57,22 @@ def check_writable(tensors: dict[str, Tensor]) -> None:
 
 
 def write(path: Path, tensors: dict[str, Tensor]) -> tuple[str, int]:
-    """Write ``tensors``, of any stride and on any device, to ``path``; its SHA-256 and its size. Raises: OSError."""
+    """Write tensors of any stride and device.
+
+    Returns:
+        The file's SHA-256 and its size in bytes.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     plain: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in tensors.items():
         value = value.cpu().resolve_conj().resolve_neg().contiguous()
-        whole = value.untyped_storage().nbytes() == value.nbytes  # the library takes no views of one storage
-        plain[name] = value if whole and storage(value) not in seen else value.clone()
+        is_view = value.untyped_storage().nbytes() != value.nbytes
+        plain[name] = (
+            value.clone() if is_view or storage(value) in seen else value
+        )  # the library rejects shared storage
         seen.add(storage(value))
     try:
         safetensors.torch.save_file(plain, path, metadata={"format": "pt"})
@@ -80,22 +86,31 @@ def write(path: Path, tensors: dict[str, Tensor]) -> tuple[str, int]:
     return sha256(path), path.stat().st_size
 
 
-def write_as_made(path: Path, layout: Mapping[str, Tensor], made: Iterable[tuple[str, Tensor]]) -> tuple[str, int]:
-    """Write the tensors that ``made`` yields, in any order, holding one of them; the file's SHA-256 and its size.
+def write_streamed(path: Path, layout: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, int]:
+    """Write tensors one at a time, so that only one is in memory.
 
-    ``layout``: their dtypes and shapes, by name; on any device. Raises: OSError.
+    Args:
+        path: An existing file, which is overwritten.
+        layout: Dtypes and shapes by name, as tensors on any device.
+        tensors: Names and tensors, in any order.
+
+    Returns:
+        The file's SHA-256 and its size in bytes.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     rows: dict[str, dict[str, Any]] = {}
     end = 0
-    for name, like in sorted(layout.items(), key=lambda row: -row[1].itemsize):  # so that each is aligned
+    for name, like in sorted(layout.items(), key=lambda row: -row[1].itemsize):  # aligns every tensor
         begin, end = end, end + like.nbytes
-        rows[name] = {"dtype": _SPELLED[like.dtype], "shape": list(like.shape), "data_offsets": [begin, end]}
+        rows[name] = {"dtype": _DTYPE_NAMES[like.dtype], "shape": list(like.shape), "data_offsets": [begin, end]}
     head = json.dumps({"__metadata__": {"format": "pt"}, **rows}).encode()
     head += b" " * (-len(head) % 8)
     with open(path, "rb+") as file:
         file.write(len(head).to_bytes(8, "little") + head)
         file.truncate(8 + len(head) + end)
-        for name, value in made:
+        for name, value in tensors:
             like = layout[name]
             assert value.dtype == like.dtype and value.shape == like.shape, name
             file.seek(8 + len(head) + rows[name]["data_offsets"][0])
@@ -105,9 +120,16 @@ def write_as_made(path: Path, layout: Mapping[str, Tensor], made: Iterable[tuple
 
 
 def read(path: Path, digest: str, size: int) -> dict[str, Tensor]:
-    """The tensors of a file with this SHA-256 and size, on the CPU, each in memory of its own.
+    """Read all tensors of a file to the CPU; none share memory.
 
-    Raises: FileNotFoundError; ValueError for a file that is not that one, or is no safetensors file.
+    Args:
+        path: The file.
+        digest: Its expected SHA-256.
+        size: Its expected size in bytes.
+
+    Raises:
+        FileNotFoundError: There is no file.
+        ValueError: Size or SHA-256 differ, or it is not a safetensors file.
     """
     actual = check_regular(path)
     if actual != size:
@@ -115,39 +137,43 @@ def read(path: Path, digest: str, size: int) -> dict[str, Tensor]:
     if sha256(path) != digest:
         raise ValueError(f"{path} is altered: its SHA-256 is not the one expected; copy or save it again")
     try:
-        with safetensors.safe_open(path, framework="pt") as found:
-            return {name: found.get_tensor(name).clone() for name in found.keys()}
+        with safetensors.safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name).clone() for name in file.keys()}
     except (safetensors.SafetensorError, RuntimeError, ValueError, TypeError, OverflowError) as error:
-        with open(path, "rb") as file:  # FileNotFoundError: removed meanwhile, by whoever saved another model
+        with open(path, "rb") as file:  # raises FileNotFoundError if another save has removed it meanwhile
             start = file.read(4)
-        if start.startswith(_PICKLES):  # not before: the size of a header may have these bytes
+        if start.startswith(_PICKLES):  # checked last: a valid header length may have the same bytes
             raise ValueError(
-                f"{path} is a pickle, as torch.save writes it, and not a safetensors file. A pickle can run code when "
-                "it is read; lowbit reads none. Ask for the weights as safetensors"
+                f"{path} is a pickle (torch.save), expected a safetensors file. A pickle can run code when it is "
+                "loaded, so lowbit reads none; get the weights as safetensors"
             ) from None
         raise ValueError(f"{path} is damaged: {str(error)[:500]}; copy or save it again") from None
 
 
 class Entry(NamedTuple):
-    """Where a tensor lies: ``begin`` and ``end`` count bytes from the start of the file."""
+    """The location of a tensor in a file."""
 
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
+    """Offset of the first byte, from the start of the file."""
     end: int
+    """Offset after the last byte."""
 
 
 def entries(path: Path) -> dict[str, Entry]:
-    """The tensors of a file by name, none of them read.
+    """The locations of a file's tensors by name, without reading them.
 
-    Raises: FileNotFoundError; ValueError for what is no safetensors file, or has a dtype that is not read.
+    Raises:
+        FileNotFoundError: There is no file.
+        ValueError: It is not a safetensors file, or has a sub-byte dtype.
     """
     size = check_regular(path)
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= min(size - 8, _MOST_HEADER):
-            raise ValueError(f"{path} is no safetensors file, or is truncated; copy or save it again")
+            raise ValueError(f"{path} is not a safetensors file, or is truncated; copy or save it again")
         head = file.read(length)
     try:
         rows = json.loads(head)
@@ -158,8 +184,8 @@ def entries(path: Path) -> dict[str, Entry]:
         raise ValueError(f"{path} is damaged: {str(error)[:300]}; copy or save it again") from None
     if unread:
         raise ValueError(
-            f"{path} holds {shown(unread[0])} in {rows[unread[0]]['dtype']}, a dtype that lowbit does not read; start "
-            f"from the checkpoint in high precision that it was made of"
+            f"{path} has {shown(unread[0])} in {rows[unread[0]]['dtype']}, a dtype that lowbit does not support; use "
+            f"the original checkpoint in high precision"
         )
     return entries
 
@@ -168,14 +194,12 @@ def _entry(path: Path, row: dict[str, Any], start: int, size: int) -> Entry:
     dtype, shape, (begin, end) = _DTYPES[row["dtype"]], tuple(row["shape"]), row["data_offsets"]
     expected = math.prod(shape) * dtype.itemsize
     if min(shape, default=0) < 0 or begin < 0 or end - begin != expected or start + end > size:
-        raise ValueError(f"a tensor {list(shape)} of {row['dtype']} is said to lie at {begin}:{end}")
+        raise ValueError(f"a tensor {list(shape)} of {row['dtype']} has the offsets {begin}:{end}")
     return Entry(path, dtype, shape, start + begin, start + end)
 
 
 def read_entry(entry: Entry) -> Tensor:
-    """The tensor at that place, on the CPU, in memory of its own. Raises: FileNotFoundError; ValueError for a file that
-    has become shorter.
-    """
+    """Read one tensor to the CPU. Raises FileNotFoundError, or ValueError if the file has become shorter."""
     data = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
     with open(entry.path, "rb") as file:
         file.seek(entry.begin)

@@ -241,7 +241,7 @@ def test_a_state_goes_on_where_it_was(tmp_path):
         seen(model, 100 * x)
     assert torch.equal(first[0].input_scale, second[0].input_scale)
     assert torch.equal(first(x), second(x))
-    with pytest.raises(ValueError, match=r"trained to be quantized; call lowbit\.qat\.convert_"):
+    with pytest.raises(ValueError, match=r"is prepared for QAT; call lowbit\.qat\.convert_"):
         lb.save_model(first, tmp_path)
     lb.qat.convert_(first)
     lb.save_model(first, tmp_path)

@@ -33,7 +33,7 @@ def saved(tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        (torch.eye(2).to_sparse(), r"'b' is torch.sparse_coo, and files hold dense tensors; .*persistent=False"),
+        (torch.eye(2).to_sparse(), r"'b' is torch.sparse_coo, expected a dense tensor; .*persistent=False"),
         (torch.eye(2).to_mkldnn(), "'b' is torch._mkldnn"),
         (torch.zeros(2, dtype=torch.complex128), r"cannot hold torch.complex128 \(b\); convert it"),
     ],

@@ -98,7 +98,7 @@ def test_infinity_in_a_config(tmp_path):
 
 def test_a_directory_that_was_not_quantized_says_how(tmp_path):
     build("BertModel").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"a model of transformers that is not quantized; .*lowbit quantize"):
+    with pytest.raises(ValueError, match=r"a Hugging Face model that is not quantized; .*lowbit quantize"):
         lb.load_model(tmp_path)
 
 
@@ -108,7 +108,7 @@ def test_a_directory_that_was_not_quantized_says_how(tmp_path):
         ({"architecture": "pipeline"}, "has no model 'pipeline'"),
         ({"architecture": "os"}, "has no model 'os'"),
         ({"architecture": 3}, "has no model 3"),
-        ({"model_type": "mine"}, "knows no model_type 'mine'"),
+        ({"model_type": "mine"}, "has no model_type 'mine'"),
         ({"num_hidden_layers": 10**12}, "'num_hidden_layers' is 1000000000000, and may be 2048"),
         ({"num_hidden_layers": 2000}, "more than .* tensors, many more than the weights hold"),
         ({"max_position_embeddings": 10**12}, "'max_position_embeddings' is 1000000000000, and may be 2147483648"),
@@ -138,13 +138,13 @@ ELSEWHERE = [
         "attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation",
         "_experts_implementation",
     )),
-    ({"_attn_implementation": "flash_attention_2"}, "need a package. Remove it, .*set_attn_implementation"),
-    ({"_experts_implementation": "sonicmoe"}, "other kernels are fetched as code"),
+    ({"_attn_implementation": "flash_attention_2"}, "need a package. Remove the entry, .*set_attn_implementation"),
+    ({"_experts_implementation": "sonicmoe"}, "other kernels download code"),
     ({"attn_implementation": {"": "sdpa", "text_config": "paged|owner/repo@v1:f"}}, "may be one of eager"),
     ({"text_config": {"_attn_implementation": "owner/repo"}}, "'text_config._attn_implementation' is 'owner/repo'"),
     ({"layers": [{"attn_implementation": "owner/repo"}]}, "'layers.attn_implementation' is 'owner/repo'"),
     ({"text_config": {"auto_map": {"AutoModel": "owner/repo--m.M"}}}, "names code in other files; lowbit runs none"),
-    ({"backbone": "hf-hub:owner/repo"}, "names a model of another place"),
+    ({"backbone": "hf-hub:owner/repo"}, "names a model in another place"),
     ({"model_args": {"checkpoint_path": "/tmp/x.pth"}}, "names a file of weights"),
     ({"configuration_files": ["config.4.0.0.json"]}, "names other configs"),
 ]  # fmt: skip

@@ -297,7 +297,7 @@ def test_another_model_is_refused_and_left_alone(saved, build, messages):
 
 def test_a_quantized_model_is_no_place_for_a_plain_one(tmp_path):
     lb.save_model(gpt(), tmp_path)
-    with pytest.raises(ValueError, match="it is not quantized; give a model that is not quantized"):
+    with pytest.raises(ValueError, match="it is not quantized; pass an unquantized model"):
         lb.load_model(tmp_path, gpt("int8"))
 
 
