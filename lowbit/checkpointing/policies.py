@@ -276,12 +276,19 @@ def _each(modules: Iterable[nn.Module]) -> list[Chosen]:
     return [Chosen((called,)) for module in modules for called in _called(module)]
 
 
+def _matching(model: nn.Module, pattern: Any) -> list[nn.Module]:
+    """Return the outermost modules that ``pattern`` matches. Raise ValueError if there are none."""
+    if unmatched([pattern], _paths(model)):
+        raise ValueError(
+            f"memory.checkpoint_: no module of {plain_class(model).__name__} is matched by {shown(pattern)}; use names "
+            f"of model.named_modules()"
+        )
+    return _outermost(model, lambda module, path: named(pattern, path, module))
+
+
 def _by_pattern(model: nn.Module, pattern: Any, policy: Choice) -> list[Chosen]:
-    _refuse_missing(model, [pattern])
-    if policy is None:
-        return []
-    roots = _outermost(model, lambda module, path: named(pattern, path, module))
-    return [group for module in roots for group in _chosen(module, policy)]
+    roots = _matching(model, pattern)
+    return [] if policy is None else [group for module in roots for group in _chosen(module, policy)]
 
 
 def _listed(model: nn.Module, entries: Iterable[Any]) -> list[Chosen]:
@@ -290,9 +297,7 @@ def _listed(model: nn.Module, entries: Iterable[Any]) -> list[Chosen]:
     for entry in entries:
         if not isinstance(entry, nn.Module):
             (pattern,) = patterns_in((entry,), "memory.checkpoint_: policy")
-            _refuse_missing(model, [pattern])
-            wanted = partial(_is_named, pattern)
-            groups += _each(_outermost(model, wanted))
+            groups += _each(_matching(model, pattern))
         elif id(entry) not in inside:
             raise ValueError(
                 f"memory.checkpoint_: a {type(entry).__name__} of the list is no module of the model; list modules of "
@@ -303,21 +308,8 @@ def _listed(model: nn.Module, entries: Iterable[Any]) -> list[Chosen]:
     return groups
 
 
-def _is_named(pattern: Any, module: nn.Module, path: str) -> bool:
-    return named(pattern, path, module)
-
-
 def _called(module: nn.Module) -> list[nn.Module]:
     """Return the module, or its children if it is a list or dict of modules, which is never called itself."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict):
         return [module]
     return [called for child in module.children() for called in _called(child)]
-
-
-def _refuse_missing(model: nn.Module, patterns: list[Any]) -> None:
-    missing = unmatched(patterns, _paths(model))
-    if missing:
-        raise ValueError(
-            f"memory.checkpoint_: no module of {plain_class(model).__name__} is matched by "
-            f"{', '.join(map(shown, missing))}; use names of model.named_modules()"
-        )

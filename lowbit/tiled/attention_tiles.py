@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.backends import cuda
 
 from lowbit.tables import aligned
-from lowbit.tiled.products import TILE, product, sum_dtype
+from lowbit.tiled.products import TILE, product, slices, sum_dtype
 from lowbit.torch_private import is_fake
 
 __all__ = [
@@ -315,9 +315,9 @@ class _Tiles:
         per_head = self.group * min(self.queries, self.side) * min(self.keys, self.side)
         heads = max(1, min(self.kv_heads, self.chunk // max(1, per_head)))
         batches = max(1, self.chunk // max(1, per_head * heads)) if heads == self.kv_heads else 1
-        for batch_slice in _slices(0, self.batches, batches):
-            for head_slice in _slices(0, self.kv_heads, heads):
-                for rows in _slices(0, self.queries, self.side):
+        for batch_slice in slices(0, self.batches, batches):
+            for head_slice in slices(0, self.kv_heads, heads):
+                for rows in slices(0, self.queries, self.side):
                     yield (batch_slice, head_slice), rows
 
     def columns(self, rows: slice) -> Iterator[slice]:
@@ -325,7 +325,7 @@ class _Tiles:
         start, stop = 0, self.keys
         if self.call.window is not None:
             start, stop = max(0, rows.start - self.call.window + 1), min(stop, rows.stop - 1 + self.call.window)
-        return _slices(start, min(stop, rows.stop) if self.call.causal else stop, self.side)
+        return slices(start, min(stop, rows.stop) if self.call.causal else stop, self.side)
 
     def rows_of(self, t: Tensor, box: _Box, rows: slice) -> Tensor:
         """Return a view ``[batches, kv heads, group, queries, n]``."""
@@ -446,10 +446,6 @@ def _backward_of_rows(
             tiles.rows_of(q_grad, box, rows).add_(tiles.times(score_grad, tiles.call.k[part]))
         if k_grad is not None:
             k_grad[part] += tiles.over_rows(score_grad, q)
-
-
-def _slices(start: int, stop: int, step: int) -> Iterator[slice]:
-    return (slice(at, min(at + step, stop)) for at in range(start, stop, step))
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------

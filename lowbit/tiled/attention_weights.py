@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowbit.tiled.attention_tiles import AttentionCall, refuse_second_order
-from lowbit.tiled.products import product, sum_dtype
+from lowbit.tiled.products import product, slices, sum_dtype
 from lowbit.torch_private import is_fake
 
 __all__ = ["attend_with_weights"]
@@ -53,7 +53,7 @@ class _Rows(NamedTuple):
     def slices(self) -> Iterator[slice]:
         batch, heads, queries, _ = self.q.shape
         step = max(1, self.tile // max(1, batch * heads * self.k.shape[2]))
-        return (slice(at, min(at + step, queries)) for at in range(0, queries, step))
+        return slices(0, queries, step)
 
     def weights(self, rows: slice) -> Tensor:
         """Return the softmax of the scores, in ``sum_dtype``."""

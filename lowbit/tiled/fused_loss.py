@@ -228,7 +228,7 @@ class _Fused(threading.local):
         self.softcap: float | None = None
         self.weight: Tensor | None = None
         self.tie: Tie | None = None
-        self._last: Callable[[], Tie | None] = _nothing
+        self._last: Callable[[], Tie | None] = lambda: None
 
     def __reduce__(self) -> Any:
         return _Fused, (self.plain,)
@@ -241,10 +241,6 @@ class _Fused(threading.local):
             self.tie = previous if previous is not None and previous.serves(self.weight) else Tie(self.weight)
             self._last = weakref.ref(self.tie)
         return self.tie
-
-
-def _nothing() -> None:
-    """Stand in for a dead weak reference."""
 
 
 #: Calls of models with a soft cap hold this lock, because they change the config.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit.tiled.products import TILE, product, sum_dtype
+from lowbit.tiled.products import TILE, product, slices, sum_dtype
 from lowbit.torch_private import assert_async, is_fake
 
 __all__ = ["linear_cross_entropy"]
@@ -196,13 +196,11 @@ def _tile_gradient(
 
 # -- tiles -------------------------------------------------------------------------------------------------------------
 def _row_tiles(rows: int, tile: int) -> Iterator[slice]:
-    step = max(1, min(rows, _ROWS, tile))
-    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+    return slices(0, rows, max(1, min(rows, _ROWS, tile)))
 
 
 def _column_tiles(height: int, columns: int, tile: int) -> Iterator[slice]:
-    step = max(1, tile // max(1, min(height, tile)))
-    return (slice(start, min(start + step, columns)) for start in range(0, columns, step))
+    return slices(0, columns, max(1, tile // max(1, min(height, tile))))
 
 
 def _tiles(rows: int, columns: int, tile: int) -> Iterator[tuple[slice, slice]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-__all__ = ["TILE", "product", "sum_dtype"]
+__all__ = ["TILE", "product", "slices", "sum_dtype"]
 
 #: Default number of elements in a tile: 16 MiB in fp32.
 TILE = 1 << 22
@@ -29,3 +31,8 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype, rounded: bool = False) -> 
         return multiply(left, right, out_dtype=out).view(*a.shape[:-1], b.shape[-1])
     operands = dtype if rounded else out
     return torch.matmul(a.to(operands), b.to(operands)).to(out)
+
+
+def slices(start: int, stop: int, step: int) -> Iterator[slice]:
+    """Cut a range into slices of ``step``; the last may be shorter."""
+    return (slice(at, min(at + step, stop)) for at in range(start, stop, step))
