@@ -1,4 +1,4 @@
-"""Training on several processes of ``torch.distributed``: what each holds, what they send, what is saved.
+"""Distributed training: sharding strategies, compressed communication and checkpoints.
 
 See docs/distributed.md.
 """

@@ -1,8 +1,8 @@
-"""Weights that ``fully_shard`` gathers as codes of one byte, with scales that are exchanged once a step.
+"""All-gather of weights as 8-bit codes with ``fully_shard``, with scales exchanged once per step.
 
-Each process encodes its own rows. Scales are those of the whole weight: of a scheme with a scale for the tensor, the
-processes agree on the largest magnitude first; of one with scales within a row, they send each other the scales. So the
-gathered weight has the bits of ``lb.fake_quantize`` of the whole one, on any number of processes.
+Each process quantizes its own rows with the scales of the full weight. For a per-tensor scale, the processes first
+all-reduce the largest magnitude. Scales within rows are all-gathered. So the gathered weight is bit-identical to
+``lb.fake_quantize`` of the full weight, on any number of processes.
 
 Source: the all-gather extensions of torch.distributed.fsdp (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``).
 """
@@ -44,71 +44,79 @@ from lowbit.train.linear import TrainLinear
 
 __all__ = ["AllGatherWeight", "all_gather_", "encoded_", "gathered_layers"]
 
-#: The attributes of a layer that have the scheme in which its weight is to be gathered, and the hook that waits for
-#: ``shard_``.
+#: Attributes of a layer: the scheme of its gathered weight, and the hook that raises if ``shard_`` was not called.
 _SCHEME, _WAITING = "_lowbit_all_gather", "_lowbit_all_gather_waiting"
 
 
 def all_gather_(model: nn.Module, bits: str | Scheme = "fp8", *, skip: Skip = DEFAULT_SKIP) -> Report:
-    """Have ``shard_`` gather the weights of the Linear layers of ``model`` in codes of one byte.
+    """Make ``shard_`` gather the weights of the Linear layers of ``model`` as 8-bit codes.
 
-    Call it before ``shard_`` by ``zero2``, ``zero3`` or ``hsdp``. ``bits``: ``"fp8"`` (E4M3, a scale a row),
-    ``"fp8-tensor"``, ``"int8"`` (a scale a row), or a scheme of 8-bit codes with a scale for the tensor or scales
-    within a row. ``skip``: layers that are gathered as before, as for ``quantize_``.
+    Call it before ``shard_`` with ``zero2``, ``zero3`` or ``hsdp``. If the model is trained on several processes
+    without ``shard_`` (``fully_shard`` alone, or a Trainer), the first forward pass raises RuntimeError.
 
-    A layer multiplies what ``lb.fake_quantize`` makes of its weight ``[out, in]``; gradients, the optimizer and
-    checkpoints have the weight itself. A layer of ``train.prepare_`` whose recipe quantizes the weight in this very
-    scheme takes the codes as they come, and has the bits that it has without. Each process keeps the codes of its rows
-    from one step to the next, a byte a number.
+    A layer multiplies by ``lb.fake_quantize`` of its weight ``[out, in]``. Gradients, optimizer and checkpoints have
+    the weight itself. If the recipe of a ``train.prepare_`` layer uses the same weight scheme, the layer multiplies the
+    gathered codes directly and is bit-identical to a layer without ``all_gather_``. Each process stores the codes of
+    its rows between steps, one byte per element. A layer that shares its weight with a module that is not converted is
+    not converted either.
 
-    Only ``shard_`` gathers so. Training on several processes that were sharded otherwise, by ``fully_shard`` or by a
-    Trainer, raises RuntimeError in the first forward.
+    Args:
+        model: The model.
+        bits: ``"fp8"`` (E4M3, one scale per row), ``"fp8-tensor"``, ``"int8"`` (one scale per row), or a scheme with
+            8-bit codes and one scale per tensor or scales within a row.
+        skip: Layers to leave unquantized, as for ``quantize_``.
 
-    Returns a Report of the layers. A layer that shares its weight with a module that is not gathered so is left.
-    Raises ValueError for an unknown scheme or one that cannot be gathered, for weights that are shards already, for a
-    layer whose recipe quantizes its weight otherwise, and where there is no layer.
+    Returns:
+        A Report of the layers.
+
+    Raises:
+        ValueError: The scheme is unknown or not supported, or there is no layer to convert.
+        ValueError: Weights are sharded already, or a layer's recipe quantizes its weight with another scheme.
     """
-    kind = _kind(bits)
-    found = select(model, lambda names, module: _judged(names, module, kind), skip=skip)
-    layers = {name: chosen.module for name, chosen in found.chosen.items()}
-    taken, owners = set(map(id, layers.values())), holders(model)
+    scheme = _scheme(bits)
+    selection = select(model, lambda names, module: _judged(names, module, scheme), skip=skip)
+    layers = {name: chosen.module for name, chosen in selection.chosen.items()}
+    converted, owners = set(map(id, layers.values())), holders(model)
     for name, layer in list(layers.items()):
-        other = next((held.path for held in owners[id(layer.weight)] if id(held.module) not in taken), None)
+        other = next((holder.path for holder in owners[id(layer.weight)] if id(holder.module) not in converted), None)
         if other is not None:
-            found.left[name] = f"it shares its weight with {other}"
+            selection.left[name] = f"it shares its weight with {other}"
             del layers[name]
     if not layers:
-        raise ValueError(nothing_found(model, found, "distributed.all_gather_", "nn.Linear"))
+        raise ValueError(nothing_found(model, selection, "distributed.all_gather_", "nn.Linear"))
     for layer in layers.values():
-        setattr(layer, _SCHEME, kind)
+        setattr(layer, _SCHEME, scheme)
         if _WAITING not in vars(layer):
             setattr(layer, _WAITING, layer.register_forward_pre_hook(_require_shards))
-    report = report_on("distributed.all_gather_", model, layers, f"gathered in {kind}")
-    return replace(report, skipped=tuple(found.skipped), left=dict(found.left))
+    report = report_on("distributed.all_gather_", model, layers, f"gathered in {scheme}")
+    return replace(report, skipped=tuple(selection.skipped), left=dict(selection.left))
 
 
 def _require_shards(layer: nn.Module, args: Any) -> None:
-    """A hook until ``shard_`` takes it away."""
+    """A forward hook that ``shard_`` removes."""
     if torch.is_grad_enabled() and processes() > 1:
         raise RuntimeError(
             f"distributed.all_gather_: {processes()} processes train this model, and its weights are not gathered in "
-            f"{vars(layer)[_SCHEME]}: only lb.distributed.shard_ by zero2, zero3 or hsdp does that; shard the model by "
-            "it, or leave all_gather_ out"
+            f"{vars(layer)[_SCHEME]}, which only lb.distributed.shard_ with zero2, zero3 or hsdp does; shard the model "
+            "with it, or do not call all_gather_"
         )
 
 
 def gathered_layers(model: nn.Module) -> list[nn.Linear]:
-    """The layers that ``all_gather_`` has chosen."""
+    """The layers that ``all_gather_`` has selected."""
     return [module for module in model.modules() if _SCHEME in vars(module) and isinstance(module, nn.Linear)]
 
 
 def encoded_(model: nn.Module) -> Exchange:
-    """Make the weights of ``gathered_layers`` an ``AllGatherWeight`` each, of which ``fully_shard`` makes its shards.
+    """Replace each weight of ``gathered_layers`` by an ``AllGatherWeight``, which ``fully_shard`` then shards.
 
-    Returns their ``Exchange``, which the optimizer has to tell of its steps.
-    Raises ValueError, with the model untouched, for a layer that was prepared since with another recipe.
+    Returns:
+        Their ``Exchange``, whose ``stepped`` must be a hook of the optimizer.
+
+    Raises:
+        ValueError: A layer was prepared with another recipe after ``all_gather_``. The model has not changed.
     """
-    layers, every = gathered_layers(model), Exchange()
+    layers, exchange = gathered_layers(model), Exchange()
     for layer in layers:
         reason = _refused(layer, vars(layer)[_SCHEME])
         if reason is not None:
@@ -117,234 +125,234 @@ def encoded_(model: nn.Module) -> Exchange:
     for layer in layers:
         vars(layer).pop(_WAITING).remove()
         if isinstance(layer.weight, AllGatherWeight):
-            continue  # it is shared, and its other holder came first
+            continue  # a tied weight, replaced already
         old: Any = layer.weight
-        together = owners[id(old)]
-        weight = Weight(layer, vars(layer)[_SCHEME], torch.Size(old.shape), every)
-        made = nn.Parameter(AllGatherWeight(old.detach(), weight), old.requires_grad)
-        for held in together:
-            _replace(held, old, made)
-            if isinstance(held.module, TrainLinear):
-                held.module.gathered = weight.operands
+        weight = Weight(layer, vars(layer)[_SCHEME], torch.Size(old.shape), exchange)
+        new = nn.Parameter(AllGatherWeight(old.detach(), weight), old.requires_grad)
+        for holder in owners[id(old)]:
+            _replace(holder, old, new)
+            if isinstance(holder.module, TrainLinear):
+                holder.module.gathered = weight.operands
         layer.register_load_state_dict_post_hook(weight.loaded)
-        every.weights.append(weight)
-    return every
+        exchange.weights.append(weight)
+    return exchange
 
 
-def _replace(held: Holder, old: nn.Parameter, made: nn.Parameter) -> None:
-    for name, parameter in held.module._parameters.items():
+def _replace(holder: Holder, old: nn.Parameter, new: nn.Parameter) -> None:
+    for name, parameter in holder.module._parameters.items():
         if parameter is old:
-            held.module._parameters[name] = made
+            holder.module._parameters[name] = new
 
 
-# -- what can be gathered ---------------------------------------------------------------------------------------------
-def _kind(bits: str | Scheme) -> Scheme:
+# -- supported schemes and layers -------------------------------------------------------------------------------------
+def _scheme(bits: str | Scheme) -> Scheme:
     known = ", ".join(SHORT_NAMES_8BIT)
     try:
-        kind = scheme_8bit(bits)
+        scheme = scheme_8bit(bits)
     except ValueError as error:
         close = did_you_mean(bits, [*SHORT_NAMES_8BIT, *SHORT_NAMES]) if isinstance(bits, str) else ""
         raise ValueError(
             f"distributed.all_gather_: expected one of {known}, or a scheme, got {bits!r}{close}; {error}"
         ) from None
-    within = kind.block[0] == 1 or kind.block == (None, None)
-    if kind.format.bits != 8 or not within or kind.affine or kind.full or kind.global_scale is not None:
+    within = scheme.block[0] == 1 or scheme.block == (None, None)
+    if scheme.format.bits != 8 or not within or scheme.affine or scheme.full or scheme.global_scale is not None:
         raise ValueError(
-            f"distributed.all_gather_: expected 8-bit codes with a scale for the tensor or scales within a row, and "
-            f"neither zero points nor a global scale, got {kind}; use one of {known}, or a scheme such as "
+            f"distributed.all_gather_: expected 8-bit codes with one scale per tensor or scales within a row, and "
+            f"neither zero points nor a global scale, got {scheme}; use one of {known}, or a scheme such as "
             f"'int8:group64' or 'mxfp8'"
         )
-    return kind
+    return scheme
 
 
-def _judged(names: list[str], module: nn.Module, kind: Scheme) -> Verdict:
+def _judged(names: list[str], module: nn.Module, scheme: Scheme) -> Verdict:
     if not isinstance(module, TrainLinear):
         verdict = plain_layers(only=(nn.Linear,), replaced=False)(names, module)
         if kind_of(module) is not None:
-            return Verdict(reason="it has codes already, which are gathered as they are")
+            return Verdict(reason="it is quantized already, and its codes are gathered")
         if verdict.adapter is None:
             return verdict
-    reason = _refused(module, kind)
+    reason = _refused(module, scheme)
     return Verdict(find(nn.Linear(1, 1, device="meta")).adapter) if reason is None else Verdict(error=reason)
 
 
-def _refused(layer: Any, kind: Scheme) -> str | None:
+def _refused(layer: Any, scheme: Scheme) -> str | None:
     """Why the weight of a Linear cannot be gathered in this scheme, or None."""
     if is_dtensor(layer.weight):
-        return "has a weight that is a shard already (DTensor); call all_gather_ before shard_"
+        return "has a weight that is sharded already (DTensor); call all_gather_ before shard_"
     if not isinstance(layer, TrainLinear):
         return None
     cast, name = layer.products.weight, layer.recipe.name
-    if cast != Cast(kind):
-        how = "leaves its weight as it is" if cast is None else f"quantizes its weight by {cast.scheme}, {cast.scale}"
+    if cast != Cast(scheme):
+        how = "does not quantize its weight" if cast is None else f"quantizes its weight by {cast.scheme}, {cast.scale}"
         return (
-            f"trains with the recipe {name!r}, which {how}, and gathering it in {kind} would quantize it by another "
-            f"scheme first; give the recipe's own scheme, or name the layer in skip=..."
+            f"trains with the recipe {name!r}, which {how}, but all_gather_ would quantize it by {scheme} first; pass "
+            f"the recipe's weight scheme as bits=..., or name the layer in skip=..."
         )
     if layer.products.grad_input.save != "codes":
         return (
-            f"trains with the recipe {name!r}, whose backward needs the weight beside its codes; use a recipe that "
-            f"multiplies the codes of forward (fp8, fp8-tensor, int8), or name the layer in skip=..."
+            f"trains with the recipe {name!r}, whose backward needs the weight in addition to its codes; use a recipe "
+            f"that multiplies the codes of forward (fp8, fp8-tensor, int8), or name the layer in skip=..."
         )
     return None
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
 class Weight:
-    """What this process knows of one weight ``[out, in]``: codes of its rows, and scales of all.
+    """One weight ``[out, in]`` on this process: the codes of its rows, and all scales.
 
-    ``quantized``: the whole weight while it is gathered; its codes are in memory of ``fully_shard``.
+    ``quantized`` is the full weight while it is gathered. Its codes are in memory of ``fully_shard``.
     """
 
-    def __init__(self, layer: nn.Module, kind: Scheme, shape: torch.Size, every: Exchange) -> None:
-        self.layer, self.kind, self.shape, self.every = layer, kind, shape, every
+    def __init__(self, layer: nn.Module, scheme: Scheme, shape: torch.Size, exchange: Exchange) -> None:
+        self.layer, self.scheme, self.shape, self.exchange = layer, scheme, shape, exchange
         self.quantized: Quantized | None = None
         self.codes: Tensor | None = None
         self.scale: Tensor | None = None
-        self._own: Tensor | None = None
+        self._contribution: Tensor | None = None
         self._param: Any = None
         self._version: tuple[int, ...] | None = None
-        self._place = 0
+        self._address = 0
 
     @property
-    def spans(self) -> bool:
+    def per_tensor(self) -> bool:
         """Whether one scale spans the rows of all processes."""
-        return self.kind.block[0] is None
+        return self.scheme.block[0] is None
 
     @property
     def shard(self) -> AllGatherWeight | None:
-        """This process' rows; None where ``fully_shard`` was told to ignore the weight."""
+        """This process' rows; None if ``fully_shard`` ignores the weight."""
         param = self.layer._parameters["weight"]
-        if is_dtensor(param):  # else it is gathered at the moment, and the one from before is still its shard
+        if is_dtensor(param):  # while it is gathered, the layer has another parameter, and the last one is its shard
             self._param = param
         local = None if self._param is None else local_part(self._param)
         return local if isinstance(local, AllGatherWeight) else None
 
     def changed(self) -> bool:
-        """Whether the rows are others than those that were encoded, or the weight was stepped."""
+        """Whether the rows have changed since they were quantized, or an optimizer has stepped the weight."""
         return self._version != self._now()
 
     def stepped(self, params: Container[int]) -> None:
-        """An optimizer of parameters with these ids has stepped."""
+        """Note that an optimizer has stepped the parameters with these ids."""
         if self.shard is not None and id(self._param) in params:
             torch.autograd.graph.increment_version(self._param)
 
     def _now(self) -> tuple[int, ...]:
         return id(self._param), self._param._version, local_part(self._param)._version
 
-    def measured(self, shard: Tensor, count: int) -> Tensor:
-        """What the other processes need of these rows: their amax fp32 ``[1]``, or bytes of scales for as many rows as
-        the first process has. Of scales within rows, codes are made too.
+    def contribution(self, shard: Tensor, count: int) -> Tensor:
+        """This process' input to the exchange of scales among ``count`` processes.
+
+        That is fp32 ``[1]``, the largest magnitude, for a per-tensor scale. Otherwise it is the bytes of the scales,
+        padded to the number of rows of the first process; the codes are computed too.
         """
-        if self.changed() or self._own is None:
+        if self.changed() or self._contribution is None:
             rows = -(-self.shape[0] // count)
-            if self.spans:
+            if self.per_tensor:
                 low, high = (
-                    call("block_range", shard, self.kind.name) if shard.numel() else (shard.new_zeros(1, 1),) * 2
+                    call("block_range", shard, self.scheme.name) if shard.numel() else (shard.new_zeros(1, 1),) * 2
                 )
-                self._own = torch.where(high >= low.abs(), high, low.abs()).float().reshape(1)
+                self._contribution = torch.where(high >= low.abs(), high, low.abs()).float().reshape(1)
             else:
-                q = quantize(shard, self.kind)
-                self.codes, self._own = _padded(q.codes, rows), _padded(q.scale, rows).view(torch.uint8).reshape(-1)
-        return self._own
+                q = quantize(shard, self.scheme)
+                self.codes = _padded(q.codes, rows)
+                self._contribution = _padded(q.scale, rows).view(torch.uint8).reshape(-1)
+        return self._contribution
 
     def encode(self, shard: Tensor, count: int) -> None:
-        """Codes by the scale that all have agreed on."""
+        """Compute the codes by a per-tensor scale."""
         assert self.scale is not None
-        if self.spans and (self.changed() or self.codes is None):
-            self.codes = _padded(quantize(shard, self.kind, self.scale).codes, -(-self.shape[0] // count))
+        if self.per_tensor and (self.changed() or self.codes is None):
+            self.codes = _padded(quantize(shard, self.scheme, self.scale).codes, -(-self.shape[0] // count))
         self._version = self._now()
 
     def decode(self, codes: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-        """The whole weight in ``dtype``, of codes that are gathered; ``out`` is filled."""
+        """The full weight in ``dtype`` from gathered codes, in ``out`` if it is given."""
         assert self.scale is not None
         scale = self.scale.to(codes.device)
-        self.quantized = Quantized(codes[: self.shape[0]], scale, None, None, self.kind, self.shape, dtype)
-        made = self.quantized.dequantize(out=out) if out is not None else self.quantized.dequantize()
-        self._place = made.data_ptr()
-        return made
+        self.quantized = Quantized(codes[: self.shape[0]], scale, None, None, self.scheme, self.shape, dtype)
+        weight = self.quantized.dequantize(out=out) if out is not None else self.quantized.dequantize()
+        self._address = weight.data_ptr()
+        return weight
 
     def operands(self, weight: Tensor, products: Products) -> WeightOperands | None:
-        """The operands of a layer's products, if ``weight`` is what was gathered last."""
-        if self.quantized is None or transformed() or is_dtensor(weight) or weight.data_ptr() != self._place:
+        """The operands of a layer's matmuls, if ``weight`` is the weight that was gathered last."""
+        if self.quantized is None or transformed() or is_dtensor(weight) or weight.data_ptr() != self._address:
             return None
         return WeightOperands.given(self.quantized)
 
     def loaded(self, layer: nn.Module, keys: Any) -> None:
-        """``load_state_dict(assign=True)`` puts plain rows in place of these."""
+        """Restore the tensor class of the shard, which ``load_state_dict(assign=True)`` replaces by a plain tensor."""
         param: Any = layer._parameters["weight"]
         if is_dtensor(param) and not isinstance(local_part(param), AllGatherWeight):
             set_local_part(param, AllGatherWeight(local_part(param), self))
 
 
 class Exchange:
-    """The weights of a model that are gathered in codes: one exchange serves all of them."""
+    """The weights of a model that are gathered as codes, with one exchange of scales for all of them."""
 
     def __init__(self) -> None:
         self.weights: list[Weight] = []
 
     def stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """A hook of the optimizer. A process without rows of a weight has nothing that its step changes, and has to
-        know of it all the same.
-        """
+        """A step hook of the optimizer. A step changes no memory of a process without rows, but it must know of it."""
         params = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for weight in self.weights:
             weight.stepped(params)
 
     @torch.no_grad()
     def update(self, mesh: Any) -> None:
-        """Encode the weights that have changed, and exchange what their scales need.
+        """Quantize the weights that have changed, and exchange their scales.
 
-        Every process takes part, or none: what changes a weight is a step of the optimizer or a load, in all of them.
+        Either all processes do so or none, because only optimizer steps and loading change weights, on all processes.
         """
         shards = [(weight, shard) for weight in self.weights if (shard := weight.shard) is not None]
         if not any(weight.changed() for weight, _ in shards):
             return
         count = mesh.size()
-        parts = [(weight, weight.measured(shard.plain, count)) for weight, shard in shards]
-        self._agree([part for part in parts if part[0].spans], mesh)
-        self._collect([part for part in parts if not part[0].spans], mesh)
+        parts = [(weight, weight.contribution(shard.plain, count)) for weight, shard in shards]
+        self._reduce_amax([part for part in parts if part[0].per_tensor], mesh)
+        self._gather_scales([part for part in parts if not part[0].per_tensor], mesh)
         for weight, shard in shards:
             weight.encode(shard.plain, count)
 
-    def _agree(self, parts: Sequence[tuple[Weight, Tensor]], mesh: Any) -> None:
+    def _reduce_amax(self, parts: Sequence[tuple[Weight, Tensor]], mesh: Any) -> None:
         if not parts:
             return
-        # Magnitudes compare as their bits do, and NaN, which a maximum of floats may drop, has the largest.
+        # Magnitudes have the order of their bits as integers, in which NaN is the largest; a float maximum may drop it.
         bits = torch.cat([amax for _, amax in parts]).view(torch.int32).to(mesh.device_type)
         if mesh.size() > 1:
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=mesh.get_group())
-        for (weight, own), amax in zip(parts, bits.view(torch.float32), strict=True):
-            weight.scale = quantize(amax.to(own.device).reshape(1, 1), weight.kind).scale
+        for (weight, local), amax in zip(parts, bits.view(torch.float32), strict=True):
+            weight.scale = quantize(amax.to(local.device).reshape(1, 1), weight.scheme).scale
 
-    def _collect(self, parts: Sequence[tuple[Weight, Tensor]], mesh: Any) -> None:
+    def _gather_scales(self, parts: Sequence[tuple[Weight, Tensor]], mesh: Any) -> None:
         if not parts:
             return
         sent = torch.cat([raw for _, raw in parts]).to(mesh.device_type)
         got = (gather_flat(sent, mesh.get_group()) if mesh.size() > 1 else sent).view(mesh.size(), -1)
-        for (weight, own), raw in zip(parts, got.split([len(raw) for _, raw in parts], 1), strict=True):
-            shape = weight.kind.scale_shape(*weight.shape)
-            scales = raw.to(own.device).contiguous().view(-1).view(scale_dtype(weight.kind))
+        for (weight, local), raw in zip(parts, got.split([len(raw) for _, raw in parts], 1), strict=True):
+            shape = weight.scheme.scale_shape(*weight.shape)
+            scales = raw.to(local.device).contiguous().view(-1).view(scale_dtype(weight.scheme))
             weight.scale = scales.view(-1, shape[1])[: shape[0]]
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:
-    """So many rows; all processes send as many as the first has."""
+    """The rows, padded to ``count``, because all processes must send as many rows as the first one has."""
     return rows.contiguous() if len(rows) == count else nn.functional.pad(rows, (0, 0, 0, count - len(rows)))
 
 
 # -- the tensor -------------------------------------------------------------------------------------------------------
-#: Of these the results stay weights: those that ``fully_shard`` makes shards with, and moves.
-_KEEPS = frozenset(
+#: Ops whose results stay an ``AllGatherWeight``: ``fully_shard`` creates and moves shards with them.
+_PRESERVING = frozenset(
     getattr(torch.ops.aten, name).default for name in ("detach", "alias", "new_zeros", "_to_copy", "_pin_memory")
 ) | {torch.ops.aten.slice.Tensor}
 
 
 class AllGatherWeight(Tensor):
-    """A weight, or rows of one, in high precision, which ``fully_shard`` gathers in codes.
+    """A high-precision weight, or rows of one, that ``fully_shard`` gathers as codes.
 
-    It has the memory and the versions of the tensor that it is made of. Results of operations are plain tensors, and it
-    is saved and copied as one.
+    It shares memory and version counter with the tensor that it is made from. Results of other ops are plain tensors.
+    Saving and copying give plain tensors too.
     """
 
     of: Weight
@@ -352,17 +360,17 @@ class AllGatherWeight(Tensor):
     __torch_function__ = disabled_torch_function
 
     def __new__(cls, rows: Tensor, of: Weight) -> AllGatherWeight:
-        made: AllGatherWeight = make_subclass(cls, rows)
-        made.of = of
-        return made
+        tensor: AllGatherWeight = make_subclass(cls, rows)
+        tensor.of = of
+        return tensor
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         with below_torch_dispatch():
-            found = func(*args, **(kwargs or {}))
-            return cls(found, args[0].of) if func in _KEEPS else found
+            result = func(*args, **(kwargs or {}))
+            return cls(result, args[0].of) if func in _PRESERVING else result
 
     @property
     def plain(self) -> Tensor:
@@ -381,21 +389,21 @@ class AllGatherWeight(Tensor):
         """The codes of this process' rows."""
         if self.shape[1:] != outer_size[1:]:
             raise ValueError(
-                f"distributed.all_gather_: expected shards of whole rows of a weight {list(outer_size)}, got "
-                f"{list(self.shape)}; leave shard_placement_fn out, or the layer out of all_gather_"
+                f"distributed.all_gather_: expected shards with full rows of a weight {list(outer_size)}, got "
+                f"{list(self.shape)}; do not pass shard_placement_fn, or name the layer in skip=... of all_gather_"
             )
-        self.of.every.update(mesh)
+        self.of.exchange.update(mesh)
         assert self.of.codes is not None
         return (self.of.codes.to(mesh.device_type, non_blocking=True),), None
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight, of the codes of all processes."""
+        """The full weight from the codes of all processes."""
         if out is None:
-            made = self.of.decode(outputs[0], param_dtype, None)
-            return made, (made,)
-        # Backward may have saved it: what is filled again are the same numbers.
+            weight = self.of.decode(outputs[0], param_dtype, None)
+            return weight, (weight,)
+        # Autograd may have saved ``out``. Its version must not change, since the same numbers are written again.
         with torch.no_grad(), preserved_version(out):
             self.of.decode(outputs[0], param_dtype, out.detach())
         return None

@@ -1,7 +1,7 @@
-"""Checkpoints of model and optimizer that load onto another number of processes, and another way of sharding.
+"""Checkpoints of model and optimizer that load with any number of processes and any sharding strategy.
 
-Each process writes what it holds, by ``torch.distributed.checkpoint``. A checkpoint is there whole or not at all: it is
-written beside its place, and renamed when every process is done.
+Each process writes its shards by ``torch.distributed.checkpoint``. Saving is atomic: all files are written to another
+directory, which is renamed when every process is done.
 """
 
 from __future__ import annotations
@@ -33,31 +33,39 @@ from lowbit.optim.plain import without_hooks
 
 __all__ = ["load", "remove", "save", "saved"]
 
-#: What the names of states in a checkpoint begin with.
+#: Prefix of the names of optimizer states in a checkpoint.
 _STATES = "optim.state."
-#: What groups of an optimizer have that belongs to the model at hand.
+#: Entries of parameter groups that are not saved, because they belong to the model.
 _OF_PARAMS = ("params", "param_names")
 
 _T = TypeVar("_T")
 
 
 def save(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> Path:
-    """Save ``model`` and ``optimizer`` to the directory ``path``, in place of a checkpoint that is there.
+    """Save ``model`` and ``optimizer`` to the directory ``path``, and replace a checkpoint that is there.
 
-    A directory that holds anything else stays as it is, and is refused: nothing is removed but files of ``save``.
+    All processes must call it. The states of torch's random number generators are saved for each process.
 
-    Every process calls it, with the same ``path`` on a disk that all see. ``more``: what else is to be resumed, by
-    name: whatever has ``state_dict`` and ``load_state_dict`` (a scheduler, a ``LossScaler``), or plain values. Of these
-    the first process' are saved. The state of torch's random numbers is saved for each process.
+    If a process is killed while saving, the previous checkpoint is still there, and the next ``save`` removes the
+    incomplete files. After an error or Ctrl-C, no incomplete files are left. Only files of ``save`` are ever removed.
 
-    Where a process ends in the middle, the checkpoint before is still there, and the next ``save`` removes the rest.
-    An error or Ctrl-C leaves nothing behind.
-    Raises ValueError for a directory that is neither new, empty nor a checkpoint; RuntimeError in every process where
-    one fails, as with a full disk, another run that saves there, or a value that ``torch.load(weights_only=True)`` does
-    not read.
+    Args:
+        path: A directory on a disk that all processes see, the same for all: new, empty, or a checkpoint.
+        model: The model that ``shard_`` returned, or one that is not sharded.
+        optimizer: Its optimizer.
+        more: Objects with ``state_dict`` and ``load_state_dict`` (a scheduler, a ``LossScaler``), or plain values. The
+            first process' are saved.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        ValueError: The directory is neither new, empty nor a checkpoint.
+        RuntimeError: Saving failed in one of the processes; all of them raise. Causes are a full disk, another run
+            that saves there, or a value that ``torch.load(weights_only=True)`` does not read.
     """
     draft = stored.Draft(Path(path).resolve())
-    kept = {
+    extras = {
         "states": {name: value.state_dict() for name, value in more.items() if hasattr(value, "state_dict")},
         "values": {name: value for name, value in more.items() if not hasattr(value, "state_dict")},
         "groups": [{k: v for k, v in group.items() if k not in _OF_PARAMS} for group in optimizer.param_groups],
@@ -65,18 +73,18 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
 
     def begin() -> None:
         draft.begin()
-        torch.save(kept, draft.path / stored.MORE)
-        torch.load(draft.path / stored.MORE, weights_only=True)  # raises now what would not load later
+        torch.save(extras, draft.path / stored.MORE)
+        torch.load(draft.path / stored.MORE, weights_only=True)  # raises now if it would not load later
 
     try:
         _first(begin, "save")
-        _everyone(lambda: torch.save(_random(), draft.path / stored.own_file(_rank())), "save")
-        with _told("save"):
+        _everyone(lambda: torch.save(_random(), draft.path / stored.random_file(_rank())), "save")
+        with _plain_errors("save"):
             save_from(_states(model, optimizer if optimizer.state else None), checkpoint_id=str(draft.path))
         digests = _everyone(lambda: draft.digests(_rank()), "save")
         _first(lambda: draft.finish({name: row for rows in digests for name, row in rows.items()}), "save")
     except BaseException:
-        draft.give_up()
+        draft.discard()
         raise
     return Path(path)
 
@@ -84,80 +92,90 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
 def load(
     path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **more: Any
 ) -> dict[str, Any]:
-    """Load what ``save`` has written at ``path`` into ``model`` and ``optimizer``, in place.
+    """Load a checkpoint of ``save`` into ``model`` and ``optimizer``, in place.
 
-    Every process calls it; there may be more or fewer than have saved, and model and optimizer may be sharded another
-    way, or not at all. ``more``: objects with ``load_state_dict``, by the names that they were saved with. Where there
-    are as many processes as have saved, each goes on with its random numbers. Returns the plain values that were saved.
+    All processes must call it. Their number and the sharding strategy may differ from those that saved. With the same
+    number of processes, each restores its random number generators. States of frozen parameters are loaded too.
 
-    Every file is held to the SHA-256 that it was saved with, before anything is restored in any process. Checkpoints of
-    earlier versions have none: the sizes of their files are checked. States of frozen parameters are loaded too.
+    Every file is compared with its saved SHA-256 before anything is restored in any process. Checkpoints of earlier
+    versions have no digests; only the sizes of their files are checked.
 
-    Raises ValueError where there is no checkpoint, and where it has no states by a name in ``more``;
-    RuntimeError in every process where a file is missing, cut or altered, or one cannot read.
+    Args:
+        path: The directory that was passed to ``save``.
+        model: The model to load into.
+        optimizer: Its optimizer; None loads the model only.
+        more: Objects with ``load_state_dict``, by the names that they were saved with.
+
+    Returns:
+        The plain values that were saved, by name.
+
+    Raises:
+        ValueError: There is no checkpoint, or it has no states with a name in ``more``.
+        RuntimeError: In one of the processes, a file is missing, truncated or altered, or reading failed. All raise.
     """
     target = Path(path).resolve()
-    read: list[stored.Kept] = []
+    contents: list[stored.Contents] = []
 
-    def look() -> None:
-        read.append(stored.read(target, _rank(), processes()))
-        missing = [name for name in more if name not in read[0].more["states"]]
+    def read() -> None:
+        contents.append(stored.read(target, _rank(), processes()))
+        missing = [name for name in more if name not in contents[0].more["states"]]
         if missing:
-            there = sorted(read[0].more["states"])
-            raise stored.Refused(f"distributed.load: {target} has no states by the names {missing}; it has {there}")
+            names = sorted(contents[0].more["states"])
+            raise stored.Refused(f"distributed.load: {target} has no states by the names {missing}; it has {names}")
 
     _first(lambda: stored.recover(target), "load")
-    _everyone(look, "load")  # before anything is restored anywhere
-    (kept,) = read
-    stepped = any(name.startswith(_STATES) for name in kept.tensors)
+    _everyone(read, "load")  # before anything is restored in any process
+    (content,) = contents
+    stepped = any(name.startswith(_STATES) for name in content.tensors)
     with _restored_after_errors(optimizer):
-        found = _states(model, optimizer if stepped else None, loading=True)
-        if "optim" in found:
-            _match(found["optim"]["state"], kept.tensors, target)
-        with _told("load"):
-            load_into(found, checkpoint_id=str(target))
-        set_model_state_dict(unwrapped(model), found["model"])
+        states = _states(model, optimizer if stepped else None, loading=True)
+        if "optim" in states:
+            _match(states["optim"]["state"], content.tensors, target)
+        with _plain_errors("load"):
+            load_into(states, checkpoint_id=str(target))
+        set_model_state_dict(unwrapped(model), states["model"])
         if optimizer is not None and stepped:
             with _stepped(model, optimizer) as of:
-                set_states(of, optimizer, found["optim"])
+                set_states(of, optimizer, states["optim"])
         elif optimizer is not None:
             optimizer.state.clear()
-            for group, given in zip(optimizer.param_groups, kept.more["groups"], strict=True):
-                group.update(given)
+            for group, saved_group in zip(optimizer.param_groups, content.more["groups"], strict=True):
+                group.update(saved_group)
     for name, value in more.items():
-        value.load_state_dict(kept.more["states"][name])
-    if kept.random is not None:
-        _restore(kept.random)
-    return dict(kept.more["values"])
+        value.load_state_dict(content.more["states"][name])
+    if content.random is not None:
+        _restore(content.random)
+    return dict(content.more["values"])
 
 
 def saved(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a checkpoint at ``path`` for this process to see, also where a ``save`` ended at its renames."""
+    """Whether this process sees a checkpoint at ``path``, even if a ``save`` was killed between its renames."""
     return stored.saved(Path(path).resolve())
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Remove the checkpoint at ``path``, if there is one, and what a ``save`` that ended has left of others.
+    """Remove the checkpoint at ``path``, if there is one, and incomplete files of a ``save`` that was killed.
 
-    Raises ValueError for a directory that holds anything else.
+    Raises:
+        ValueError: The directory has other files.
     """
     stored.remove(Path(path).resolve())
 
 
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer | None, loading: bool = False) -> dict[str, Any]:
-    """The states by the names of parameters. ``loading``: every parameter has some, to load into."""
+    """The states by the names of parameters. With ``loading``, every parameter has states to load into."""
     states: dict[str, Any] = {"model": get_model_state_dict(unwrapped(model))}
     if optimizer is not None:
         with _stepped(model, optimizer) as of, without_hooks(optimizer):
             params = [param for group in optimizer.param_groups for param in group["params"]]
             if loading and any(param not in optimizer.state for param in params):
-                optimizer.state.clear()  # torch makes states where there are none at all
+                optimizer.state.clear()  # torch creates states only if there are none at all
             states["optim"] = get_optimizer_state_dict(of, optimizer)
     return states
 
 
 def _match(states: dict[str, Any], tensors: frozenset[str], target: Path) -> None:
-    """Leave out what had no gradient yet when it was saved, and warn of states that nothing here has."""
+    """Drop parameters that were saved without states, and warn of saved states that no parameter here has."""
     owners: set[str] = set()
     lost: set[str] = set()
     for key in tensors:
@@ -171,14 +189,14 @@ def _match(states: dict[str, Any], tensors: frozenset[str], target: Path) -> Non
     if lost:
         user_warnings.warn(
             f"distributed.load: {target} has states of {len(lost)} parameters that the optimizer does not have "
-            f"({', '.join(sorted(lost)[:3])}); they are left out. To load them, make the optimizer of those parameters "
-            f"too, frozen ones as well"
+            f"({', '.join(sorted(lost)[:3])}); they are ignored. To load them, create the optimizer with these "
+            f"parameters too, also if they are frozen"
         )
 
 
 @contextmanager
 def _restored_after_errors(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """An error inside leaves the optimizer with the states that it had."""
+    """An error inside restores the optimizer's states."""
     before = {} if optimizer is None else dict(optimizer.state)
     try:
         yield
@@ -191,7 +209,7 @@ def _restored_after_errors(optimizer: torch.optim.Optimizer | None) -> Iterator[
 
 @contextmanager
 def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[nn.Module]:
-    """What has the parameters that the optimizer steps, by their names."""
+    """The module with the names of the parameters that the optimizer steps."""
     shares: Shares | None = getattr(optimizer, SHARES, None)
     with nullcontext() if shares is None else shares.stepped(optimizer):
         yield unwrapped(model) if shares is None else shares.model
@@ -213,51 +231,53 @@ def _rank() -> int:
     return dist.get_rank() if processes() > 1 else 0
 
 
-def _first(work: Callable[[], object], what: str) -> None:
-    """What the first process does while the others wait."""
-    _everyone(work if _rank() == 0 else lambda: None, what)
+def _first(work: Callable[[], object], caller: str) -> None:
+    """Run ``work`` in the first process while the others wait."""
+    _everyone(work if _rank() == 0 else lambda: None, caller)
 
 
-def _everyone(work: Callable[[], _T], what: str) -> list[_T]:
-    """What each process does and finds; all raise what one of them raises, so that none waits for it.
+def _everyone(work: Callable[[], _T], caller: str) -> list[_T]:
+    """Run ``work`` in every process and return all results. If it raises in one process, all processes raise.
 
-    Raises ``stored.Refused`` as it is, RuntimeError for anything else; in a process that was interrupted, that.
+    Raises:
+        stored.Refused: If ``work`` raised it.
+        RuntimeError: If ``work`` raised any other Exception. A process that was interrupted raises the interrupt.
     """
-    found: _T | None = None
-    said: str | None = None
+    result: _T | None = None
+    message: str | None = None
     refused, interrupt = False, None
     try:
-        found = work()
+        result = work()
     except stored.Refused as error:
-        said, refused = str(error), True
-    except Exception as error:  # whatever it is, the others wait for it
-        said = f"{type(error).__name__}: {error}"
-    except BaseException as error:  # a Ctrl-C, which stays one
-        said, interrupt = type(error).__name__, error
-    heard: list[Any] = [(found, said, refused)]
+        message, refused = str(error), True
+    except Exception as error:  # any error, because the other processes wait for this one
+        message = f"{type(error).__name__}: {error}"
+    except BaseException as error:  # Ctrl-C, raised below
+        message, interrupt = type(error).__name__, error
+    outcomes: list[Any] = [(result, message, refused)]
     if processes() > 1:
-        heard = [None] * processes()
-        dist.all_gather_object(heard, (found, said, refused))
+        outcomes = [None] * processes()
+        dist.all_gather_object(outcomes, (result, message, refused))
     if interrupt is not None:
         raise interrupt
-    for rank, (_, words, is_refusal) in enumerate(heard):
-        if words is not None:
+    for rank, (_, message, refused) in enumerate(outcomes):
+        if message is not None:
             raise (
-                stored.Refused(words)
-                if is_refusal
-                else RuntimeError(f"distributed.{what}: process {rank} failed: {words}")
+                stored.Refused(message)
+                if refused
+                else RuntimeError(f"distributed.{caller}: process {rank} failed: {message}")
             )
-    return [one for one, _, _ in heard]
+    return [result for result, _, _ in outcomes]
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
-    """What torch raises in every process where one failed is no Exception, and hides that it was interrupted."""
+def _plain_errors(caller: str) -> Iterator[None]:
+    """Raise RuntimeError instead of torch's CheckpointException, which is no Exception and hides an interrupt."""
     try:
         yield
     except CheckpointException as error:
-        own = error.failures.get(_rank())
-        if own is not None and not isinstance(own[0], Exception):
-            raise own[0] from None
-        rank, (first, _) = min(error.failures.items(), key=lambda one: one[0])
-        raise RuntimeError(f"distributed.{what}: process {rank} failed: {type(first).__name__}: {first}") from error
+        failure = error.failures.get(_rank())
+        if failure is not None and not isinstance(failure[0], Exception):
+            raise failure[0] from None
+        rank, (first, _) = min(error.failures.items(), key=lambda item: item[0])
+        raise RuntimeError(f"distributed.{caller}: process {rank} failed: {type(first).__name__}: {first}") from error

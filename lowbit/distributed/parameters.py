@@ -1,4 +1,4 @@
-"""An optimizer whose parameters become others: shards of the ones that it was made with."""
+"""Replacement of an optimizer's parameters by their shards, with their states."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ __all__ = ["begin_with", "named", "set_states", "states_of", "tree_of", "unwrapp
 
 
 def named(model: nn.Module) -> dict[Tensor, str]:
-    """The first name of each parameter of a model that may be wrapped by DistributedDataParallel or DataParallel."""
+    """The first name of each parameter, without the wrapper's prefix (DistributedDataParallel or DataParallel)."""
     return {parameter: name for name, parameter in unwrapped(model).named_parameters()}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of DistributedDataParallel or DataParallel."""
+    """The model inside DistributedDataParallel or DataParallel, else the model itself."""
     wraps = isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel)
     inner: nn.Module = model.module if wraps else model  # type: ignore[assignment]
     return inner
 
 
 def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """The optimizer's states by the names of parameters, or None before its first step."""
+    """The optimizer's states by parameter name, or None before its first step."""
     return dict(get_optimizer_state_dict(model, optimizer)) if optimizer.state else None
 
 
 def set_states(model: nn.Module, optimizer: torch.optim.Optimizer, states: dict[str, Any], whole: bool = False) -> None:
-    """Give ``optimizer`` these states by the names that ``model`` has for parameters; those without keep none.
+    """Load states by the parameter names of ``model``. Parameters without states in ``states`` lose theirs.
 
-    ``whole``: of whole tensors, of which each process takes its part.
+    With ``whole``, the states are full tensors, and each process takes its part.
     """
     options = StateDictOptions(full_state_dict=whole, strict=False)
     with without_hooks(optimizer):
@@ -52,8 +52,13 @@ def set_states(model: nn.Module, optimizer: torch.optim.Optimizer, states: dict[
 def begin_with(
     optimizer: torch.optim.Optimizer, new: Mapping[Tensor, Tensor], model: nn.Module, states: dict[str, Any] | None
 ) -> None:
-    """Give ``optimizer``, whose groups have the parameters of ``new`` in place of the old, their ``states``, which hold
-    whole tensors by the names that ``model`` has for the new parameters.
+    """Load full ``states`` into ``optimizer`` after its parameters were replaced.
+
+    Args:
+        optimizer: Its groups have the new parameters.
+        new: The new parameter for each old one.
+        model: The names of the new parameters.
+        states: By these names, or None.
     """
     optimizer.state.clear()
     if isinstance(optimizer, Optimizer):
@@ -63,7 +68,7 @@ def begin_with(
 
 
 def tree_of(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
-    """A module without a forward that has these parameters by these dotted names."""
+    """A module without a forward that has these parameters, by dotted name."""
     root = nn.Module()
     for path, parameter in parameters.items():
         module = root

@@ -1,4 +1,4 @@
-"""The ways to train one model on several processes, and what each process then holds.
+"""Sharding strategies for distributed training (DataParallel, DDP, ZeRO, FSDP, HSDP), and ``shard_``.
 
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054; Zhao et al., "PyTorch FSDP", arXiv 2304.11277.
 """
@@ -25,10 +25,18 @@ __all__ = ["STRATEGIES", "Strategy", "shard_"]
 
 
 class Strategy(NamedTuple):
-    """``parameters``, ``gradients``, ``states``: whether a process holds its share of them alone between steps.
-    ``gathered``: which parameters it has whole beside its share while it computes, ``""``, ``"all"`` or ``"a block"``.
-    ``sent``: bytes that it sends in a step, as a multiple of those of the parameters and of ``(n - 1) / n`` for ``n``
-    processes.
+    """A sharding strategy, a row of ``STRATEGIES``.
+
+    Attributes:
+        name: Key of ``STRATEGIES``.
+        about: Description.
+        parameters: Whether parameters are sharded between steps.
+        gradients: Whether gradients are sharded between steps.
+        states: Whether optimizer states are sharded.
+        gathered: Full parameters that a process has in addition to its shard during forward and backward: ``""``,
+            ``"all"`` or ``"a block"``.
+        sent: Bytes that a process sends per step, as a multiple of the bytes of the parameters times ``(n - 1) / n``
+            for ``n`` processes.
     """
 
     name: str
@@ -40,30 +48,37 @@ class Strategy(NamedTuple):
     sent: float
 
     def bytes(self, parameters: int, gradients: int, states: int, processes: int) -> int:
-        """What one of so many processes holds between steps, of these bytes of the whole model."""
-        held = zip((parameters, gradients, states), (self.parameters, self.gradients, self.states), strict=True)
-        return sum(-(-size // processes) if shared else size for size, shared in held)
+        """Bytes per process between steps.
+
+        Args:
+            parameters: Bytes of all parameters.
+            gradients: Bytes of all gradients.
+            states: Bytes of all optimizer states.
+            processes: Number of processes.
+        """
+        sizes = zip((parameters, gradients, states), (self.parameters, self.gradients, self.states), strict=True)
+        return sum(-(-size // processes) if sharded else size for size, sharded in sizes)
 
 
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
-        Strategy("dp", "one process copies the model to every GPU in each forward (torch.nn.DataParallel)",
+        Strategy("dp", "one process copies the model to every GPU in each forward pass (torch.nn.DataParallel)",
             False, False, False, "", 2),
-        Strategy("ddp", "every process has all; gradients are summed (DistributedDataParallel)",
+        Strategy("ddp", "nothing is sharded; gradients are summed (DistributedDataParallel)",
             False, False, False, "", 2),
-        Strategy("zero1", "every process has the optimizer's states of its share", False, False, True, "", 3),
-        Strategy("zero2", "every process has its share of all; parameters are gathered once a step (fully_shard)",
+        Strategy("zero1", "optimizer states are sharded", False, False, True, "", 3),
+        Strategy("zero2", "everything is sharded; parameters are gathered once per step (fully_shard)",
             True, True, True, "all", 2),
-        Strategy("zero3", "its share of all; blocks gather their parameters, in forward and in backward (fully_shard)",
-            True, True, True, "a block", 3),
-        Strategy("hsdp", "zero3 within groups of processes, over which gradients are summed",
+        Strategy("zero3", "everything is sharded; each block gathers its parameters in forward and in backward "
+            "(fully_shard)", True, True, True, "a block", 3),
+        Strategy("hsdp", "zero3 within groups of processes; gradients are summed over groups",
             True, True, True, "a block", 3),
     )
 }  # fmt: skip
 
 
-class _Asked(NamedTuple):
+class _Arguments(NamedTuple):
     """Arguments of ``shard_``."""
 
     blocks: list[nn.Module] | None
@@ -86,40 +101,52 @@ def shard_(
     offload: bool = False,
     **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Train ``model`` with ``optimizer`` on the processes of ``torch.distributed`` by a row of ``STRATEGIES``.
+    """Prepare ``model`` and ``optimizer`` for distributed training with a sharding strategy.
 
-    Every process calls it after ``torch.distributed.init_process_group``, with the same model on its device, and uses
-    what is returned: the model to call, and the same optimizer, whose states are kept. Prepare the model before:
-    ``lb.quantize_``, ``lb.train.prepare_``, ``mixed_``, ``checkpoint_``. Schedulers may come before or after.
+    All processes call it after ``torch.distributed.init_process_group``, with the same model on their devices. Call
+    ``lb.quantize_``, ``lb.train.prepare_``, ``mixed_`` and ``checkpoint_`` before. Schedulers may be created before or
+    after.
 
-    ``blocks``: modules that are gathered one at a time, those of ``find_blocks`` unless given; for ``zero2``, ``zero3``
-    and ``hsdp``. ``group_size``: processes within which ``hsdp`` shards, those of one machine unless given.
-    ``precision`` and ``reduce``: the dtypes in which parameters are gathered and gradients are summed
-    (``MixedPrecisionPolicy``). ``offload``: shares of parameters, gradients and states are in host memory
-    (``CPUOffloadPolicy``). ``options``: of DistributedDataParallel, DataParallel or ``fully_shard``.
+    Args:
+        model: The model.
+        optimizer: An optimizer of the model's parameters. It keeps its states.
+        strategy: Name of a row of ``STRATEGIES``: ``"dp"``, ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"`` or
+            ``"hsdp"``.
+        blocks: Modules that are gathered one at a time, for ``zero2``, ``zero3`` and ``hsdp``. Default: ``find_blocks``
+            of the model.
+        group_size: Number of processes within which ``hsdp`` shards. Default: the processes of one machine.
+        precision: Dtype in which parameters are gathered (``MixedPrecisionPolicy``), for ``zero2``, ``zero3`` and
+            ``hsdp``.
+        reduce: Dtype in which gradients are summed (``MixedPrecisionPolicy``), for ``zero2``, ``zero3`` and ``hsdp``.
+        offload: Whether shards of parameters, gradients and states are in host memory (``CPUOffloadPolicy``), for
+            ``zero2``, ``zero3`` and ``hsdp``.
+        options: Extra keyword arguments for DistributedDataParallel, DataParallel or ``fully_shard``.
 
-    Raises ValueError for an unknown strategy, arguments of another strategy, without a process group, and for an
-    optimizer of other parameters.
+    Returns:
+        The model to call, and the same optimizer.
+
+    Raises:
+        ValueError: The strategy is unknown, an argument is for other strategies, or there is no process group.
+        ValueError: The optimizer has parameters that the model does not have.
     """
     if strategy not in STRATEGIES:
         known = list(STRATEGIES)
         raise ValueError(
-            f"distributed.shard_: no strategy is called {strategy!r}{did_you_mean(strategy, known)}; there are {known}"
+            f"distributed.shard_: unknown strategy {strategy!r}{did_you_mean(strategy, known)}; use one of {known}"
         )
     sharding = {"blocks": blocks, "precision": precision, "reduce": reduce, "offload": offload or None}
-    given = [name for name, value in sharding.items() if value is not None]
-    if given and strategy not in _FULLY:
+    unsupported = [name for name, value in sharding.items() if value is not None]
+    if unsupported and strategy not in _FULLY:
         raise ValueError(
-            f"distributed.shard_: {', '.join(given)} are for {', '.join(_FULLY)}, got strategy={strategy!r}; leave "
-            f"them out"
+            f"distributed.shard_: {', '.join(unsupported)} are for {', '.join(_FULLY)}, got strategy={strategy!r}; do "
+            f"not pass them"
         )
     if group_size is not None and strategy != "hsdp":
-        raise ValueError(f"distributed.shard_: group_size is for hsdp, got strategy={strategy!r}; leave it out")
+        raise ValueError(f"distributed.shard_: group_size is for hsdp, got strategy={strategy!r}; do not pass it")
     if strategy not in _FULLY and gathered_layers(model):
         raise ValueError(
             f"distributed.shard_: all_gather_ is for strategies that gather weights, {', '.join(_FULLY)}, got "
-            f"strategy={strategy!r}; "
-            f"use one of them, or a model without all_gather_"
+            f"strategy={strategy!r}; use one of them, or a model without all_gather_"
         )
     if strategy == "dp":
         return nn.DataParallel(model, **options), optimizer
@@ -137,42 +164,42 @@ def shard_(
     if strangers:
         raise ValueError(
             f"distributed.shard_: the optimizer steps {len(strangers)} parameters that the model does not have, the "
-            f"first of shape {list(strangers[0].shape)}; make it of model.parameters()"
+            f"first with shape {list(strangers[0].shape)}; create it with model.parameters()"
         )
-    asked = _Asked(None if blocks is None else list(blocks), group_size, precision, reduce, offload, options)
-    return _SHARD[strategy](model, optimizer, asked), optimizer
+    arguments = _Arguments(None if blocks is None else list(blocks), group_size, precision, reduce, offload, options)
+    return _SHARD[strategy](model, optimizer, arguments), optimizer
 
 
 # -- by strategy -----------------------------------------------------------------------------------------------------
-def _ddp(model: nn.Module, optimizer: torch.optim.Optimizer, asked: _Asked) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(model, **asked.options)
+def _ddp(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: _Arguments) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model, **arguments.options)
 
 
-def _zero1(model: nn.Module, optimizer: torch.optim.Optimizer, asked: _Asked) -> nn.Module:
+def _zero1(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: _Arguments) -> nn.Module:
     share_states_(model, optimizer, _mesh(model, (dist.get_world_size(),), ("shard",)))
-    return _ddp(model, optimizer, asked)
+    return _ddp(model, optimizer, arguments)
 
 
-def _zero2(model: nn.Module, optimizer: torch.optim.Optimizer, asked: _Asked) -> nn.Module:
-    return _fully(model, optimizer, asked, _mesh(model, (dist.get_world_size(),), ("shard",)), False)
+def _zero2(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: _Arguments) -> nn.Module:
+    return _fully(model, optimizer, arguments, _mesh(model, (dist.get_world_size(),), ("shard",)), False)
 
 
-def _zero3(model: nn.Module, optimizer: torch.optim.Optimizer, asked: _Asked) -> nn.Module:
-    return _fully(model, optimizer, asked, _mesh(model, (dist.get_world_size(),), ("shard",)), True)
+def _zero3(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: _Arguments) -> nn.Module:
+    return _fully(model, optimizer, arguments, _mesh(model, (dist.get_world_size(),), ("shard",)), True)
 
 
-def _hsdp(model: nn.Module, optimizer: torch.optim.Optimizer, asked: _Asked) -> nn.Module:
-    count, size = dist.get_world_size(), asked.group_size or int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+def _hsdp(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: _Arguments) -> nn.Module:
+    count, size = dist.get_world_size(), arguments.group_size or int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     if size < 1 or count % size:
         raise ValueError(
-            f"distributed.shard_: hsdp shards within groups of equal size, got group_size={asked.group_size} of "
-            f"{count} processes; give a divisor of {count} (torchrun says how many are on a machine)"
+            f"distributed.shard_: hsdp needs groups of equal size, got group_size={arguments.group_size} for {count} "
+            f"processes; give a divisor of {count} (with torchrun, the default is the processes of one machine)"
         )
-    return _fully(model, optimizer, asked, _mesh(model, (count // size, size), ("replicate", "shard")), True)
+    return _fully(model, optimizer, arguments, _mesh(model, (count // size, size), ("replicate", "shard")), True)
 
 
 _FULLY = ("zero2", "zero3", "hsdp")
-_SHARD: dict[str, Callable[[nn.Module, torch.optim.Optimizer, _Asked], nn.Module]] = {
+_SHARD: dict[str, Callable[[nn.Module, torch.optim.Optimizer, _Arguments], nn.Module]] = {
     "ddp": _ddp, "zero1": _zero1, "zero2": _zero2, "zero3": _zero3, "hsdp": _hsdp,
 }  # fmt: skip
 
@@ -185,22 +212,22 @@ def _mesh(model: nn.Module, sizes: tuple[int, ...], names: tuple[str, ...]) -> A
 
 
 def _fully(
-    model: nn.Module, optimizer: torch.optim.Optimizer, asked: _Asked, mesh: Any, reshard_after_forward: bool
+    model: nn.Module, optimizer: torch.optim.Optimizer, arguments: _Arguments, mesh: Any, reshard_after_forward: bool
 ) -> nn.Module:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard  # takes seconds
 
-    options = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, **asked.options}
-    if asked.precision is not None or asked.reduce is not None:
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=asked.precision, reduce_dtype=asked.reduce)
-    if asked.offload:
+    options = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, **arguments.options}
+    if arguments.precision is not None or arguments.reduce is not None:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=arguments.precision, reduce_dtype=arguments.reduce)
+    if arguments.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    units = list(dict.fromkeys((*(find_blocks(model) if asked.blocks is None else asked.blocks), model)))
+    units = list(dict.fromkeys((*(find_blocks(model) if arguments.blocks is None else arguments.blocks), model)))
     _refuse_shared(units, model)
     states = states_of(model, optimizer)
     before = dict(model.named_parameters(remove_duplicate=False))
     if gathered_layers(model) and type(options["reshard_after_forward"]) is int:
         raise ValueError(
-            f"distributed.shard_: weights of all_gather_ are gathered among all processes again in backward, got "
+            f"distributed.shard_: backward gathers weights of all_gather_ from all processes again, got "
             f"reshard_after_forward={options['reshard_after_forward']}; give True or False"
         )
     gathered = encoded_(model)
@@ -219,52 +246,54 @@ def _fully(
 
 
 def _refuse_shared(units: list[nn.Module], model: nn.Module) -> None:
-    """Raises ValueError for a parameter that two units hold, each of which would be gathered and freed on its own."""
-    holder: dict[Tensor, nn.Module] = {}
+    """Raise ValueError for a parameter of two units, because each unit is gathered and freed separately."""
+    owner: dict[Tensor, nn.Module] = {}
     for unit in units:
-        for parameter in dict.fromkeys(p for one in _inside(unit, set(units)) for p in one._parameters.values()):
+        for parameter in dict.fromkeys(p for module in _inside(unit, set(units)) for p in module._parameters.values()):
             if parameter is None:
                 continue
-            if holder.setdefault(parameter, unit) is not unit:
-                tied = [name for name, one in model.named_parameters(remove_duplicate=False) if one is parameter]
+            if owner.setdefault(parameter, unit) is not unit:
+                tied = [name for name, other in model.named_parameters(remove_duplicate=False) if other is parameter]
                 raise ValueError(f"{refusal('tied blocks', 'distributed.shard_')} ({', '.join(tied)})")
 
 
 def _inside(unit: nn.Module, units: set[nn.Module]) -> list[nn.Module]:
-    """The modules of a unit that are not within another unit inside of it."""
-    found, pending = dict[nn.Module, None](), [unit]
+    """The modules of a unit, without those of other units inside it."""
+    modules, pending = dict[nn.Module, None](), [unit]
     while pending:
         module = pending.pop()
-        if module not in found:
-            found[module] = None
+        if module not in modules:
+            modules[module] = None
             pending += [child for child in module.children() if child not in units]
-    return list(found)
+    return list(modules)
 
 
 def _of_other_dtypes(block: nn.Module, model: nn.Module) -> list[nn.Module]:
-    """Modules of a block to shard on their own, since ``fully_shard`` trains parameters of one dtype: those whose
-    parameters have another dtype than most of the block, such as norms in fp32 beside working copies in bf16.
+    """Modules of a block to shard separately, because ``fully_shard`` trains parameters of one dtype.
 
-    Raises ValueError for a module whose own parameters have several.
+    Their parameters have another dtype than most of the block, such as fp32 norms in a block of bf16 working copies.
+
+    Raises:
+        ValueError: The parameters of one module have several dtypes.
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
     sizes: dict[torch.dtype, int] = {}
-    kinds: dict[nn.Module, set[torch.dtype]] = {}
+    dtypes: dict[nn.Module, set[torch.dtype]] = {}
     for module in block.modules():
         if isinstance(module, FSDPModule):
             continue
-        own = [p for p in module.parameters(recurse=False) if p.requires_grad and not isinstance(p, DTensor)]
-        kinds[module] = {p.dtype for p in own}
-        for parameter in own:
+        trained = [p for p in module.parameters(recurse=False) if p.requires_grad and not isinstance(p, DTensor)]
+        dtypes[module] = {p.dtype for p in trained}
+        for parameter in trained:
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.nbytes
-        if len(kinds[module]) > 1:
-            name = next(name for name, one in model.named_modules() if one is module)
+        if len(dtypes[module]) > 1:
+            name = next(name for name, other in model.named_modules() if other is module)
             raise ValueError(
-                f"distributed.shard_: fully_shard gathers parameters of one dtype, and {name or 'the model'} "
-                f"({type(module).__name__}) has {', '.join(sorted(map(str, kinds[module])))}; keep parameters in fp32 "
-                "and pass precision=torch.bfloat16 (of mixed_ working_copies=False), or take strategy='ddp' or 'zero1'"
+                f"distributed.shard_: fully_shard gathers parameters of one dtype, but {name or 'the model'} "
+                f"({type(module).__name__}) has {', '.join(sorted(map(str, dtypes[module])))}; keep parameters in fp32 "
+                "and pass precision=torch.bfloat16 (mixed_: working_copies=False), or use strategy='ddp' or 'zero1'"
             )
     most = max(sizes, key=lambda dtype: sizes[dtype], default=None)
-    return [module for module, found in kinds.items() if found - {most} and module is not block]
+    return [module for module, module_dtypes in dtypes.items() if module_dtypes - {most} and module is not block]

@@ -1,4 +1,4 @@
-"""What this process sends to others, counted: calls and bytes of each collective."""
+"""Counter of the calls and bytes that this process sends in collectives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from lowbit.tables import aligned
 
 __all__ = ["Traffic", "traffic"]
 
-#: By the op of c10d: what each of ``n`` processes sends at the least, of ``size`` bytes of its largest argument.
+#: By c10d op: the collective, and the minimum bytes that each of ``n`` processes sends for a largest argument of
+#: ``size`` bytes.
 #: Source: Rabenseifner, "Optimization of Collective Reduction Operations", 2004.
 _SENT: dict[str, tuple[str, Callable[[int, int], float]]] = {
     "allreduce_": ("all-reduce", lambda size, n: 2 * size * (n - 1) / n),
@@ -35,7 +36,12 @@ _SENT: dict[str, tuple[str, Callable[[int, int], float]]] = {
 
 
 class Traffic(TorchDispatchMode):
-    """See ``traffic``. ``calls`` and ``bytes``: by collective."""
+    """The result of ``traffic``.
+
+    Attributes:
+        calls: Number of calls, by collective.
+        bytes: Bytes that this process has sent, by collective.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -44,7 +50,7 @@ class Traffic(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        """Bytes that this process has sent."""
+        """Bytes that this process has sent in all collectives."""
         return sum(self.bytes.values())
 
     def __str__(self) -> str:
@@ -72,10 +78,13 @@ class Traffic(TorchDispatchMode):
 
 @contextmanager
 def traffic() -> Iterator[Traffic]:
-    """Counts what this process sends within, in the collectives of ``torch.distributed``.
+    """A context that counts the bytes this process sends in collectives of ``torch.distributed``.
 
-    Bytes are what an algorithm that sends the least would send: of an all-reduce of ``size`` bytes among ``n``
-    processes ``2 * size * (n - 1) / n``, of a gather or a scatter half of that.
+    The count assumes the algorithm that sends least. With ``n`` processes, an all-reduce of ``size`` bytes sends
+    ``2 * size * (n - 1) / n`` bytes, an all-gather or reduce-scatter half as many.
+
+    Yields:
+        A ``Traffic``.
     """
     with Traffic() as counter:
         yield counter

@@ -1,7 +1,7 @@
-"""ZeRO's first stage: every process has all parameters, and the states of its share of each.
+"""ZeRO stage 1: every process has all parameters, but optimizer states only for its share of each.
 
-A share is some rows of a parameter, and a view of it: a step moves the share where the parameter lies, and the shares
-of all processes are gathered afterwards.
+A share is a view of some rows of a parameter. The step updates the share in place, and all shares are gathered
+afterwards.
 
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5.1.
 """
@@ -25,18 +25,18 @@ from lowbit.optim.plain import WeakMethod, plain_step, replace_step_, require_ow
 
 __all__ = ["BUCKET_BYTES", "SHARES", "Shares", "share_states_"]
 
-#: The attribute of an optimizer that has its ``Shares``.
+#: The attribute of an optimizer with its ``Shares``.
 SHARES = "_lowbit_shares"
-#: Shares are gathered in pieces of at most so many bytes, but of one parameter at least.
+#: Shares are gathered in buckets of up to this many bytes, at least one parameter each.
 BUCKET_BYTES = 32 << 20
-#: Methods of optimizers, torch's and those of lowbit, that look at states.
+#: Methods of torch's and lowbit's optimizers that use states.
 _OF_STATES = ("state_dict", "load_state_dict", "stored_states", "torch_state_dict")
 
 
 def share_states_(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
-    """Let ``optimizer`` step this process' share of each parameter of ``model``, in place.
+    """Make ``optimizer`` step this process' share of each parameter of ``model``, in place.
 
-    Between steps its groups have the parameters, so that scaling, clipping and ``zero_grad`` see whole gradients.
+    Between steps its groups have the full parameters, so that scaling, clipping and ``zero_grad`` see full gradients.
     """
     require_own_step(optimizer, "distributed.shard_")
     shares = Shares(model, optimizer, mesh)
@@ -48,25 +48,28 @@ def share_states_(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Devi
 
 
 class Shares:
-    """The shares of an optimizer. ``whole``: each parameter and its share. ``model``: has the shares by the names that
-    the parameters have.
+    """The shares of an optimizer.
+
+    Attributes:
+        pairs: Each parameter and its share.
+        model: A module with the shares, by the names of the parameters.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
         names, states = named(model), states_of(model, optimizer)
         self.mesh, self._stepped = mesh, False
-        self.whole = [(p, _share(p, mesh)) for group in optimizer.param_groups for p in group["params"]]
-        self.model = tree_of({names[parameter]: share for parameter, share in self.whole})
+        self.pairs = [(p, _share(p, mesh)) for group in optimizer.param_groups for p in group["params"]]
+        self.model = tree_of({names[parameter]: share for parameter, share in self.pairs})
         with self.stepped(optimizer):
-            begin_with(optimizer, dict(self.whole), self.model, states)
+            begin_with(optimizer, dict(self.pairs), self.model, states)
 
     @contextmanager
     def stepped(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Within, the shares are what the optimizer steps and has states of."""
+        """A context in which the optimizer's groups have the shares in place of the parameters."""
         if self._stepped:
             yield
             return
-        before, shares = [group["params"] for group in optimizer.param_groups], dict(self.whole)
+        before, shares = [group["params"] for group in optimizer.param_groups], dict(self.pairs)
         for group in optimizer.param_groups:
             group["params"] = [shares.get(parameter, parameter) for parameter in group["params"]]
         self._stepped = True
@@ -79,23 +82,23 @@ class Shares:
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step of the shares, after which every process has the rows of all others."""
-        moved = [(parameter, share) for parameter, share in self.whole if parameter.grad is not None]
+        """Step the shares, and gather them to all processes."""
+        pairs = [(parameter, share) for parameter, share in self.pairs if parameter.grad is not None]
         try:
-            for parameter, share in moved:
+            for parameter, share in pairs:
                 share.grad = _dtensor(_rows(parameter.grad, self.mesh), share)
             with self.stepped(optimizer):
                 plain_step(optimizer)
         finally:
-            for _, share in moved:
+            for _, share in pairs:
                 share.grad = None
-        for pieces in _pieces(moved):
-            _gather(pieces, self.mesh)
+        for bucket in _buckets([parameter for parameter, _ in pairs]):
+            _gather(bucket, self.mesh)
 
 
 # -- shares -----------------------------------------------------------------------------------------------------------
 def _rows(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A view of this process' rows; of a number, the first process has it."""
+    """A view of this process' rows. A scalar belongs to the first process."""
     rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
     each = -(-len(rows) // mesh.size())
     return rows[mesh.get_local_rank() * each : (mesh.get_local_rank() + 1) * each]
@@ -104,10 +107,10 @@ def _rows(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 def _share(parameter: Tensor, mesh: DeviceMesh) -> nn.Parameter:
     shape = tuple(parameter.shape) or (1,)
     strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    made = DTensor.from_local(
+    share = DTensor.from_local(
         _rows(parameter.detach(), mesh), mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=strides
     )
-    return nn.Parameter(made, requires_grad=parameter.requires_grad)
+    return nn.Parameter(share, requires_grad=parameter.requires_grad)
 
 
 def _dtensor(rows: Tensor, like: Any) -> DTensor:
@@ -116,36 +119,36 @@ def _dtensor(rows: Tensor, like: Any) -> DTensor:
     )
 
 
-def _pieces(moved: Sequence[tuple[Tensor, nn.Parameter]]) -> list[list[tuple[Tensor, nn.Parameter]]]:
-    """Those of one dtype and device together, up to so many bytes."""
-    found: list[list[tuple[Tensor, nn.Parameter]]] = []
+def _buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The parameters in buckets with one dtype and device each."""
+    buckets: list[list[Tensor]] = []
     size = 0
-    for parameter, share in sorted(moved, key=lambda one: (str(one[0].dtype), str(one[0].device))):
-        last = found[-1][0][0] if found else None
-        alike = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
-        if not alike or size + parameter.nbytes > BUCKET_BYTES:
-            found.append([])
+    for parameter in sorted(parameters, key=lambda parameter: (str(parameter.dtype), str(parameter.device))):
+        last = buckets[-1][0] if buckets else None
+        fits = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
+        if not fits or size + parameter.nbytes > BUCKET_BYTES:
+            buckets.append([])
             size = 0
-        found[-1].append((parameter, share))
+        buckets[-1].append(parameter)
         size += parameter.nbytes
-    return found
+    return buckets
 
 
-def _gather(pieces: list[tuple[Tensor, nn.Parameter]], mesh: DeviceMesh) -> None:
-    """One gather of the rows of these parameters, in which every process sends as much as the first."""
-    count, first = mesh.size(), pieces[0][0]
-    sizes = [-(-max(1, len(p) if p.dim() else 1) // count) * (p[0].numel() if p.dim() else 1) for p, _ in pieces]
-    sent = first.new_zeros(sum(sizes))
-    for (parameter, _), place in zip(pieces, sent.split(sizes), strict=True):
-        mine = _rows(parameter, mesh)
-        place[: mine.numel()].copy_(mine.reshape(-1))
-    got = gather_flat(sent, mesh.get_group()).view(count, -1)
-    for (parameter, _), parts in zip(pieces, got.split(sizes, 1), strict=True):
+def _gather(bucket: list[Tensor], mesh: DeviceMesh) -> None:
+    """All-gather the rows of these parameters at once; every process sends as many bytes as the first."""
+    count = mesh.size()
+    sizes = [-(-max(1, len(p) if p.dim() else 1) // count) * (p[0].numel() if p.dim() else 1) for p in bucket]
+    sent = bucket[0].new_zeros(sum(sizes))
+    for parameter, target in zip(bucket, sent.split(sizes), strict=True):
+        rows = _rows(parameter, mesh)
+        target[: rows.numel()].copy_(rows.reshape(-1))
+    gathered = gather_flat(sent, mesh.get_group()).view(count, -1)
+    for parameter, parts in zip(bucket, gathered.split(sizes, 1), strict=True):
         parameter.copy_(parts.reshape(-1)[: parameter.numel()].view(parameter.shape))
 
 
 def _with_shares(name: str, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-    """A method of the optimizer's class while the shares are what it steps."""
+    """Call a method of the optimizer's class while its groups have the shares."""
     with getattr(optimizer, SHARES).stepped(optimizer):
-        found = getattr(type(optimizer), name)(optimizer, *args, **kwargs)
-        return list(found) if isinstance(found, Iterator) else found
+        result = getattr(type(optimizer), name)(optimizer, *args, **kwargs)
+        return list(result) if isinstance(result, Iterator) else result

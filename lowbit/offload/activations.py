@@ -1,8 +1,8 @@
-"""What autograd keeps for backward, moved to host memory or to files until backward needs it.
+"""Offload of activations, which autograd saves for backward, to host memory or files.
 
-A tensor is moved as soon as autograd alone holds its storage. So what lives anyway (parameters, batches, outputs that
-the caller keeps, the last activations, which backward needs first) stays where it is, and nobody can write to what is
-moved. A storage is moved once, however many tensors are views of it.
+A tensor is offloaded when only autograd holds its storage. So tensors with other references are not offloaded
+(parameters, batches, outputs that the caller keeps, the last activations, which backward needs first), and no code can
+write to an offloaded tensor. A storage is offloaded once, however many tensors are views of it.
 """
 
 from __future__ import annotations
@@ -27,38 +27,57 @@ from lowbit.torch_private import FakeTensor, pop_saved_tensors_hooks, push_saved
 
 __all__ = ["Offloading", "offload_activations", "unmodified"]
 
-#: How many storages come back before backward asks for them, how far back they are looked for, and how many that it
-#: has asked for stay in memory for other views.
+#: Number of storages that are prefetched, how many earlier ones are searched for them, and how many used ones stay in
+#: memory for other views.
 _AHEAD, _REACH, _RECENT = 2, 16, 8
 
 
 def offload_activations(
     to: str | os.PathLike[str] = "cpu", *, min_bytes: int = 1 << 16, budget: int | str | None = None
 ) -> Offloading:
-    """A context in which the activations of forward are kept in ``to`` until backward, which may come after it.
+    """A context that offloads activations of the forward pass until the backward pass needs them.
 
-    ``to``: ``"cpu"``, pinned memory of the host, for tensors on CUDA devices; or a directory, for tensors on the CPU
-    too. ``min_bytes``: the least size of a storage that is moved. ``budget``: the most that may be in ``to`` at a
-    time, in bytes or as ``"100GB"``. Losses and gradients keep their bits. Inputs that checkpoints keep are moved as
-    well. Tensors that something else holds are not moved. The context may be entered for every step; ``print`` of it
-    says what was moved, and how long the caller waited for copies. Files lie in a directory ``lowbit-offload-PID-...``,
-    and are gone with the graph; those of a killed process go when the next context is made for the same directory.
+    The backward pass may run after the context. Losses and gradients are bit-identical. The inputs that checkpoints
+    save are offloaded as well. Tensors with other references are not offloaded. The context may be reused for every
+    step; ``print`` it to see the bytes moved and the time spent waiting for copies.
 
-    Raises ValueError for arguments that do not fit; in forward OSError, before anything is lost, where the budget
-    or the disk is exhausted; in backward RuntimeError for a tensor that was modified in place, as torch does.
+    Files are in a directory ``lowbit-offload-PID-...`` and are removed with the graph. Files of a killed process are
+    removed by the next context for the same directory.
+
+    Args:
+        to: ``"cpu"``, pinned host memory, for tensors on CUDA devices; or a directory, for tensors on the CPU too.
+        min_bytes: Smallest storage to offload, in bytes.
+        budget: Limit for ``to``, in bytes or as ``"100GB"``; None for no limit.
+
+    Returns:
+        The context, an ``Offloading``.
+
+    Raises:
+        ValueError: An argument is invalid.
+        OSError: In forward, the budget or the disk is exhausted. Nothing is lost.
+        RuntimeError: In backward, a tensor was modified in place, as in torch.
+
     Source: torch.autograd.graph.save_on_cpu, which copies every saved tensor at once.
 
+    Example:
         with lowbit.memory.offload_activations("/scratch", budget="100GB"):
             loss = model(batch).sum()
         loss.backward()
     """
     if not is_bytes(min_bytes):
-        raise ValueError(f"memory.offload_activations: min_bytes is a number of bytes, got {min_bytes!r}; 0 moves all")
+        raise ValueError(
+            f"memory.offload_activations: min_bytes is a number of bytes, got {min_bytes!r}; 0 offloads all"
+        )
     return Offloading(find_target(to, budget), min_bytes)
 
 
 class Offloading:
-    """What ``offload_activations`` returns: a context, and the traffic of all its steps."""
+    """The context of ``offload_activations``, with the traffic of all its steps.
+
+    Attributes:
+        target: The offload target.
+        min_bytes: Smallest storage to offload, in bytes.
+    """
 
     def __init__(self, target: Target, min_bytes: int) -> None:
         self.target, self.min_bytes = target, max(min_bytes, 1)
@@ -71,7 +90,7 @@ class Offloading:
 
     @property
     def traffic(self) -> Any:
-        """Bytes moved and seconds waited so far, a ``Traffic``."""
+        """Bytes moved and seconds waited so far, a ``lowbit.storage.traffic.Traffic``."""
         return self.target.traffic
 
     def __str__(self) -> str:
@@ -89,11 +108,11 @@ class Offloading:
 
     # -- forward -----------------------------------------------------------------------------------------------------
     def _pack(self, tensor: Tensor) -> Tensor | _Saved:
-        if _lives_anyway(tensor) or not _is_plain(tensor) or tensor.untyped_storage().nbytes() < self.min_bytes:
+        if _is_leaf(tensor) or not _is_plain(tensor) or tensor.untyped_storage().nbytes() < self.min_bytes:
             return tensor
         if not self.target.serves(tensor.device):
             if tensor.device.type == "cpu":
-                _say_nothing_moves()
+                _warn_of_cpu()
             return tensor
         with self._guard:
             key = tensor.untyped_storage()._cdata
@@ -104,7 +123,7 @@ class Offloading:
             return _Saved(storage, tensor)
 
     def _move_free(self) -> None:
-        """Move what nothing but autograd holds by now."""
+        """Offload the storages that only autograd holds by now."""
         with self._guard:
             for key, storage in list(self._waiting.items()):
                 if storage.is_free():
@@ -115,13 +134,13 @@ class Offloading:
 
     # -- backward ----------------------------------------------------------------------------------------------------
     def _prefetch(self, number: int) -> None:
-        """Begin to bring back what was moved before, which backward needs next."""
-        found = (self._moved.get(n) for n in range(number - 1, max(number - _REACH, 0) - 1, -1))
-        for storage in itertools.islice((s for s in found if s is not None and s.raw is None), _AHEAD):
+        """Start loading the storages that were offloaded just before, which backward needs next."""
+        earlier = (self._moved.get(n) for n in range(number - 1, max(number - _REACH, 0) - 1, -1))
+        for storage in itertools.islice((s for s in earlier if s is not None and s.raw is None), _AHEAD):
             storage.start()
 
     def _loaded(self, storage: _Storage) -> None:
-        """Of what has come back, only the latest stays."""
+        """Free the loaded storages except the most recent ones."""
         self._recent.append(weakref.ref(storage))
         while len(self._recent) > _RECENT:
             old = self._recent.popleft()()
@@ -134,37 +153,37 @@ def _unpack(saved: Tensor | _Saved) -> Tensor:
 
 
 class _Storage:
-    """A storage that autograd keeps. First the tensors of ``saved`` hold it, after ``move`` it is parked."""
+    """A storage that autograd saves. First the tensors of ``saved`` hold it; after ``move`` it is parked."""
 
     def __init__(self, context: Offloading) -> None:
         self.context, self.number = context, -1
         self.saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
         self.parked: Parked | None = None
-        self.raw: Tensor | None = None  # once it has come back
+        self.raw: Tensor | None = None  # after loading
 
     def is_free(self) -> bool:
-        """Whether nothing but autograd holds it, and nothing has been written to it: that is found in backward."""
-        kept = [(saved.kept, saved.version) for saved in self.saved if saved.kept is not None]
-        if any(tensor._version != version for tensor, version in kept):
+        """Whether only autograd holds it. A storage that was written to stays, so that backward raises."""
+        pairs = [(saved.detached, saved.version) for saved in self.saved if saved.detached is not None]
+        if any(tensor._version != version for tensor, version in pairs):
             return False
-        tensors = [tensor for tensor, _ in kept]
-        del kept
+        tensors = [tensor for tensor, _ in pairs]
+        del pairs
         return bool(tensors) and storage_holders(tensors[0]) == _ALONE - 1 + len(tensors)
 
     def move(self) -> None:
-        """Begin to move it away; where that raises, it stays."""
-        kept = next(saved.kept for saved in self.saved if saved.kept is not None)
-        target = self.context._imagined if isinstance(kept, FakeTensor) else self.context.target
-        self.parked = target.park(_raw(kept))
+        """Start to offload it. If that raises, it stays in memory."""
+        tensor = next(saved.detached for saved in self.saved if saved.detached is not None)
+        target = self.context._imagined if isinstance(tensor, FakeTensor) else self.context.target
+        self.parked = target.park(_raw(tensor))
         for saved in self.saved:
-            saved.kept = None
+            saved.detached = None
 
     def start(self) -> None:
         if self.parked is not None:
             self.parked.start()
 
     def bytes(self) -> Tensor:
-        """All its bytes, in memory again."""
+        """All its bytes, loaded again."""
         with self.context._guard:
             assert self.parked is not None
             if self.raw is None:
@@ -181,25 +200,24 @@ class _Storage:
 
 
 class _Saved:
-    """One tensor that autograd keeps: the tensor, until its storage is moved, then where it lies in the storage."""
+    """One tensor that autograd saves: the tensor until its storage is offloaded, then its layout in the storage."""
 
     def __init__(self, storage: _Storage, tensor: Tensor) -> None:
         self.storage, self.version = storage, tensor._version
-        self.kept: Tensor | None = tensor.detach()
+        self.detached: Tensor | None = tensor.detach()
         self.layout = (tensor.size(), tensor.stride(), tensor.storage_offset())
         self.dtype = tensor.dtype
         storage.saved.add(self)
 
     def tensor(self) -> Tensor:
-        kept = self.kept
-        if kept is None:
-            raw = self.storage.bytes()
-            return raw.view(self.dtype).as_strided(*self.layout)
-        return unmodified(kept, self.version)
+        detached = self.detached
+        if detached is None:
+            return self.storage.bytes().view(self.dtype).as_strided(*self.layout)
+        return unmodified(detached, self.version)
 
 
 def unmodified(tensor: Tensor, version: int) -> Tensor:
-    """A tensor that a hook keeps for backward. Raises RuntimeError where it has changed, as torch does by itself."""
+    """Return a tensor that a hook saved for backward. Raise RuntimeError if it was modified, as torch does."""
     if tensor._version != version:
         raise RuntimeError(
             f"one of the variables needed for gradient computation has been modified by an inplace operation: a "
@@ -209,15 +227,15 @@ def unmodified(tensor: Tensor, version: int) -> Tensor:
     return tensor
 
 
-# -- what is moved -----------------------------------------------------------------------------------------------------
-def _lives_anyway(tensor: Tensor) -> bool:
-    """Whether it is a parameter, another leaf that gradients are for, or a view of one."""
+# -- supported tensors -------------------------------------------------------------------------------------------------
+def _is_leaf(tensor: Tensor) -> bool:
+    """Whether it is a parameter, another leaf that requires a gradient, or a view of one."""
     root = tensor if tensor._base is None else tensor._base
     return isinstance(root, nn.Parameter) or (root.is_leaf and root.requires_grad)
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its numbers are those of its storage: no subclass, no sparse one, nothing that is conjugated later."""
+    """Whether its values can be restored from its storage: no subclass, not sparse, no lazy conjugation."""
     return (
         type(tensor) in (Tensor, FakeTensor)
         and tensor.layout is torch.strided
@@ -229,7 +247,7 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-#: What ``_holders`` says of a storage that one tensor holds.
+#: The result of ``storage_holders`` if one tensor holds the storage.
 _ALONE = storage_holders(torch.empty(1))
 
 
@@ -240,8 +258,8 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 @functools.cache
-def _say_nothing_moves() -> None:
+def _warn_of_cpu() -> None:
     user_warnings.warn(
-        'memory.offload_activations("cpu"): the tensors are on the CPU already, so nothing is moved; give a directory '
-        "to keep them in files"
+        'memory.offload_activations("cpu"): the tensors are on the CPU already, so nothing is offloaded; give a '
+        "directory to offload them to files"
     )

@@ -1,4 +1,4 @@
-"""Blocks whose parameters are in memory only while they compute: models larger than it.
+"""Streaming of blocks for models larger than memory: a block's parameters are loaded only while it computes.
 
 Source: Ren et al., "ZeRO-Infinity", arXiv 2104.07857, section 5; here a block's tensors move together.
 """
@@ -33,63 +33,78 @@ from lowbit.torch_private import FakeTensor, after_backward, graph_task, saved_t
 
 __all__ = ["LEAST", "is_streamed", "stream_blocks_", "unstream_"]
 
-#: Smaller tensors stay where they are.
+#: Tensors with fewer bytes are not streamed.
 LEAST = 4096
 
 
 def stream_blocks_(
     model: nn.Module, to: str | os.PathLike[str] = "cpu", blocks: Iterable[nn.Module] | None = None
 ) -> Report:
-    """Keep the parameters and buffers of each block (``blocks``, or those of ``find_blocks``) in ``to``, in place.
+    """Stream the parameters and buffers of each block from host memory or files, in place.
 
-    On a CUDA device a block's tensors are copied from ``to``, ``"cpu"`` (pinned memory) or a directory, before its
-    forward and its backward, the next block's on a stream of their own meanwhile, and freed after it. Between calls
-    they are CPU tensors, and so are their gradients: an optimizer steps them on the CPU. On the CPU ``to`` is a
-    directory, in whose files the tensors are mapped, and whose pages are dropped after use.
+    On a CUDA device, a block's tensors are copied to it before its forward and its backward, and freed afterwards. The
+    next block's tensors are prefetched on another stream. Between calls the tensors and their gradients are on the CPU,
+    so the optimizer steps there. On the CPU, the tensors are mapped from files, and their pages are dropped after use.
 
-    Results keep their bits. Names, ``state_dict`` and optimizers work as before; gradients of parameters stay in
-    memory, unless ``lowbit.optim.offload_(..., gradients=True)`` moves them. Tensors of less than 4 KiB stay,
-    as do those that something outside of the block shares. torch.compile leaves the blocks out of its graphs. Files
-    belong to this process: save the model with ``state_dict`` or ``lowbit.save_model``.
+    Results are bit-identical. Names, ``state_dict`` and optimizers work as before. Gradients of parameters stay in
+    memory unless ``lowbit.optim.offload_(..., gradients=True)`` offloads them. Tensors smaller than 4 KiB are not
+    streamed, nor tensors that share memory with a module outside the block. torch.compile leaves the blocks out of its
+    graphs. Files belong to this process: save the model with ``state_dict`` or ``lowbit.save_model``.
 
-    The bytes after in the report are those that stay in memory between calls.
-    Raises ValueError for a model without blocks, one that is streamed already, one on the meta device, and ``"cpu"``
-    for one that is on the CPU; TypeError for what is no module; OSError, with the model untouched, where the disk has
-    no room.
+    Args:
+        model: The model.
+        to: ``"cpu"``, pinned host memory, for models on CUDA devices; or a directory.
+        blocks: Modules of the model. Default: ``find_blocks`` of the model.
+
+    Returns:
+        A Report; its bytes after are the bytes that stay in memory between calls.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: The model has no blocks, is streamed already, is on the meta device or has DTensors.
+        ValueError: ``to="cpu"`` and the model is on the CPU.
+        OSError: The disk is full. The model has not changed.
     """
     check_model(model)
-    chosen = list(dict.fromkeys(find_blocks(model) if blocks is None else blocks))
+    units = list(dict.fromkeys(find_blocks(model) if blocks is None else blocks))
     names = {id(module): name for name, module in model.named_modules()}
-    if not chosen or not all(id(block) in names for block in chosen):
+    if not units or not all(id(block) in names for block in units):
         raise ValueError(
             f"memory.stream_blocks_: expected blocks that are modules of the model, "
-            f"{'got others' if chosen else f'found none in {type(model).__name__}'}; pass blocks=[...], taken from it"
+            f"{'got others' if units else f'found none in {type(model).__name__}'}; pass blocks=[...], taken from it"
         )
     if is_streamed(model):
         raise ValueError("memory.stream_blocks_: the model is streamed already; call lowbit.memory.unstream_ first")
     if any(hasattr(parameter, "placements") for parameter in model.parameters()):
         raise ValueError(refusal("stream dtensor", "memory.stream_blocks_"))
     _require_data(model)
-    tensors = [_movable(model, block) for block in chosen]
-    if to == "cpu" and any(t.device.type == "cpu" for found in tensors for t in found):
+    tensors = [_movable(model, block) for block in units]
+    if to == "cpu" and any(t.device.type == "cpu" for block_tensors in tensors for t in block_tensors):
         raise ValueError(
-            'memory.stream_blocks_: to="cpu" is for models on CUDA devices, and this one is on the CPU; give a '
+            'memory.stream_blocks_: to="cpu" is for models on CUDA devices, but this one is on the CPU; give a '
             "directory"
         )
     files = None if to == "cpu" else ScratchDirectory(to)
-    stream = _Stream([_kind(found)(found, files) for found in tensors])
-    for index, block in enumerate(chosen):
+    stream = _Stream([_storage_class(block_tensors)(block_tensors, files) for block_tensors in tensors])
+    for index, block in enumerate(units):
         stream.blocks[index].attach()
         wrap(block, Streamed(stream, index))
     stream.evict_all()
-    report = report_on("memory.stream_blocks_", model, {names[id(block)]: block for block in chosen}, "streamed")
+    report = report_on("memory.stream_blocks_", model, {names[id(block)]: block for block in units}, "streamed")
     return _without(report, "bytes_after", stream.blocks)
 
 
 def unstream_(model: nn.Module) -> Report:
-    """Undo ``stream_blocks_``, in place: all tensors are in memory, on their device. Other models stay as they are.
+    """Undo ``stream_blocks_``, in place: all tensors are in memory again, on their device.
 
-    Raises ValueError, with the model untouched, where a forward has been replaced since.
+    Args:
+        model: The model. One that is not streamed does not change.
+
+    Returns:
+        A Report; its bytes before are the bytes that were in memory between calls.
+
+    Raises:
+        ValueError: Something has replaced the forward of a block since. The model has not changed.
     """
     check_model(model)
     removed = unwrap_all(model, "memory.unstream_", Streamed)
@@ -103,15 +118,12 @@ def unstream_(model: nn.Module) -> Report:
 
 
 def _without(report: Report, side: str, blocks: Iterable[_Mapped | _Copied]) -> Report:
-    """``report``, in which one side, ``bytes_before`` or ``bytes_after``, is without what blocks keep in ``to``.
-
-    A block's tensors are in memory only while it computes.
-    """
-    away = [sum(tensor.nbytes for tensor in block.tensors) for block in blocks]
+    """Subtract the streamed tensors of blocks from one side of the report, ``bytes_before`` or ``bytes_after``."""
+    sizes = [sum(tensor.nbytes for tensor in block.tensors) for block in blocks]
     rows = tuple(
-        replace(row, **{side: getattr(row, side) - size}) for row, size in zip(report.layers, away, strict=True)
+        replace(row, **{side: getattr(row, side) - size}) for row, size in zip(report.layers, sizes, strict=True)
     )
-    return replace(report, layers=rows, **{side: getattr(report, side) - sum(away)})
+    return replace(report, layers=rows, **{side: getattr(report, side) - sum(sizes)})
 
 
 def is_streamed(model: nn.Module) -> bool:
@@ -123,53 +135,53 @@ WITHOUT_ESTIMATE["stream estimate"] = is_streamed
 
 
 def _require_data(model: nn.Module) -> None:
-    """Raises ValueError where tensors of ``model`` have shapes alone."""
+    """Raise ValueError if tensors of ``model`` are fake or on the meta device."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, FakeTensor):
             raise ValueError(refusal("stream estimate", "memory.stream_blocks_"))
         if tensor.device.type == "meta":
             raise ValueError(
-                f"memory.stream_blocks_: expected weights with data, and {name!r} is on the meta device; load them "
+                f"memory.stream_blocks_: expected weights with data, but {name!r} is on the meta device; load them "
                 f"first (lowbit.load_model, or model.to_empty(device=...) and load_state_dict)"
             )
 
 
 def _movable(model: nn.Module, block: nn.Module) -> list[Tensor]:
-    """The tensors of a block whose numbers are those of no other tensor, each once."""
-    inside = list({id(t): t for t in (*block.parameters(), *block.buffers())}.values())
-    mine = {id(module) for module in block.modules()}
-    others = [module for module in model.modules() if id(module) not in mine]
-    outside = {storage(t) for m in others for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))}
-    alone = _alone(inside)
+    """The tensors of a block that share no memory with another tensor, each once."""
+    tensors = list({id(t): t for t in (*block.parameters(), *block.buffers())}.values())
+    inside = {id(module) for module in block.modules()}
+    outside_modules = [module for module in model.modules() if id(module) not in inside]
+    outside = {storage(t) for m in outside_modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))}
+    separate = _separate(tensors)
     return [
         tensor
-        for tensor in inside
+        for tensor in tensors
         if type(tensor) in (Tensor, nn.Parameter)
         and tensor.nbytes >= LEAST
-        and id(tensor) in alone
+        and id(tensor) in separate
         and storage(tensor) not in outside
     ]
 
 
-def _alone(tensors: list[Tensor]) -> set[int]:
-    """The ``id`` of tensors that overlap with no other one; views of one storage may lie side by side."""
+def _separate(tensors: list[Tensor]) -> set[int]:
+    """The ``id`` of tensors that overlap with no other one, including disjoint views of one storage."""
     by_storage: dict[int, list[Tensor]] = {}
     for tensor in tensors:
         by_storage.setdefault(storage(tensor), []).append(tensor)
-    found: set[int] = set()
+    separate: set[int] = set()
     for views in by_storage.values():
         if len(views) > 1:
             views.sort(key=Tensor.data_ptr)
             apart = all(a.data_ptr() + a.nbytes <= b.data_ptr() for a, b in pairwise(views))
             if not apart or not all(view.is_contiguous() for view in views):
                 continue
-        found.update(map(id, views))
-    return found
+        separate.update(map(id, views))
+    return separate
 
 
 # -- the tensors of a block --------------------------------------------------------------------------------------------
 class _Mapped:
-    """Tensors on the CPU, mapped from files: the system reads them as they are used."""
+    """CPU tensors that are mapped from files: the system reads them when they are used."""
 
     def __init__(self, tensors: list[Tensor], files: ScratchDirectory | None) -> None:
         assert files is not None
@@ -185,7 +197,7 @@ class _Mapped:
             read_ahead(tensor)
 
     def load(self) -> None:
-        """Use is what loads them."""
+        """Nothing to do: the system loads pages on access."""
 
     def evict(self) -> None:
         for tensor in self.tensors:
@@ -197,15 +209,15 @@ class _Mapped:
 
 
 class _Copied:
-    """Tensors of a device, which are CPU tensors but between ``load`` and ``evict``.
+    """Tensors that are on the CPU except between ``load`` and ``evict``, when they are on their device.
 
-    Their gradients are on the CPU too, where those of several backward passes add up.
+    Their gradients are on the CPU too, and accumulate there.
     """
 
     def __init__(self, tensors: list[Tensor], files: ScratchDirectory | None) -> None:
         self.tensors, self.files = tensors, files
         self.devices = [tensor.device for tensor in tensors]
-        self.copies: list[Tensor] | None = None  # on the device, or on their way there
+        self.copies: list[Tensor] | None = None  # on the device; the copy may still be running
         self.loaded = False
         self.homes = [_filled(self._home(tensor), tensor) for tensor in tensors]
         self.versions = [0 for _ in tensors]
@@ -223,7 +235,7 @@ class _Copied:
         return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
 
     def start(self) -> None:
-        """Begin to copy them to the device."""
+        """Start copying them to the device."""
         if self.copies is not None:
             return
         with torch.no_grad():
@@ -250,7 +262,7 @@ class _Copied:
         if self.loaded:
             for index, (tensor, home) in enumerate(zip(self.tensors, self.homes, strict=True)):
                 if tensor._version != self.versions[index]:
-                    home.copy_(tensor)  # statistics of a norm
+                    home.copy_(tensor)  # such as running statistics of a BatchNorm
                 gradient, before = tensor.grad, self.gradients[index]
                 tensor.grad, self.gradients[index] = None, None
                 tensor.data = home
@@ -269,9 +281,9 @@ class _Copied:
             tensor.grad = None if gradient is None else gradient.to(device)
 
     def owner(self, tensor: Tensor) -> int | None:
-        """The number of the loaded tensor whose storage this is."""
+        """Index of the loaded tensor with the same storage."""
         key = storage(tensor)
-        return next((i for i, mine in enumerate(self.tensors) if self.loaded and storage(mine) == key), None)
+        return next((i for i, loaded in enumerate(self.tensors) if self.loaded and storage(loaded) == key), None)
 
 
 def _filled(home: Tensor, tensor: Tensor) -> Tensor:
@@ -279,7 +291,7 @@ def _filled(home: Tensor, tensor: Tensor) -> Tensor:
     return home
 
 
-def _kind(tensors: list[Tensor]) -> type[_Mapped] | type[_Copied]:
+def _storage_class(tensors: list[Tensor]) -> type[_Mapped] | type[_Copied]:
     return _Mapped if all(tensor.device.type == "cpu" for tensor in tensors) else _Copied
 
 
@@ -292,22 +304,22 @@ def _copied(home: Tensor, device: torch.device) -> Tensor:
 
 # -- the order of blocks -----------------------------------------------------------------------------------------------
 class _Stream:
-    """The blocks of a model, of which a few are in memory."""
+    """The blocks of a model; the resident ones are in memory."""
 
     def __init__(self, blocks: list[_Mapped | _Copied]) -> None:
         self.blocks, self.resident = blocks, list[int]()
-        self.backward = -1  # the one at whose end all are evicted
+        self.backward = -1  # graph task of the running backward pass; all blocks are evicted at its end
 
     def use(self, index: int, direction: int) -> None:
-        """Load block ``index``, begin to load the one that comes after it in this direction, evict the others."""
+        """Load block ``index``, prefetch the next one in this direction, and evict the rest."""
         following = index + direction
-        wanted = [index, following] if 0 <= following < len(self.blocks) else [index]
-        for other in [other for other in self.resident if other not in wanted]:
-            self.blocks[other].evict()
+        needed = [index, following] if 0 <= following < len(self.blocks) else [index]
+        for unneeded in [number for number in self.resident if number not in needed]:
+            self.blocks[unneeded].evict()
         self.blocks[index].load()
-        for other in wanted[1:]:
-            self.blocks[other].start()
-        self.resident = wanted
+        for number in needed[1:]:
+            self.blocks[number].start()
+        self.resident = needed
 
     def evict_all(self) -> None:
         for block in self.blocks:
@@ -315,16 +327,16 @@ class _Stream:
         self.resident = []
 
     def before_backward(self, index: int, _: Tensor) -> None:
-        """A hook of the block's outputs, whose gradients are there."""
+        """A gradient hook of the block's outputs."""
         running = graph_task()
         if self.backward != running:
             self.backward = running
             after_backward(self.evict_all)
         self.use(index, -1)
 
-    # -- weights that autograd keeps ---------------------------------------------------------------------------------
+    # -- weights that autograd saves ---------------------------------------------------------------------------------
     def pack(self, block: _Copied, outer: Any, tensor: Tensor) -> Any:
-        """A loaded weight is kept as its number and what view of it; anything else as the hooks outside keep it."""
+        """Save a loaded weight as its index and layout, anything else by the ``outer`` hooks."""
         number = block.owner(tensor)
         if number is not None:
             layout = (tensor.size(), tensor.stride(), tensor.storage_offset())
@@ -334,7 +346,7 @@ class _Stream:
         return partial(outer[1], outer[0](tensor))
 
     def _weight(self, block: _Copied, number: int, version: int, dtype: torch.dtype, layout: tuple[Any, ...]) -> Tensor:
-        if not block.loaded:  # as it is where no gradient of the block's output is asked for
+        if not block.loaded:  # no hook has run if no gradient of the block's output is needed
             block.load()
             self.resident.append(self.blocks.index(block))
         return unmodified(block.tensors[number], version).detach().view(dtype).as_strided(*layout)
@@ -342,7 +354,7 @@ class _Stream:
 
 @dataclass(eq=False)
 class Streamed(Wrapper):
-    """A block, by its number."""
+    """The wrapper of block ``index``."""
 
     stream: _Stream
     index: int
@@ -354,7 +366,7 @@ class Streamed(Wrapper):
         tensors = self.stream.blocks[self.index]
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if isinstance(tensors, _Mapped):  # autograd keeps addresses, which stay
+        if isinstance(tensors, _Mapped):  # the tensors that autograd saves stay valid
             output = forward(*args, **kwargs)
         else:
             outer = saved_tensors_hooks()

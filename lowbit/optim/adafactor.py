@@ -108,7 +108,7 @@ class Adafactor(Optimizer):
         weight = float(matrix.squares(matrix.of(weights), (0,))[0].sum() / count) ** 0.5
         lr = float(group["lr"])
         rate = max(group["eps"][1], weight) * min(lr, step**-0.5)
-        moments = {name: kept for name, kept in work.layout.moments.items() if name != "variance"}
+        moments = {name: storage for name, storage in work.layout.moments.items() if name != "variance"}
         if factors:
             update = direction(work, update, moments, factors)
         grad = update.view(work.param.shape)

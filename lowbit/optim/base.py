@@ -256,7 +256,7 @@ class Optimizer(StatefulOptimizer):
         return loss
 
     def advance(self, indices: Iterable[tuple[dict[str, Any], int]]) -> None:
-        """Step those of the given parameters that have a gradient. Each is given by its group and index in it."""
+        """Step the parameters at these indices of groups, if they have a gradient."""
         chosen: dict[int, tuple[dict[str, Any], list[int]]] = {}
         for group, index in indices:
             chosen.setdefault(id(group), (group, []))[1].append(index)

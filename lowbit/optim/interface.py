@@ -43,7 +43,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return states
 
     def to_torch(self, param: Tensor, states: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The ``replicated`` states, converted to those of the torch optimizer."""
+        """The ``replicated`` states, converted to states of the torch optimizer."""
         return states
 
     def stored_states(self) -> Iterator[tuple[str, Tensor, dict[str, Storage]]]:

@@ -52,9 +52,9 @@ class Remainder:
     """The bits of fp32 weights that 16-bit parameters lack, until an optimizer stores them.
 
     Attributes:
-        bits: The fp32 bit pattern of the weight minus that of the parameter, without signs, in the full parameter's
-            shape. For bf16, int8 in units of 256, as with ``master="residual"``. For fp16, int16 in units of 1. None
-            after an optimizer took them.
+        bits: Bit pattern of the fp32 weight minus pattern of the parameter in fp32, without signs, in the shape of the
+            full parameter. For bf16, int8 in units of 256, as with ``master="residual"``. For fp16, int16 in units of
+            1. None after an optimizer took them.
     """
 
     bits: Tensor | None

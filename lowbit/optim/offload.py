@@ -1,6 +1,6 @@
-"""States of any optimizer in host memory or in files, and gradients too: parameters step a few at a time.
+"""Offload of any optimizer's states and gradients to host memory or files.
 
-Source: Ren et al., "ZeRO-Offload", arXiv 2101.06840, and "ZeRO-Infinity", arXiv 2104.07857, whose states go to disk.
+Source: Ren et al., "ZeRO-Offload", arXiv 2101.06840, and "ZeRO-Infinity", arXiv 2104.07857, for states on disk.
 """
 
 from __future__ import annotations
@@ -26,44 +26,53 @@ from lowbit.torch_private import FakeTensor
 
 __all__ = ["CHUNK_BYTES", "LEAST_BYTES", "OFFLOADED", "clip_grad_norm_", "offload_", "unoffload_"]
 
-#: Parameters step together up to this many bytes of them, so that small ones cost no step each.
+#: Parameters step together up to this many bytes, so that small ones need no step each.
 CHUNK_BYTES = 16 << 20
-#: States of fewer bytes stay where they are.
+#: States with fewer bytes are not offloaded.
 LEAST_BYTES = 4096
-#: The attribute of an optimizer that says what is offloaded.
+#: The attribute of an optimizer with its ``_Offload``.
 OFFLOADED = "_lowbit_offload"
 
 _Any = TypeVar("_Any", bound=torch.optim.Optimizer)
-_Place = tuple[dict[str, Any], int]
+_Slot = tuple[dict[str, Any], int]
 
 
 def offload_(optimizer: _Any, to: str | os.PathLike[str] = "cpu", gradients: bool = False) -> _Any:
-    """Keep the states of ``optimizer``, masters too, in ``to``; it stays the same object, and is returned.
+    """Offload the states of ``optimizer``, with master weights, to host memory or files.
 
-    ``to``: ``"cpu"``, pinned memory of the host, for parameters on CUDA devices; or a directory, in whose files
-    states are mapped into memory. A step brings the states of a few parameters at a time to their device, and has the
-    bits that it has without. Schedulers, clipping, accumulation, ``zero_grad``, ``add_param_group``, ``state_dict`` and
-    ``load_state_dict`` work as before; hooks of steps run once a step.
+    A step loads the states of a few parameters at a time, and is bit-identical to the step without offload.
+    Schedulers, clipping, gradient accumulation, ``zero_grad``, ``add_param_group``, ``state_dict`` and
+    ``load_state_dict`` work as before. Step hooks run once per step.
 
-    ``gradients``: they move as they appear, and add up in ``to``. In files each stays ``param.grad``. Those of
-    parameters on CUDA devices are in host memory, ``param.grad`` is None, ``step`` uses them up, ``zero_grad`` of the
-    optimizer drops them, and clipping is ``lowbit.optim.clip_grad_norm_(optimizer, ...)``; a ``LossScaler`` or
-    ``GradScaler`` raises, as it finds no gradients.
+    Files belong to this process and are removed with it. After a crash, the next call for the same directory removes
+    them. A half-written step is never read: training resumes from the last saved ``state_dict``.
 
-    Files belong to this process, and go with it. After a crash the next call for the same directory removes
-    them: a half-written step is never read, and training resumes from the last ``state_dict`` that was saved.
+    Disk space is allocated before anything moves: for all states before a step, and for all gradients when the first
+    one appears. So after an OSError for a full disk, weights and states are unchanged and the step can be repeated.
 
-    Room is made before anything moves: for all states of a step before it, for all gradients when the first appears. So
-    an OSError of a full disk leaves weights and states as they were, and the step can be made again.
+    Args:
+        optimizer: Any optimizer except LBFGS.
+        to: ``"cpu"``, pinned host memory, for parameters on CUDA devices; or a directory, whose files are mapped into
+            memory.
+        gradients: Also offload gradients, which then accumulate in ``to``. With a directory and parameters on the CPU,
+            ``param.grad`` is the mapped tensor. For parameters on CUDA devices, gradients are in host memory and
+            ``param.grad`` is None. ``step`` and ``zero_grad`` of the optimizer drop them. Clip with
+            ``lowbit.optim.clip_grad_norm_(optimizer, ...)``. A ``LossScaler`` or ``GradScaler`` raises, since it finds
+            no gradients.
 
-    Raises TypeError for what is no optimizer, for LBFGS, whose step needs all parameters at once, and for DTensors;
-    ValueError for an optimizer that is offloaded already, steps in backward, or has a ``step`` of its own, for
-    parameters on the meta device, and for ``"cpu"`` where all are on the CPU; OSError where the disk has no room.
+    Returns:
+        The same optimizer.
+
+    Raises:
+        TypeError: Not an optimizer, or LBFGS, whose step needs all parameters at once, or parameters are DTensors.
+        ValueError: The optimizer is offloaded already, steps in the backward pass, or its ``step`` was replaced.
+        ValueError: Parameters are on the meta device, or ``to="cpu"`` and all are on the CPU.
+        OSError: The disk is full.
     """
     _check(optimizer, to)
     before = vars(optimizer).get("step"), vars(optimizer).get("zero_grad")
     offload = _Offload(None if to == "cpu" else ScratchDirectory(to), gradients, before)
-    offload.make_room(optimizer, list(_places(optimizer)), "optim.offload_: the optimizer is as it was")
+    offload.allocate(optimizer, list(_slots(optimizer)), "optim.offload_: the optimizer has not changed")
     offload.park(optimizer, list(_params(optimizer)))
     setattr(optimizer, OFFLOADED, offload)
     replace_step_(optimizer, _step, "optim.offload_")
@@ -74,9 +83,15 @@ def offload_(optimizer: _Any, to: str | os.PathLike[str] = "cpu", gradients: boo
 
 
 def unoffload_(optimizer: _Any) -> _Any:
-    """Undo ``offload_``: states are beside their parameters again. An optimizer that is not offloaded stays as it is.
+    """Undo ``offload_``: move states back to the devices of their parameters.
 
-    Gradients that wait in host memory become ``param.grad``.
+    Gradients in host memory become ``param.grad``.
+
+    Args:
+        optimizer: Any optimizer. One that is not offloaded does not change.
+
+    Returns:
+        The same optimizer.
     """
     offload: _Offload | None = getattr(optimizer, OFFLOADED, None)
     if offload is None:
@@ -106,39 +121,49 @@ def unoffload_(optimizer: _Any) -> _Any:
 
 @torch.no_grad()
 def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` of an optimizer's gradients, wherever ``offload_`` has put them.
+    """``torch.nn.utils.clip_grad_norm_`` for an optimizer's gradients, offloaded or not.
 
-    Returns the norm before. On CUDA devices with ``offload_(..., gradients=True)`` it is computed on the host.
-    Raises ValueError for an optimizer that steps in the backward pass.
+    After ``offload_(..., gradients=True)`` for parameters on CUDA devices, the norm is computed on the host.
+
+    Args:
+        optimizer: Any optimizer.
+        max_norm: Upper bound of the norm.
+        norm_type: Order of the norm.
+
+    Returns:
+        The norm before clipping.
+
+    Raises:
+        ValueError: The optimizer steps in the backward pass.
     """
     if getattr(optimizer, "in_backward", False):
         raise ValueError(refusal("in_backward clip", "optim.clip_grad_norm_"))
     offload: _Offload | None = getattr(optimizer, OFFLOADED, None)
-    waiting = {} if offload is None else offload.gradients
-    given = [waiting.get(param, param.grad) for param in _params(optimizer)]
-    gradients = [gradient for gradient in given if gradient is not None]
-    if waiting:
-        torch.cuda.synchronize()  # copies to the host are under way
+    offloaded = {} if offload is None else offload.gradients
+    candidates = (offloaded.get(param, param.grad) for param in _params(optimizer))
+    gradients = [gradient for gradient in candidates if gradient is not None]
+    if offloaded:
+        torch.cuda.synchronize()  # copies to the host may be running
     norm = torch.nn.utils.get_total_norm(gradients, norm_type)
     for gradient in gradients:
         gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(gradient.device))
     return norm
 
 
-# -- what is offloaded -------------------------------------------------------------------------------------------------
+# -- offloaded tensors -------------------------------------------------------------------------------------------------
 class _Offload:
-    """Where the states of one optimizer are. ``states``: the tensors in ``to``, by parameter and name."""
+    """The offloaded states and gradients of one optimizer."""
 
     def __init__(self, files: ScratchDirectory | None, gradients: bool, before: tuple[Any, Any]) -> None:
         self.files, self.moves_gradients, self.before = files, gradients, before
-        self.states: dict[Tensor, dict[str, Tensor]] = {}
-        self.gradients: dict[Tensor, Tensor] = {}  # of parameters on CUDA devices
+        self.states: dict[Tensor, dict[str, Tensor]] = {}  # in host memory or files, by parameter and name
+        self.gradients: dict[Tensor, Tensor] = {}  # in host memory, for parameters on CUDA devices
         self.hooks: list[Any] = []
-        self.watched: dict[Tensor, Any] = {}
-        self.coming: dict[Any, dict[str, Tensor] | None] = {}  # by what parameters are alike in
+        self.watched: dict[Tensor, Any] = {}  # hooks by parameter
+        self.coming: dict[Any, dict[str, Tensor] | None] = {}  # states of the first step, by group, shape and so on
 
     def home(self, param: Tensor, name: str, like: Tensor) -> Tensor:
-        """The tensor in ``to`` of that name, made where there is none of its shape and dtype."""
+        """The offloaded tensor with this name, created if there is none with the shape and dtype of ``like``."""
         homes = self.states.setdefault(param, {})
         known = homes.get(name)
         if known is None or (known.shape, known.dtype) != (like.shape, like.dtype):
@@ -150,39 +175,39 @@ class _Offload:
         return known
 
     def moves(self, value: Any) -> bool:
-        """Whether a state gains by being in ``to``."""
+        """Whether a state is offloaded."""
         large = isinstance(value, Tensor) and value.nbytes >= LEAST_BYTES
         return large and (self.files is not None or value.device.type == "cuda")
 
-    # -- room --------------------------------------------------------------------------------------------------------
-    def make_room(
-        self, optimizer: torch.optim.Optimizer, places: list[_Place], left: str, coming: bool = False
+    # -- disk space --------------------------------------------------------------------------------------------------
+    def allocate(
+        self, optimizer: torch.optim.Optimizer, slots: list[_Slot], outcome: str, coming: bool = False
     ) -> set[Tensor]:
-        """Files for the states of these parameters, all of them or none.
+        """Create files for the states of these parameters, all or none.
 
         Args:
             optimizer: The optimizer.
-            places: Its parameters.
-            left: What an error says of the state that it leaves.
-            coming: Whether there is to be room for states that the first step will make.
+            slots: The parameters.
+            outcome: Sentence for errors that says what has changed and what to do.
+            coming: Whether to include states that the first step will create.
 
         Returns:
-            The parameters whose first step needs data, so that nobody knows what it makes.
+            The parameters whose first step needs data, so that their states are not known yet.
 
         Raises:
-            OSError: The disk has no room; nothing has changed.
+            OSError: The disk is full. Nothing has changed.
         """
         unknown: set[Tensor] = set()
         if self.files is None:
             return unknown
-        with self._all_or_none(left):
-            for group, place in places:
-                param = group["params"][place]
+        with self._all_or_none(outcome):
+            for group, index in slots:
+                param = group["params"][index]
                 states: dict[str, Any] | None = optimizer.state.get(param)
                 if not states and coming:
                     key = (id(group), param.shape, param.stride(), param.dtype, param.device)
                     if key not in self.coming:
-                        self.coming[key] = states_to_come(optimizer, group, place)
+                        self.coming[key] = states_to_come(optimizer, group, index)
                     states = self.coming[key]
                     if states is None:
                         unknown.add(param)
@@ -191,34 +216,33 @@ class _Offload:
                         self.home(param, name, like)
         return unknown
 
-    def _make_room_for_gradients(self) -> None:
-        """Files for all gradients that move. Raises OSError where the disk has no room, with nothing changed."""
-        left = "No weight has changed: drop the gradients of this backward pass (zero_grad), and make room"
-        with self._all_or_none(left):
+    def _allocate_gradients(self) -> None:
+        outcome = "No weight has changed: drop the gradients of this backward pass (zero_grad), and make room"
+        with self._all_or_none(outcome):
             for param in self.watched:
                 if param.nbytes and param.device.type == "cpu":
                     self.home(param, ".grad", param.detach())
 
     @contextmanager
-    def _all_or_none(self, left: str) -> Iterator[None]:
-        """An error inside leaves no file that was made inside. ``left``: what it says of the state that it leaves."""
+    def _all_or_none(self, outcome: str) -> Iterator[None]:
+        """After an OSError inside, remove the files that were created inside, and add ``outcome`` to the message."""
         before = {param: dict(homes) for param, homes in self.states.items()}
         try:
             yield
         except OSError as error:
-            self.states = before  # which frees the files
-            raise OSError(error.errno, f"{error.strerror}. {left}", error.filename) from error
+            self.states = before  # frees the files
+            raise OSError(error.errno, f"{error.strerror}. {outcome}", error.filename) from error
 
     # -- a step ------------------------------------------------------------------------------------------------------
     @torch.no_grad()
-    def fetch(self, optimizer: torch.optim.Optimizer, places: list[_Place]) -> None:
-        """The states and gradients of these parameters, on their devices."""
-        for group, place in places:
-            param = group["params"][place]
+    def fetch(self, optimizer: torch.optim.Optimizer, slots: list[_Slot]) -> None:
+        """Copy the states and gradients of these parameters to their devices."""
+        for group, index in slots:
+            param = group["params"][index]
             if param in self.gradients:
                 param.grad = self.gradients[param].to(param.device, non_blocking=True)
             if param.device.type == "cpu":
-                continue  # files are where a step reads and writes
+                continue  # the step works on the mapped tensors
             stream = side_stream(param.device)
             for name, value in self.states.get(param, {}).items():
                 with torch.cuda.stream(stream):
@@ -229,7 +253,7 @@ class _Offload:
 
     @torch.no_grad()
     def park(self, optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> None:
-        """Move the states of these parameters to ``to``, and let go of their pages."""
+        """Offload the states of these parameters, and drop the pages of mapped ones."""
         for param in params:
             for name, value in optimizer.state.get(param, {}).items():
                 if not self.moves(value):
@@ -250,7 +274,7 @@ class _Offload:
 
     # -- gradients ---------------------------------------------------------------------------------------------------
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have the gradients of all parameters moved, those of later groups too."""
+        """Register the hooks that offload gradients, also for parameters of groups that were added later."""
         for param in _params(optimizer) if self.moves_gradients else ():
             if param not in self.watched and param.requires_grad:
                 hook = partial(_call, weakref.WeakMethod(self._move_gradient))
@@ -272,7 +296,7 @@ class _Offload:
             param.grad = None
         elif self.files is not None and gradient.nbytes:
             if ".grad" not in self.states.get(param, {}):
-                self._make_room_for_gradients()
+                self._allocate_gradients()
             home = self.home(param, ".grad", gradient)
             if gradient is not home:
                 param.grad = home.copy_(gradient)
@@ -281,34 +305,36 @@ class _Offload:
 
 # -- the methods of an optimizer ---------------------------------------------------------------------------------------
 def _call(method: weakref.WeakMethod[Callable[[Tensor], None]], param: Tensor) -> None:
-    """A hook that keeps nothing alive: the collector does not see those that a parameter has."""
-    found = method()
-    if found is not None:
-        found(param)
+    """A hook with a weak reference, because the garbage collector does not see the hooks of a parameter."""
+    move = method()
+    if move is not None:
+        move(param)
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
     offload: _Offload | None = getattr(optimizer, OFFLOADED, None)
-    if offload is None:  # a scheduler that was made meanwhile still calls this
-        _advance(optimizer, list(_places(optimizer)))
+    if offload is None:  # a scheduler that was created before unoffload_ still calls this
+        _advance(optimizer, list(_slots(optimizer)))
         return
-    places = [place for place in _places(optimizer) if _has_gradient(offload, *place)]
-    left = "No weight and no state has changed: make room, and call step() again"
-    unknown = offload.make_room(optimizer, places, left, coming=True)
+    slots = [slot for slot in _slots(optimizer) if _has_gradient(offload, *slot)]
+    outcome = "No weight and no state has changed: make room, and call step() again"
+    unknown = offload.allocate(optimizer, slots, outcome, coming=True)
     offload.watch(optimizer)
-    if unknown:  # first, while they can go back
-        first = [(group, place) for group, place in places if group["params"][place] in unknown]
-        places = [(group, place) for group, place in places if group["params"][place] not in unknown]
-        with _going_back(optimizer, offload, unknown, left):
+    if unknown:  # these step first, as long as an error can be undone
+        first = [(group, index) for group, index in slots if group["params"][index] in unknown]
+        slots = [(group, index) for group, index in slots if group["params"][index] not in unknown]
+        with _undone_after_errors(optimizer, offload, unknown, outcome):
             _step_chunks(optimizer, offload, first)
-    _step_chunks(optimizer, offload, places)
+    _step_chunks(optimizer, offload, slots)
     for device in {param.device for param in offload.states if param.is_cuda}:
-        side_stream(device).synchronize()  # others may read the states from now on
+        side_stream(device).synchronize()  # other code may read the states from now on
 
 
 @contextmanager
-def _going_back(optimizer: torch.optim.Optimizer, offload: _Offload, params: set[Tensor], left: str) -> Iterator[None]:
-    """An error inside leaves these parameters, which have no states yet, as they were."""
+def _undone_after_errors(
+    optimizer: torch.optim.Optimizer, offload: _Offload, params: set[Tensor], outcome: str
+) -> Iterator[None]:
+    """After an error inside, restore the weights of these parameters, which had no states before."""
     weights = {param: param.detach().clone() for param in params}
     try:
         yield
@@ -319,20 +345,20 @@ def _going_back(optimizer: torch.optim.Optimizer, offload: _Offload, params: set
             for name in [name for name in offload.states.get(param, ()) if name != ".grad"]:
                 del offload.states[param][name]
         if isinstance(error, OSError):
-            raise OSError(error.errno, f"{error.strerror}. {left}", error.filename) from error
+            raise OSError(error.errno, f"{error.strerror}. {outcome}", error.filename) from error
         raise
 
 
-def _step_chunks(optimizer: torch.optim.Optimizer, offload: _Offload, chosen: list[_Place]) -> None:
-    for places in _chunks(chosen):
-        params = [group["params"][place] for group, place in places]
+def _step_chunks(optimizer: torch.optim.Optimizer, offload: _Offload, slots: list[_Slot]) -> None:
+    for chunk in _chunks(slots):
+        params = [group["params"][index] for group, index in chunk]
         try:
-            offload.fetch(optimizer, places)
-            _advance(optimizer, places)
+            offload.fetch(optimizer, chunk)
+            _advance(optimizer, chunk)
         finally:
             offload.park(optimizer, params)
             for param in params:
-                drop_pages(param)  # a weight that is streamed lies in a file too
+                drop_pages(param)  # the weights of streamed blocks are in files too
                 if offload.gradients.pop(param, None) is not None:
                     param.grad = None
                 elif offload.moves_gradients and offload.files is not None and param.grad is not None:
@@ -345,20 +371,20 @@ def _zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> No
 
 
 def _loaded(optimizer: torch.optim.Optimizer) -> None:
-    """Move what ``load_state_dict`` has put beside the parameters."""
+    """Offload the states that ``load_state_dict`` has created."""
     offload = getattr(optimizer, OFFLOADED)
-    offload.coming.clear()  # the groups are others
-    offload.make_room(optimizer, list(_places(optimizer)), "The states are loaded, and are in memory")
+    offload.coming.clear()  # the groups are new
+    offload.allocate(optimizer, list(_slots(optimizer)), "The states are loaded, and are in memory")
     offload.park(optimizer, list(_params(optimizer)))
 
 
-def _advance(optimizer: torch.optim.Optimizer, places: list[_Place]) -> None:
-    """A step of some parameters, without the hooks of steps."""
+def _advance(optimizer: torch.optim.Optimizer, slots: list[_Slot]) -> None:
+    """Step some parameters, without step hooks."""
     if isinstance(optimizer, Optimizer):
-        optimizer.advance(places)
+        optimizer.advance(slots)
         return
     before = [group["params"] for group in optimizer.param_groups]
-    chosen = {id(group["params"][place]) for group, place in places}
+    chosen = {id(group["params"][index]) for group, index in slots}
     try:
         for group in optimizer.param_groups:
             group["params"] = [param for param in group["params"] if id(param) in chosen]
@@ -368,29 +394,29 @@ def _advance(optimizer: torch.optim.Optimizer, places: list[_Place]) -> None:
             group["params"] = params
 
 
-def _places(optimizer: torch.optim.Optimizer) -> Iterator[_Place]:
-    return ((group, place) for group in optimizer.param_groups for place in range(len(group["params"])))
+def _slots(optimizer: torch.optim.Optimizer) -> Iterator[_Slot]:
+    return ((group, index) for group in optimizer.param_groups for index in range(len(group["params"])))
 
 
 def _params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    return (group["params"][place] for group, place in _places(optimizer))
+    return (group["params"][index] for group, index in _slots(optimizer))
 
 
-def _has_gradient(offload: _Offload, group: dict[str, Any], place: int) -> bool:
-    param = group["params"][place]
+def _has_gradient(offload: _Offload, group: dict[str, Any], index: int) -> bool:
+    param = group["params"][index]
     return param.grad is not None or param in offload.gradients
 
 
-def _chunks(places: list[_Place]) -> Iterator[list[_Place]]:
-    """A few parameters at a time."""
-    chunk: list[_Place] = []
+def _chunks(slots: list[_Slot]) -> Iterator[list[_Slot]]:
+    """The parameters in chunks of up to ``CHUNK_BYTES``, at least one parameter each."""
+    chunk: list[_Slot] = []
     size = 0
-    for group, place in places:
-        param = group["params"][place]
+    for group, index in slots:
+        param = group["params"][index]
         if chunk and size + param.nbytes > CHUNK_BYTES:
             yield chunk
             chunk, size = [], 0
-        chunk.append((group, place))
+        chunk.append((group, index))
         size += param.nbytes
     if chunk:
         yield chunk
@@ -413,11 +439,11 @@ def _check(optimizer: Any, to: Any) -> None:
     devices = {param.device.type for param in _params(optimizer)}
     if "meta" in devices:
         raise ValueError(
-            "optim.offload_: expected parameters with data, and some are on the meta device; load the model first, and "
-            "make the optimizer of its parameters"
+            "optim.offload_: expected parameters with data, but some are on the meta device; load the model first, and "
+            "create the optimizer for its parameters"
         )
     if to == "cpu" and devices == {"cpu"}:
         raise ValueError(
-            'optim.offload_: to="cpu" is for parameters on CUDA devices, and these are on the CPU, as are their '
-            "states; give a directory, in whose files they take no memory"
+            'optim.offload_: to="cpu" is for parameters on CUDA devices, but these are on the CPU, as are their '
+            "states; give a directory, so that they are in files"
         )

@@ -1,1 +1,1 @@
-"""Bytes outside of tensors: scratch directories, mapped files, offload targets, and what goes to and fro."""
+"""Storage for offloaded bytes: scratch directories, mapped files, offload targets, and traffic statistics."""

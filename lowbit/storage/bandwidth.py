@@ -1,4 +1,4 @@
-"""How fast bytes go to a place and come back, measured once a process and place."""
+"""Measurement of the bandwidth of offload targets, once per process and target."""
 
 from __future__ import annotations
 
@@ -16,23 +16,34 @@ from lowbit.storage.directory import ScratchDirectory
 
 __all__ = ["Bandwidth", "bandwidth"]
 
-#: What is copied, and how often; the fastest copy counts.
+#: Bytes per copy, and number of copies; the fastest one counts.
 _BYTES, _TIMES = 32 << 20, 3
 
 
 class Bandwidth(NamedTuple):
-    """Bytes a second to a place, and from it."""
+    """Bandwidth of an offload target.
+
+    Attributes:
+        write: Bytes per second to the target.
+        read: Bytes per second from the target.
+    """
 
     write: float
     read: float
 
 
 def bandwidth(target: str | os.PathLike[str]) -> Bandwidth:
-    """The bandwidth of ``"cpu"``, pinned memory from the current CUDA device, or of a directory.
+    """Measure the bandwidth of an offload target.
 
-    Writes to a directory count until they are on the disk, and reads come from it where the system can forget what it
-    has read. Without a CUDA device ``"cpu"`` is a copy within memory. The first call for a place takes some copies of
-    32 MiB. Raises OSError where the directory cannot be written to.
+    The first call for a target copies 32 MiB three times in each direction; later calls return the same result. Writes
+    to a directory are timed until they are on the disk. Reads come from the disk if the system can drop its cache.
+
+    Args:
+        target: ``"cpu"``, pinned memory from the current CUDA device; or a directory. Without a CUDA device, ``"cpu"``
+            measures copies within memory.
+
+    Raises:
+        OSError: The directory cannot be written to.
     """
     return _of_host() if target == "cpu" else _of_directory(Path(target).resolve())
 

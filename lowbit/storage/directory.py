@@ -1,8 +1,8 @@
-"""Files of one process that nobody needs once it is gone: a locked directory, a budget, whole buffers in and out.
+"""Scratch directories for temporary files of one process, with a lock and a budget.
 
-The lock is the directory's own (``flock``), which the system releases however the process ends. A directory is known by
-its name and by its mode, and is abandoned if it can be locked: the next one that is made beside it removes it. Only
-files that this module has named are removed, and no directory that holds another.
+The lock is a ``flock`` of the directory, which the system releases however the process ends. A scratch directory is
+recognized by its name and mode. It is abandoned if it can be locked; the next one in the same parent removes it. Only
+files with names of this module are removed, and no directory that has other files.
 """
 
 from __future__ import annotations
@@ -30,32 +30,40 @@ from lowbit.storage.interrupts import keep_interrupts, uninterrupted
 __all__ = ["ScratchDirectory", "bytes_of", "read", "write"]
 
 _PREFIX = "lowbit-offload-"
-#: The whole name of a directory, and the name of a file in it.
+#: The name of a directory, and the names of files in it.
 _DIRECTORY, _FILE = re.compile(rf"{_PREFIX}\d+-[0-9a-f]{{8}}"), re.compile(r"\d+\.bin")
-#: The marker of a directory. Nobody has the sticky bit on a directory of one's own by accident, and ``mkdir`` sets it
-#: with the name in one step, so that no killed process leaves a directory without it.
+#: The mode of a directory, which marks it. Private directories do not have the sticky bit by accident. ``mkdir`` sets
+#: it together with the name, so that no killed process leaves a directory without it.
 _MODE = stat.S_ISVTX | stat.S_IRWXU
-#: What the system says of a disk, a quota or a limit that is exhausted.
+#: Error numbers for an exhausted disk, quota or file size limit.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-#: The most that one system call moves. Linux moves 2 GiB at a time, and a process that ends waits for the call.
+#: Maximum bytes per system call. Linux would move 2 GiB, and a process that ends waits for the call.
 _PIECE = 16 << 20
-#: Names of devices, which a caller who gives one does not mean as those of directories.
+#: Device names: a caller who passes one does not mean a directory.
 _DEVICE = re.compile(r"(cpu|cuda|gpu|mps|xpu|meta|disk)(:\d+)?", re.IGNORECASE)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a CPU tensor's whole storage, without a copy."""
+    """The memory of a CPU tensor's storage, without a copy."""
     raw = tensor.new_empty(0, dtype=torch.uint8)
     array: Any = raw.set_(tensor.untyped_storage()).numpy()
     return memoryview(array)
 
 
 class ScratchDirectory:
-    """A directory ``lowbit-offload-PID-...`` in ``target`` for files of this process, of ``budget`` bytes together.
+    """A directory ``lowbit-offload-PID-...`` for temporary files of this process.
 
-    It goes with the object, at exit, and, after a crash, when the next one is made in ``target``. A process that is
-    forked may not use it. Raises TypeError for what is no path, ValueError for an empty one and for the name of a
-    device, OSError where ``target`` cannot be made or written to.
+    It is removed with the object, at exit, or after a crash when the next one is created in ``target``. Forked
+    processes may not use it.
+
+    Args:
+        target: The parent directory, created if needed.
+        budget: Maximum bytes of all files; None for no limit.
+
+    Raises:
+        TypeError: ``target`` is not a path.
+        ValueError: ``target`` is empty or the name of a device.
+        OSError: ``target`` cannot be created or written to.
     """
 
     def __init__(self, target: str | os.PathLike[str], budget: int | None = None) -> None:
@@ -65,14 +73,15 @@ class ScratchDirectory:
         remove_abandoned(parent)
         self.path, self._lock = _locked(parent)
         self.budget, self.used, self._process = budget, 0, os.getpid()
-        self._numbers, self._guard = itertools.count(), threading.RLock()  # garbage is collected inside, too
+        self._numbers, self._guard = itertools.count(), threading.RLock()  # finalizers may run while it is held
         self._reserved: set[Path] = set()
         self._finalizer = weakref.finalize(self, _remove, self.path, self._lock, self._process)
 
     def reserve(self, size: int) -> Path:
-        """A new file of ``size`` bytes, which the disk has room for.
+        """Create a file with ``size`` bytes of allocated disk space.
 
-        Raises OSError (ENOSPC), with nothing reserved, where the budget or the disk is exhausted.
+        Raises:
+            OSError: The budget or the disk is exhausted (ENOSPC). Nothing is reserved.
         """
         path = self.path / f"{next(self._numbers)}.bin"
         try:
@@ -98,39 +107,39 @@ class ScratchDirectory:
                 raise OSError(
                     error.errno,
                     f"offload: the disk has no room for {amount(size)} more than the {amount(self.used)} in use; free "
-                    f"some, or name a directory on another disk ({os.strerror(error.errno)})",
+                    f"some, or pass a directory on another disk ({os.strerror(error.errno)})",
                     str(self.path),
                 ) from error
             raise
         return path
 
     def release(self, path: Path, size: int) -> None:
-        """Remove a file of ``reserve``; again is no error. A Ctrl-C meanwhile is raised soon after."""
+        """Remove a file of ``reserve``. Repeated calls are no error. A Ctrl-C is raised soon afterwards."""
         uninterrupted(lambda: self._release(path, size))
 
     def _release(self, path: Path, size: int) -> None:
-        if os.getpid() == self._process:  # a fork has the same objects, and no right to the files
+        if os.getpid() == self._process:  # a fork has the same objects, but must not remove the files
             path.unlink(missing_ok=True)
         with self._guard:
             if path in self._reserved:
-                self.used -= size  # and at once, so that an interrupt finds both or neither
+                self.used -= size  # next to each other, so that an interrupt sees both or neither
                 self._reserved.discard(path)
 
     def close(self) -> None:
-        """Remove the directory and the files that were reserved in it."""
+        """Remove the directory and its files."""
         self._finalizer()
 
 
 def write(path: Path, memory: memoryview, durable: bool = False) -> None:
-    """Write ``memory`` to a reserved file, and let go of the pages that the system keeps of it. Raises OSError.
+    """Write ``memory`` to a reserved file, and drop the system's cached pages of it. Raises OSError.
 
-    ``durable``: it is on the disk afterwards, and not on its way there.
+    With ``durable``, the bytes are on the disk when this returns.
     """
     _transfer(path, os.O_WRONLY | (os.O_DSYNC if durable else 0), memory, os.pwrite)
 
 
 def read(path: Path, memory: memoryview) -> None:
-    """Fill ``memory`` from a file. Raises OSError, also for a file that has become shorter."""
+    """Fill ``memory`` from a file. Raises OSError, also if the file is too short."""
     _transfer(path, os.O_RDONLY, memory, lambda file, piece, offset: os.preadv(file, [piece], offset))
 
 
@@ -142,7 +151,9 @@ def _transfer(path: Path, mode: int, memory: memoryview, move: Callable[[int, me
             moved = move(file, memory[done : done + _PIECE], done)
             if not moved:
                 raise OSError(
-                    errno.EIO, f"offload: {done} of {len(memory)} bytes are there; who changed it?", str(path)
+                    errno.EIO,
+                    f"offload: {done} of {len(memory)} bytes are there; another program has changed the file",
+                    str(path),
                 )
             done += moved
         if hasattr(os, "posix_fadvise"):
@@ -152,7 +163,7 @@ def _transfer(path: Path, mode: int, memory: memoryview, move: Callable[[int, me
 
 
 def _allocate(file: int, size: int) -> None:
-    """Blocks for all of a file, so that no later write meets a full disk."""
+    """Allocate disk space for the file, so that no later write fails for a full disk."""
     if hasattr(os, "posix_fallocate") and size:
         try:
             return os.posix_fallocate(file, 0, size)
@@ -167,14 +178,14 @@ def _parent(target: Any) -> Path:
         raise TypeError(f'offload: expected "cpu" or the path of a directory, got {type(target).__name__}')
     text = os.fspath(target)
     if not text or _DEVICE.fullmatch(text):
-        here = f"; for a directory of that name write ./{text}" if text else "; for the directory that is current, '.'"
-        raise ValueError(f'offload: expected "cpu" or the path of a directory, got {text!r}{here}')
+        remedy = f"; for a directory of that name write ./{text}" if text else "; for the current directory write '.'"
+        raise ValueError(f'offload: expected "cpu" or the path of a directory, got {text!r}{remedy}')
     return Path(target)
 
 
-# -- whose a directory is ----------------------------------------------------------------------------------------------
+# -- ownership ---------------------------------------------------------------------------------------------------------
 def remove_abandoned(parent: Path) -> None:
-    """Remove the directories of this module in ``parent`` that no process has locked. What cannot be removed stays."""
+    """Remove the scratch directories in ``parent`` that no process has locked, as far as possible."""
     for path in parent.glob(f"{_PREFIX}*"):
         if not _is_ours(path):
             continue
@@ -188,18 +199,18 @@ def remove_abandoned(parent: Path) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether this module has made a directory, for this user."""
+    """Whether this module has created the directory, for this user."""
     try:
         status = path.lstat()
     except OSError:
         return False
-    mode = stat.S_IMODE(status.st_mode) & ~stat.S_ISGID  # which a directory has from the one that it is in
-    made = stat.S_ISDIR(status.st_mode) and mode == _MODE and status.st_uid == os.getuid()
-    return made and _DIRECTORY.fullmatch(path.name) is not None
+    mode = stat.S_IMODE(status.st_mode) & ~stat.S_ISGID  # a directory inherits it from its parent
+    marked = stat.S_ISDIR(status.st_mode) and mode == _MODE and status.st_uid == os.getuid()
+    return marked and _DIRECTORY.fullmatch(path.name) is not None
 
 
 def _remove_files(path: Path) -> None:
-    """Remove the files that this module has named, and the directory unless it holds others."""
+    """Remove the files with names of this module, and the directory unless it has other files."""
     with suppress(OSError):
         for file in list(path.iterdir()):
             if _FILE.fullmatch(file.name):
@@ -208,7 +219,7 @@ def _remove_files(path: Path) -> None:
 
 
 def _locked(parent: Path) -> tuple[Path, DirectoryLock]:
-    """A new directory and its lock. Another process that finds it before it is locked removes it: then try again."""
+    """A new directory and its lock. Another process may remove it before it is locked; then try again."""
     while True:
         path = parent / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
         path.mkdir(mode=_MODE)

@@ -1,4 +1,4 @@
-"""Ctrl-C where Python would lose it: in ``__del__`` and in what is called when an object goes."""
+"""Ctrl-C during ``__del__`` and finalizers, which Python would lose."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 __all__ = ["keep_interrupts", "uninterrupted"]
 
-#: Seconds from an interrupt that would be lost to the next try to raise it.
-_SOON = 0.01
+#: Seconds until an interrupt that would be lost is raised again.
+_DELAY = 0.01
 
 
 def uninterrupted(work: Callable[[], object]) -> None:
-    """Call ``work`` to its end. A Ctrl-C meanwhile starts it again, and is raised soon after, outside of here."""
+    """Run ``work`` to its end. A Ctrl-C starts it again, and is raised soon after this function has returned."""
     interrupted = False
     while True:
         try:
@@ -30,7 +30,7 @@ def uninterrupted(work: Callable[[], object]) -> None:
 
 @functools.cache
 def keep_interrupts() -> None:
-    """From now on an interrupt that Python would print and forget is raised again, soon after."""
+    """From now on, raise interrupts again that Python would print and ignore."""
     before = sys.unraisablehook
 
     def hook(lost: Any) -> None:
@@ -48,5 +48,5 @@ def _again() -> None:
 
 
 def _interrupt() -> None:
-    time.sleep(_SOON)
+    time.sleep(_DELAY)
     _thread.interrupt_main()

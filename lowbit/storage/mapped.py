@@ -1,4 +1,4 @@
-"""Tensors in files that are mapped into memory: read and written in place, their pages dropped after use."""
+"""Tensors in memory-mapped files, whose pages are dropped after use."""
 
 from __future__ import annotations
 
@@ -15,37 +15,40 @@ from lowbit.storage.directory import ScratchDirectory
 __all__ = ["drop_pages", "is_mapped", "mapped_like", "read_ahead"]
 
 
-#: Where the tensors of ``mapped_like`` lie. Memory of any other kind would lose what is dropped.
+#: Addresses of the tensors of ``mapped_like``. Dropping pages of other memory would lose their contents.
 _mapped: set[int] = set()
 
 
 def mapped_like(tensor: Tensor, files: ScratchDirectory) -> Tensor:
-    """A CPU tensor of that shape, dtype and order of strides in a file of ``files``, which goes with its storage.
+    """An uninitialized CPU tensor in a file of ``files``, with the shape, dtype and stride order of ``tensor``.
 
-    What it holds is not defined before it is written. The disk has room for all of it. Raises OSError.
+    Disk space is allocated for all of it. The file is removed with the tensor's storage.
+
+    Raises:
+        OSError: The budget or the disk is exhausted.
     """
-    plan = torch.empty_like(tensor, device="meta")
-    path = files.reserve(plan.nbytes)
-    raw = torch.from_file(str(path), shared=True, size=plan.nbytes, dtype=torch.uint8)
+    like = torch.empty_like(tensor, device="meta")
+    path = files.reserve(like.nbytes)
+    raw = torch.from_file(str(path), shared=True, size=like.nbytes, dtype=torch.uint8)
     storage = raw.untyped_storage()
     _mapped.add(storage.data_ptr())
     weakref.finalize(storage, _mapped.discard, storage.data_ptr())
-    weakref.finalize(storage, files.release, path, plan.nbytes)
-    return raw.view(plan.dtype).as_strided(plan.shape, plan.stride())
+    weakref.finalize(storage, files.release, path, like.nbytes)
+    return raw.view(like.dtype).as_strided(like.shape, like.stride())
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether a tensor lies in such a file, and takes memory only while it is used."""
+    """Whether a tensor is in a file of ``mapped_like``, and so uses memory only while it is used."""
     return tensor.untyped_storage().data_ptr() in _mapped
 
 
 def drop_pages(tensor: Tensor) -> None:
-    """Take the pages of a mapped tensor out of the process; the system writes what has changed and reads it again."""
+    """Free the pages of a mapped tensor. The system writes changes to the file, and reads pages again on access."""
     _advise(tensor, mmap.MADV_DONTNEED)
 
 
 def read_ahead(tensor: Tensor) -> None:
-    """Have the system read a mapped tensor before it is used."""
+    """Let the system read a mapped tensor before it is used."""
     _advise(tensor, mmap.MADV_WILLNEED)
 
 

@@ -1,7 +1,7 @@
-"""Where bytes go that are needed later: host memory from CUDA, files from either. One protocol, ``Parked``.
+"""Offload targets, host memory for CUDA tensors and files for CPU and CUDA tensors, with one protocol, ``Parked``.
 
-A copy from CUDA runs on a stream of its own. What leaves stays in memory until its copy is done, and the number that
-leaves at a time is bounded. What comes back is allocated on the caller's stream, so it may be freed at any time.
+Copies from and to CUDA devices run on a side stream. Bytes stay in memory until they are copied, and the number of
+pending copies is bounded. Loaded bytes are allocated on the caller's stream, so they may be freed at any time.
 """
 
 from __future__ import annotations
@@ -29,59 +29,70 @@ _T = TypeVar("_T")
 
 
 class Parked(Protocol):
-    """The bytes of one storage, elsewhere."""
+    """The offloaded bytes of one storage."""
 
     def start(self) -> None:
-        """Begin to bring them back; nothing where that has begun."""
+        """Start loading them, unless that has been started."""
 
     def take(self) -> Tensor:
-        """The bytes, uint8, on the device that they were on. They stay parked, too. Raises OSError."""
+        """The bytes, uint8, on their device. They stay parked, too. Raises OSError."""
         raise NotImplementedError
 
     def discard(self) -> None:
-        """Give up what they take; again is no error."""
+        """Free their memory or file. Repeated calls are no error."""
 
 
 class Target(Protocol):
-    """Where bytes are parked. ``queued``: how many copies may be leaving at a time, whose bytes are in memory still."""
+    """A target of offloaded bytes.
+
+    Attributes:
+        traffic: Statistics.
+        queued: Maximum number of pending copies to the target; their bytes are still in memory.
+    """
 
     traffic: Traffic
     queued: int
 
     def serves(self, device: torch.device) -> bool:
-        """Whether bytes on ``device`` gain by being moved here."""
+        """Whether offloading from ``device`` to this target frees memory there."""
         raise NotImplementedError
 
     def park(self, raw: Tensor) -> Parked:
-        """Begin to move ``raw``, uint8, whose memory may be freed after that. Raises OSError, and moves nothing."""
+        """Start to offload ``raw``, uint8. The caller may then drop it. If it raises OSError, nothing is offloaded."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raises OSError where a copy has failed, whose bytes are in memory still."""
+        """Raise OSError if a copy has failed; its bytes are still in memory."""
 
 
 def find_target(target: str | os.PathLike[str], budget: int | str | None = None) -> Target:
-    """The place of that name: ``"cpu"``, or a directory. Raises TypeError, ValueError and OSError."""
+    """The target for ``"cpu"`` or a directory.
+
+    Raises:
+        TypeError: ``target`` is not a path.
+        ValueError: ``target`` or ``budget`` is invalid.
+        OSError: The directory cannot be created or written to.
+    """
     try:
-        most = bytes_in(budget) if isinstance(budget, str) else budget
+        limit = bytes_in(budget) if isinstance(budget, str) else budget
     except ValueError as error:
         raise ValueError(f"offload: budget is a number of bytes or a size such as '100GB'; {error}") from None
-    if most is not None and not is_bytes(most):
+    if limit is not None and not is_bytes(limit):
         raise ValueError(
             f"offload: budget is a number of bytes or a size such as '100GB', got {budget!r}; give None for no limit"
         )
-    return Host(most) if target == "cpu" else Disk(target, most)
+    return Host(limit) if target == "cpu" else Disk(target, limit)
 
 
 # -- host memory -------------------------------------------------------------------------------------------------------
 @functools.cache
 def side_stream(device: torch.device) -> Any:
-    """The stream of a CUDA device on which copies run."""
+    """The stream of a CUDA device for copies."""
     return torch.cuda.Stream(device)
 
 
 def _to_host(raw: Tensor, traffic: Traffic) -> tuple[Tensor, Any]:
-    """A pinned copy of CUDA bytes on the side stream, and the event after which it is there."""
+    """A pinned copy of CUDA bytes by the side stream, and the event of its completion."""
     host = torch.empty(raw.numel(), dtype=torch.uint8, pin_memory=True)
     stream = side_stream(raw.device)
     stream.wait_stream(torch.cuda.current_stream(raw.device))
@@ -95,7 +106,7 @@ def _to_host(raw: Tensor, traffic: Traffic) -> tuple[Tensor, Any]:
 
 
 class Host:
-    """Pinned memory of the host, for bytes on CUDA devices."""
+    """Pinned host memory, for bytes on CUDA devices."""
 
     queued = 2
 
@@ -132,7 +143,7 @@ class _OnHost:
         target.traffic.moved(out=self.size)
 
     def leave(self) -> None:
-        """Free the bytes on the device, which computations from now on may use again."""
+        """Free the bytes on the device for computations from now on."""
         if self.raw is not None:
             self._wait()
             self.raw = None
@@ -142,7 +153,7 @@ class _OnHost:
             return
         self.raw = torch.empty(self.size, dtype=torch.uint8, device=self.device)
         stream = side_stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))  # which may use that memory until then
+        stream.wait_stream(torch.cuda.current_stream(self.device))  # it may still use that memory
         with torch.cuda.stream(stream):
             start, self.done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -176,24 +187,24 @@ class _OnHost:
 
 # -- files -------------------------------------------------------------------------------------------------------------
 class _Worker:
-    """A thread that does one thing after another. A process that ends, after Ctrl-C say, does not wait for it."""
+    """A thread that runs tasks in order. A process that ends, for example after Ctrl-C, does not wait for it."""
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = SimpleQueue()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, task: Callable[..., _T], *args: Any) -> Future[_T]:
-        """Have ``task`` done with ``args``."""
+        """Queue ``task(*args)``."""
         future: Future[_T] = Future()
         self._tasks.put((future, task, args))
         return future
 
     def _run(self) -> None:
         while True:
-            self._do(*self._tasks.get())
+            self._run_task(*self._tasks.get())
 
-    def _do(self, future: Future[Any], task: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """A task; what it was given is let go with this call."""
+    def _run_task(self, future: Future[Any], task: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Run one task; a method of its own, so that the arguments are freed when it returns."""
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(task(*args))
@@ -202,9 +213,9 @@ class _Worker:
 
 
 @functools.cache
-def _worker(what: str) -> _Worker:
-    """The one thread of the process that writes, and the one that reads."""
-    return _Worker(f"lowbit-offload-{what}")
+def _worker(task: str) -> _Worker:
+    """The thread of this process that writes or reads."""
+    return _Worker(f"lowbit-offload-{task}")
 
 
 os.register_at_fork(after_in_child=_worker.cache_clear)  # a fork has no threads
@@ -234,13 +245,11 @@ class Disk:
     def check(self) -> None:
         if self.failed is not None:
             failed, self.failed = self.failed, None
-            raise OSError(f"offload: a file could not be written, its tensor is in memory still: {failed}") from failed
+            raise OSError(f"offload: a file could not be written; its tensor is in memory still: {failed}") from failed
 
 
 class _OnDisk:
-    """Bytes in a file, and in memory until the caller's thread drops them: what another thread frees, profilers of the
-    caller's do not see.
-    """
+    """Bytes in a file. The caller's thread drops them from memory, because its profilers do not see other threads."""
 
     def __init__(self, target: Disk, raw: Tensor) -> None:
         self.target, self.device, self.size = target, raw.device, raw.numel()
@@ -283,14 +292,14 @@ class _OnDisk:
 
     def start(self) -> None:
         if self.read is None and self.written and self.raw is None:
-            # Allocated here, since profilers see what their own thread allocates.
+            # Allocated in this thread, so that its profilers see it.
             raw = torch.empty(self.size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
             self.read = _worker("read").submit(self._read, raw)
             self.target.traffic.moved(back=self.size)
 
     def take(self) -> Tensor:
         with self.target.traffic.timed("waited"):
-            if not self.write.cancel():  # what is not written yet need not be
+            if not self.write.cancel():  # bytes that are not written yet need not be
                 self.write.result()
             if self.raw is not None:
                 raw = self.raw
@@ -315,8 +324,9 @@ def _release(files: ScratchDirectory, path: Any, size: int, _: object) -> None:
 
 # -- estimates ---------------------------------------------------------------------------------------------------------
 class Imagined:
-    """Stands in for a place while memory is estimated: nothing is copied, and bytes are in memory as long as copies to
-    and from that place may keep them there.
+    """Stands in for a target while memory is estimated.
+
+    Nothing is copied, but bytes stay in memory as long as copies to and from the target would hold them.
     """
 
     def __init__(self, target: Target) -> None:

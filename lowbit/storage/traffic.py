@@ -1,4 +1,4 @@
-"""What offloading has moved, and how much of the time that it took the caller has waited for."""
+"""Statistics of offloading: bytes moved, seconds of copying, and seconds that the caller waited."""
 
 from __future__ import annotations
 
@@ -13,16 +13,23 @@ from lowbit.tables import aligned
 
 __all__ = ["Traffic"]
 
-#: The share of the time above which waiting is worth a warning, and the seconds after which there is enough to judge.
-_TOO_MUCH, _ENOUGH = 0.1, 1.0
-#: Pairs of CUDA events that wait to be read.
+#: Fraction of the time above which waiting causes a warning, and the seconds that must have elapsed before.
+_WARN_FRACTION, _WARN_SECONDS = 0.1, 1.0
+#: Maximum number of CUDA event pairs before they are read.
 _EVENTS = 64
 
 
 class Traffic:
-    """Bytes moved away and back, seconds that the copies took, seconds that the caller waited for them.
+    """Bytes offloaded and loaded, seconds of copying, and seconds that the caller waited for copies.
 
-    On CUDA the seconds are those of the streams. ``elapsed`` counts from the first move of a step to its last.
+    On CUDA, seconds are measured on the streams.
+
+    Attributes:
+        place: ``"cpu"`` or the directory.
+        out_bytes: Bytes offloaded.
+        back_bytes: Bytes loaded again.
+        copying: Seconds of copying.
+        waited: Seconds that the caller waited.
     """
 
     def __init__(self, place: str) -> None:
@@ -35,40 +42,40 @@ class Traffic:
 
     @property
     def hidden(self) -> float:
-        """Seconds of copying in which the caller went on."""
+        """Seconds of copying that overlapped with computation."""
         self._read_events()
         return max(self.copying - self.waited, 0.0)
 
     @property
     def elapsed(self) -> float:
-        """Seconds between the beginning and the last move of each step, together."""
+        """Seconds from the beginning of a step to its last move, summed over steps."""
         return self._past + (0.0 if self._begun is None else self._last - self._begun)
 
     def begin(self) -> None:
-        """A step begins."""
+        """Note the beginning of a step."""
         self._past, self._begun = self.elapsed, time.perf_counter()
         self._last = self._begun
 
     def moved(self, out: int = 0, back: int = 0) -> None:
-        """Count bytes of a copy that has been started."""
+        """Count the bytes of a copy that has been started."""
         with self._guard:
             self.out_bytes += out
             self.back_bytes += back
 
     @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
+    def timed(self, counter: str) -> Iterator[None]:
         """Count the seconds inside as ``"copying"`` or ``"waited"``."""
         start = time.perf_counter()
         try:
             yield
         finally:
             self._last = time.perf_counter()
-            self._add(what, self._last - start)
+            self._add(counter, self._last - start)
 
-    def events(self, what: str, start: Any, end: Any) -> None:
-        """Count the seconds between two CUDA events, once they are known."""
+    def events(self, counter: str, start: Any, end: Any) -> None:
+        """Count the seconds between two CUDA events, which are read later."""
         with self._guard:
-            self._events.append((what, start, end))
+            self._events.append((counter, start, end))
             self._last = time.perf_counter()
         if len(self._events) > _EVENTS:
             self._read_events()
@@ -76,22 +83,22 @@ class Traffic:
     def _read_events(self) -> None:
         with self._guard:
             pending, self._events = self._events, []
-        for what, start, end in pending:
+        for counter, start, end in pending:
             end.synchronize()
-            self._add(what, start.elapsed_time(end) / 1e3)
+            self._add(counter, start.elapsed_time(end) / 1e3)
 
-    def _add(self, what: str, seconds: float) -> None:
+    def _add(self, counter: str, seconds: float) -> None:
         with self._guard:
-            setattr(self, what, getattr(self, what) + seconds)
+            setattr(self, counter, getattr(self, counter) + seconds)
 
     def judge(self) -> None:
-        """Warn once where waiting takes more than a tenth of the time."""
-        if not self._warned and self.elapsed > _ENOUGH and self.waited > _TOO_MUCH * self.elapsed:
+        """Warn once if waiting takes more than a tenth of the time."""
+        if not self._warned and self.elapsed > _WARN_SECONDS and self.waited > _WARN_FRACTION * self.elapsed:
             self._warned = True
             user_warnings.warn(
                 f"offload to {self.place}: {self.waited / self.elapsed:.0%} of the time is spent waiting for copies, "
-                f"which the computation is too short to hide; offload less (a larger min_bytes=), take a faster "
-                f"place, or checkpoint instead"
+                f"because the computation is too short to hide them; offload less (a larger min_bytes=), use a faster "
+                f"target, or use checkpointing instead"
             )
 
     def __str__(self) -> str:

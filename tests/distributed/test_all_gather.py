@@ -342,19 +342,23 @@ def test_schemes_that_cannot_be_gathered(bits: str, message: str):
 
 
 def test_layers_that_cannot_be_gathered():
-    for recipe, message in (("fp8-delayed", "delayed"), ("mxfp8", "by another scheme"), ("fp8-pow2", "pow2")):
+    for recipe, message in (
+        ("fp8-delayed", "delayed"),
+        ("mxfp8", "all_gather_ would quantize it by"),
+        ("fp8-pow2", "pow2"),
+    ):
         model = network()
         lb.train.prepare_(model, recipe, skip=())
         with pytest.raises(ValueError, match=message):
             lb.distributed.all_gather_(model, "fp8")
     model = network()
     lb.train.prepare_(model, "fp8-pow2", skip=())
-    with pytest.raises(ValueError, match="needs the weight beside its codes"):
+    with pytest.raises(ValueError, match="needs the weight in addition to its codes"):
         lb.distributed.all_gather_(model, "fp8_e4m3:row:e8m0:ceil")
     model = network()
     lb.quantize_(model, "int8", skip="0")
     report = lb.distributed.all_gather_(model, "fp8")
-    assert report.converted == ("0", "1.0.0", "1.1.0", "1.2.0") and "codes already" in report.left["2"]
+    assert report.converted == ("0", "1.0.0", "1.1.0", "1.2.0") and "quantized already" in report.left["2"]
     with pytest.raises(ValueError, match="found nothing to convert"):
         lb.distributed.all_gather_(nn.Sequential(nn.Conv2d(3, 3, 3)), "fp8")
 

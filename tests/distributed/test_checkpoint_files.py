@@ -72,9 +72,7 @@ def test_what_no_save_has_written_is_refused_by_name_and_stays(tmp_path: Path, f
     fill(tmp_path / place)
     before = listing(tmp_path)
     for call in (lambda: save(tmp_path / "run", model, optimizer), lambda: checkpoint.remove(tmp_path / "run")):
-        with pytest.raises(
-            ValueError, match=r"expected .*run.* to be new, empty or a checkpoint of lowbit, and it holds"
-        ):
+        with pytest.raises(ValueError, match=r"expected .*run.* to be new, empty or a lowbit checkpoint, but it has"):
             call()
         assert listing(tmp_path) == before
 
@@ -84,12 +82,12 @@ def test_a_note_beside_a_checkpoint_is_not_lost_with_it(tmp_path: Path):
     optimizer = lb.optim.AdamW(model.parameters())
     save(tmp_path / "run", model, optimizer, step=1)
     (tmp_path / "run" / "notes.txt").write_text("the good one")
-    with pytest.raises(ValueError, match=r"it holds notes\.txt; move them away"):
+    with pytest.raises(ValueError, match=r"it has notes\.txt; move them away"):
         save(tmp_path / "run", model, optimizer, step=2)
     assert load(tmp_path / "run", model, optimizer) == {"step": 1}
     assert (tmp_path / "run" / "notes.txt").read_text() == "the good one"
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ValueError, match="is no directory"):
+    with pytest.raises(ValueError, match="is not a directory"):
         save(tmp_path / "file", model, optimizer)
     assert (tmp_path / "file").read_text() == "x"
 
@@ -282,7 +280,7 @@ def _damaged(rank: int, path: str) -> None:
         assert all(torch.equal(p.detach().to_local(), b) for p, b in zip(model.parameters(), before, strict=True))
         if rank == 0:
             (run / "notes.txt").write_text("x")
-        with pytest.raises(ValueError, match=r"it holds notes\.txt"):  # in both
+        with pytest.raises(ValueError, match=r"it has notes\.txt"):  # in both
             save(run, model, optimizer)
         if rank == 0:
             (run / "notes.txt").unlink()

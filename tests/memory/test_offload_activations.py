@@ -221,14 +221,14 @@ def test_errors_leave_neither_files_nor_descriptors_nor_memory(tmp_path, where):
         if descriptors is None:
             descriptors = len(os.listdir("/proc/self/fd"))
     gc.collect()
-    last = context.place.park(torch.zeros(8, dtype=torch.uint8))
+    last = context.target.park(torch.zeros(8, dtype=torch.uint8))
     last.write.result()  # after all that was queued before
     last.discard()
     activations_left = [ref for ref in alive if ref() is not None]
     assert not activations_left and len(context._waiting) == len(context._moved) == 0
     for _, _, names in os.walk(tmp_path):
         assert not names
-    assert context.place.files.used == 0
+    assert context.target.files.used == 0
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
@@ -286,12 +286,12 @@ def test_texts_that_are_no_numbers_of_bytes(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says so of tensors on the CPU, wherever they come from")
 def test_host_memory_for_tensors_on_the_cpu_moves_nothing_and_says_so_once(recwarn):
-    activations._say_nothing_moves.cache_clear()
+    activations._warn_of_cpu.cache_clear()
     model, x = chain(), torch.randn(64, 64)
     context = lb.memory.offload_activations("cpu", min_bytes=0)
     assert same(gradients(model, x, context), gradients(model, x))
     gradients(model, x, context)
-    assert [str(w.message) for w in recwarn if "nothing is moved" in str(w.message)] and len(recwarn) == 1
+    assert [str(w.message) for w in recwarn if "nothing is offloaded" in str(w.message)] and len(recwarn) == 1
     assert context.traffic.out_bytes == 0
 
 

@@ -112,7 +112,7 @@ def test_what_is_no_directory_of_ours_stays(tmp_path):
 @pytest.mark.parametrize(
     ("where", "error", "message"),
     [
-        ("", ValueError, "got ''; for the directory that is current, '.'"),
+        ("", ValueError, "got ''; for the current directory write '.'"),
         ("cuda:0", ValueError, "got 'cuda:0'; for a directory of that name write ./cuda:0"),
         ("CPU", ValueError, "got 'CPU'"), (None, TypeError, "got NoneType"), (torch.device("cpu"), TypeError, "device"),
     ],
@@ -191,13 +191,13 @@ def test_an_interrupt_in_what_frees_is_raised_and_frees_all(tmp_path, monkeypatc
     context = offload_activations(tmp_path, min_bytes=0)
     with context:
         graphs.append((torch.randn(64, 64, requires_grad=True) * 2).sin().cos().sin().sum())
-    assert context.place.files.used > 0
+    assert context.target.files.used > 0
     freed(graphs.clear)
     for _ in range(200):  # a write that is under way frees its file when it is done
-        if not context.place.files.used:
+        if not context.target.files.used:
             break
         time.sleep(0.01)
-    assert context.place.files.used == 0 and not list(context.place.files.path.iterdir())
+    assert context.target.files.used == 0 and not list(context.target.files.path.iterdir())
     held = [files]
     del files, context
     files_path = held[0].path

@@ -38,7 +38,7 @@ def network() -> nn.Module:
 def kind(request, monkeypatch):
     """Mapped files, as on a CPU, and copies that come and go, as on a CUDA device, whose memory a CPU stands for."""
     if request.param == "copied":
-        monkeypatch.setattr(stream, "_kind", lambda tensors: stream._Copied)
+        monkeypatch.setattr(stream, "_storage_class", lambda tensors: stream._Copied)
     return request.param
 
 
@@ -90,7 +90,7 @@ def test_training_keeps_its_bits(tmp_path, kind, name):
 
 def test_weights_leave_memory_between_uses(tmp_path, monkeypatch):
     """Of copies that come and go at most two blocks' are there at a time, also while autograd keeps the graph."""
-    monkeypatch.setattr(stream, "_kind", lambda tensors: stream._Copied)
+    monkeypatch.setattr(stream, "_storage_class", lambda tensors: stream._Copied)
     model = network()
     stream_blocks_(model, tmp_path)
     blocks = wrapper_of(model[1][0], stream.Streamed).stream.blocks
