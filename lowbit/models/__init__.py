@@ -1,4 +1,4 @@
-"""Facts about a model: which blocks it repeats and how they chain, what is shared, which layers read its raw input."""
+"""Facts about a model: repeated blocks and how they chain, shared parameters, and layers that read the raw input."""
 
 from lowbit.models.blocks import find_blocks, stacks
 from lowbit.models.input_layers import find_input_layers

@@ -1,4 +1,4 @@
-"""What callers give a model to look at: checked, handed to it, and told apart from padding."""
+"""Batches from callers: type checks, calling a model with them, padding masks and token ids."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ __all__ = ["arguments", "batches_in", "call", "copied", "feed", "given", "kinds"
 Tree = TypeVar("Tree")
 
 
-def batches_in(given: Iterable[Any] | None) -> list[Any]:
-    """The batches that a caller gave; none for None.
+def batches_in(batches: Iterable[Any] | None) -> list[Any]:
+    """Return a list of the batches that a caller passed, empty for None.
 
-    Raises TypeError for a tensor or a mapping, which is one batch, and for numbers that are in no tensor.
+    Raises:
+        TypeError: a tensor or a mapping, which is one batch, or lists of numbers instead of tensors.
     """
-    if isinstance(given, Tensor | Mapping):
-        raise TypeError(f"batches: expected several of them, got one {type(given).__name__}; write [batch]")
-    data = [] if given is None else list(given)
-    for batch in data:
+    if isinstance(batches, Tensor | Mapping):
+        raise TypeError(f"batches: expected several of them, got one {type(batches).__name__}; write [batch]")
+    rows = [] if batches is None else list(batches)
+    for batch in rows:
         for value in batch.values() if isinstance(batch, Mapping) else [batch]:
             if isinstance(value, list | tuple) and value and all(map(_is_numbers, value)):
                 raise TypeError(
                     "batches: numbers in lists are no batch; make a tensor of them, for instance "
-                    "torch.tensor([tokens]) of shape [1, T]; tokenizers do with return_tensors='pt'"
+                    "torch.tensor([tokens]) of shape [1, T], or use return_tensors='pt' of the tokenizer"
                 )
-    return data
+    return rows
 
 
 def _is_numbers(value: Any) -> bool:
-    """Whether ``value`` is a number, or lists of them."""
+    """Whether ``value`` is a number, or nested lists of numbers."""
     if isinstance(value, list | tuple):
         return all(map(_is_numbers, value))
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def kinds(batches: Iterable[Any]) -> list[int]:
-    """The number of the first batch of each kind: with the same arguments, of the same types and numbers of axes."""
+    """Index of the first batch of each structure: the same arguments with the same types and numbers of axes."""
     first: dict[tuple[Any, ...], int] = {}
     for number, batch in enumerate(batches):
         leaves, structure = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
@@ -51,16 +52,21 @@ def kinds(batches: Iterable[Any]) -> list[int]:
 
 
 def feed(model: nn.Module, batch: Any) -> Any:
-    """``call`` with copies, since a model may write to what it is given. Raises TypeError as ``call``."""
+    """``call`` with copies of the tensors, because a model may write to its inputs. Raises TypeError as ``call``."""
     return call(model, copied(dict(batch) if isinstance(batch, Mapping) else batch))
 
 
 def call(model: nn.Module, batch: Any, *, rest: bool = False) -> Any:
-    """Call ``model``: with a tensor as it is, with a tuple or list by position, with a mapping by keyword.
+    """Call ``model``: with a tensor, with a tuple or list as positional arguments, or with a mapping as keyword
+    arguments.
 
-    ``rest``: the batch may have more than the forward takes, such as targets, which are for the loss.
+    Args:
+        model: the model.
+        batch: the batch.
+        rest: drop what the forward does not accept, such as targets for the loss.
 
-    Raises TypeError for a batch of another type, and for one that the forward does not take.
+    Raises:
+        TypeError: a batch of another type, or one that the forward does not accept.
     """
     args, kwargs = arguments(model, batch, rest=rest)
     try:
@@ -69,20 +75,20 @@ def call(model: nn.Module, batch: Any, *, rest: bool = False) -> Any:
         if (reason := _mismatch(model, args, kwargs)) is None:
             raise
         raise TypeError(
-            f"the forward of {type(model).__name__} does not take the batch: {reason}. A tuple is its arguments by "
-            f"position, a dict by keyword; what it does not take, such as targets, is for a loss that you give: "
+            f"the forward of {type(model).__name__} does not take the batch: {reason}. Pass a tuple of positional "
+            f"arguments or a dict of keyword arguments; for further entries, such as targets, pass a loss: "
             f"loss=lambda output, batch: ..."
         ) from error
 
 
 def arguments(model: nn.Module, batch: Any, *, rest: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What ``call`` calls ``model`` with, by position and by keyword. Raises TypeError for what is no batch."""
+    """The positional and keyword arguments of ``call``. Raises TypeError for another type of batch."""
     args, kwargs = given(batch)
     return _taken(model, args, kwargs) if rest else (args, kwargs)
 
 
 def given(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as arguments by position and by keyword. Raises TypeError for what is none."""
+    """A batch as positional and keyword arguments. Raises TypeError for another type."""
     if isinstance(batch, Tensor):
         return (batch,), {}
     if isinstance(batch, Mapping):
@@ -90,61 +96,61 @@ def given(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, tuple | list):
         return tuple(batch), {}
     raise TypeError(
-        f"a batch is a tensor, a tuple of arguments or a dict of keyword arguments, got {type(batch).__name__}; of a "
-        f"DataLoader take one batch, next(iter(loader)), and of arrays make tensors, torch.from_numpy(array)"
+        f"a batch is a tensor, a tuple of arguments or a dict of keyword arguments, got {type(batch).__name__}; from a "
+        f"DataLoader pass one batch, next(iter(loader)), and convert arrays with torch.from_numpy(array)"
     )
 
 
 def _taken(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Those of the arguments that the forward has parameters for."""
-    known = _parameters(model)
-    kinds = {one.kind for one in known}
+    """The arguments that the forward has parameters for."""
+    params = _parameters(model)
+    kinds = {param.kind for param in params}
     if Parameter.VAR_POSITIONAL not in kinds:
-        args = args[: sum(one.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD) for one in known)]
+        args = args[: sum(p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD) for p in params)]
     if Parameter.VAR_KEYWORD not in kinds:
-        kwargs = {name: kwargs[name] for one in known if (name := one.name) in kwargs}
+        kwargs = {name: kwargs[name] for param in params if (name := param.name) in kwargs}
     return args, kwargs
 
 
 def _mismatch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why the forward cannot be called so; None where it can."""
+    """The reason why the forward does not accept these arguments, or None."""
     try:
         Signature(_parameters(model)).bind(*args, **kwargs)
     except TypeError as error:
-        names = ", ".join(str(one).partition(":")[0] for one in _parameters(model))
+        names = ", ".join(str(param).partition(":")[0] for param in _parameters(model))
         return f"{error}; it takes ({names})"
     return None
 
 
 def _parameters(model: nn.Module) -> list[Parameter]:
-    """Those of the forward that the model's class has, or the class of the model that it wraps."""
-    while (within := _wrapped(model)) is not None:
-        model = within
+    """Parameters of the forward of the model's class, or of the class of the model that it wraps."""
+    while (inner := _wrapped(model)) is not None:
+        model = inner
     return list(signature(type(model).forward).parameters.values())[1:]
 
 
 def _wrapped(model: nn.Module) -> nn.Module | None:
-    """The model that DistributedDataParallel, DataParallel or torch.compile stands around."""
+    """The model inside DistributedDataParallel, DataParallel or torch.compile."""
     parallel = isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel)
-    within = model.module if parallel else getattr(model, "_orig_mod", None)
-    return within if isinstance(within, nn.Module) else None
+    inner = model.module if parallel else getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else None
 
 
 def copied(tree: Tree) -> Tree:
-    """``tree`` with a copy of each tensor in it."""
+    """``tree`` with a copy of each tensor."""
     copies: Tree = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
     return copies
 
 
 def mask_of(batch: Any, name: str = "attention_mask") -> Tensor | None:
-    """Where a batch of tokens is no padding, bool [B, T], where it says so; ``name``: as transformers names it."""
+    """The mask of a batch of tokens, bool [B, T], False for padding; None if the batch has none under ``name``."""
     mask = batch.get(name) if isinstance(batch, Mapping) else None
     return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
 def tokens_of(batch: Any) -> Tensor | None:
-    """The token ids of a batch, integers [B, T], where it is one of tokens: a tensor as it is, the first of a tuple, or
-    ``input_ids``. None where it has none.
+    """The token ids of a batch, integers [B, T]: the tensor itself, the first of a tuple, or ``input_ids``. None
+    without ids.
     """
     if isinstance(batch, Mapping):
         ids = batch.get("input_ids")

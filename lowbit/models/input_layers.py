@@ -1,4 +1,4 @@
-"""Which layers of a model read its raw input: pixels, samples of sound, measurements."""
+"""The layers of a model that read its raw input: pixels, audio samples, measurements."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from lowbit.models.blocks import find_blocks
 
 __all__ = ["find_input_layers"]
 
-#: A convolution of so many channels or fewer reads an image or a waveform.
+#: A convolution with at most this many input channels reads an image or a waveform.
 _RAW_CHANNELS = 4
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def find_input_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of ``model`` that read its raw input, as far as its structure tells.
+    """Return the layers of ``model`` that read its raw input, according to its structure.
 
-    These are convolutions of one to four channels; and the first layer with a weight of the model, and of each part
-    that transformers takes for a model (the encoder of Whisper, the vision tower of CLIP), where it is a convolution,
-    or a Linear before the blocks that the part repeats. A model of one layer has none.
+    These are ungrouped convolutions with one to four input channels. The first layer with a weight also counts if it is
+    a convolution, or a Linear before the repeated blocks. This applies to the model and to each Hugging Face model
+    inside it (the encoder of Whisper, the vision tower of CLIP). A model with one layer has none.
     """
     weighted = list(_weighted(model))
     if len(weighted) < 2:
         return []
-    found: list[nn.Module] = [
+    layers: list[nn.Module] = [
         layer
         for layer in weighted
         if isinstance(layer, _CONVOLUTIONS) and layer.groups == 1 and layer.in_channels <= _RAW_CHANNELS
@@ -37,12 +37,12 @@ def find_input_layers(model: nn.Module) -> list[nn.Module]:
             continue
         first = next(_weighted(part), None)
         if isinstance(first, _CONVOLUTIONS) or (isinstance(first, nn.Linear) and _is_before_blocks(part, first)):
-            found.append(first)
-    return found
+            layers.append(first)
+    return layers
 
 
 def _weighted(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that hold a parameter of two axes or more, in the order in which they were registered."""
+    """The modules with a parameter of two or more axes, in the order of registration."""
     for module in model.modules():
         if any(p is not None and (is_lazy(p) or p.dim() > 1) for p in module._parameters.values()):
             yield module

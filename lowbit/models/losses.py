@@ -1,7 +1,7 @@
-"""The loss of a model that the caller gives none for: the model's own, or the cross-entropy of the next token.
+"""The default loss of a model: its own loss, or the cross-entropy of the next token.
 
-If a model has neither, what stands in for a loss depends on its use. ``usual_loss`` has the fallback of training; the
-fallback of calibration is in ``lowbit.calibrate.importance``.
+If a model has neither, the fallback depends on the use: ``usual_loss`` has the fallback of training, and
+``lowbit.calibrate.importance`` the fallback of calibration.
 """
 
 from __future__ import annotations
@@ -18,57 +18,57 @@ from lowbit.models.batches import mask_of, tokens_of
 
 __all__ = ["Loss", "own_loss", "predicted", "token_loss", "token_targets", "usual_loss"]
 
-#: The loss of what the model answers to a batch, a scalar.
+#: A loss function of the model's output and the batch, which returns a scalar.
 Loss = Callable[[Any, Any], Tensor]
 
-#: The target of a token that does not count, as of ``F.cross_entropy``.
+#: The target of ignored tokens, as in ``F.cross_entropy``.
 _IGNORED = -100
 
 
 def usual_loss(output: Any, batch: Any) -> Tensor:
     """The loss of a training step: ``own_loss``, else the mean ``token_loss``, else a stand-in.
 
-    The stand-in is the cross-entropy of the first class for logits [B, C], and the mean square of all outputs for
-    others. No value of a tensor is read, so that it runs on fake tensors.
+    The stand-in is the cross-entropy of the first class for logits [B, C], and the mean square of all other outputs. No
+    tensor's values are read, so it works on fake tensors.
 
     Raises:
-        ValueError: For outputs without a gradient.
+        ValueError: no output has a gradient.
     """
-    own = own_loss(output)
-    if own is not None:
-        return own
-    tokens = token_loss(output, batch, "mean", check_ids=False)
-    if tokens is not None:
-        return tokens
+    loss = own_loss(output)
+    if loss is not None:
+        return loss
+    mean_loss = token_loss(output, batch, "mean", check_ids=False)
+    if mean_loss is not None:
+        return mean_loss
     logits = _logits(output)
     if isinstance(logits, Tensor) and logits.dim() == 2:
         return F.cross_entropy(logits.float(), torch.zeros(len(logits), dtype=torch.long, device=logits.device))
-    answers = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-    if not answers:
+    outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    if not outputs:
         raise ValueError(
-            f"the model answers {type(output).__name__} without a tensor that has a gradient; give "
+            f"the model returns {type(output).__name__} without a tensor that has a gradient; pass "
             f"loss=lambda output, batch: ..."
         )
-    return torch.stack([answer.float().square().mean() for answer in answers]).sum()
+    return torch.stack([tensor.float().square().mean() for tensor in outputs]).sum()
 
 
 def own_loss(output: Any) -> Tensor | None:
-    """The loss that a model computed itself: the entry or the attribute ``loss`` of its output. None without one."""
+    """The loss that a model computed itself: the entry or attribute ``loss`` of its output, or None."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     return loss if isinstance(loss, Tensor) else None
 
 
 def token_loss(output: Any, batch: Any, reduction: str = "sum", check_ids: bool = True) -> Tensor | None:
-    """The cross-entropy of each next token, without padding, of a model that returns logits.
+    """The cross-entropy of each next token of a model that returns logits, without padding.
 
     Args:
-        output: Logits [B, T, V], or what has them as ``logits``.
-        batch: Token ids [B, T], as ``predicted`` finds them.
-        reduction: Over tokens, ``"sum"`` or ``"mean"``.
-        check_ids: Look whether all ids are below V, which says that the output are logits. It reads their values.
+        output: logits [B, T, V], or an output with ``logits``.
+        batch: token ids [B, T], as ``predicted`` finds them.
+        reduction: over tokens, ``"sum"`` or ``"mean"``.
+        check_ids: check that all ids are below V, which shows that the output is logits. It reads their values.
 
     Returns:
-        A scalar in fp32; None if the output has no such shape.
+        An fp32 scalar; None if the output has another shape.
     """
     ids, _ = predicted(batch)
     logits = _logits(output)
@@ -93,7 +93,9 @@ def token_targets(batch: Any) -> Tensor:
 
 
 def predicted(batch: Any) -> tuple[Any, Tensor | None]:
-    """The token ids that logits are of, a decoder's if it is given some, and the mask that is False for padding."""
+    """The token ids that the logits predict (a decoder's, if the batch has them), and the mask that is False for
+    padding.
+    """
     if isinstance(batch, Mapping) and "decoder_input_ids" in batch:
         return batch["decoder_input_ids"], mask_of(batch, "decoder_attention_mask")
     return tokens_of(batch), mask_of(batch)

@@ -1,6 +1,6 @@
-"""What of a model is shared: parameters that several modules hold, tensors on one storage, modules in several places.
+"""Shared parts of a model: parameters of several modules, tensors on one storage, modules with several paths.
 
-Tensors and modules are told apart while the model keeps them alive: another one may get the number of one that is gone.
+Tensors and modules are identified by ``id`` or storage, which is only valid while the model keeps them alive.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ __all__ = ["Holder", "holders", "model_bytes", "paths", "storage", "storage_key"
 
 
 class Holder(NamedTuple):
-    """A module that holds a parameter itself, and its (first) path in the model."""
+    """A module that holds a parameter directly, and its first path in the model."""
 
     path: str
     module: nn.Module
 
 
 def holders(model: nn.Module) -> dict[int, list[Holder]]:
-    """The modules that hold each parameter of ``model``, in the model's order, by the parameter's ``id``."""
-    found: dict[int, list[Holder]] = {}
+    """The modules that hold each parameter directly, by ``id`` of the parameter, in the model's order."""
+    by_parameter: dict[int, list[Holder]] = {}
     for path, module in model.named_modules():
         for parameter in module._parameters.values():
             if parameter is not None:
-                found.setdefault(id(parameter), []).append(Holder(path, module))
-    return found
+                by_parameter.setdefault(id(parameter), []).append(Holder(path, module))
+    return by_parameter
 
 
 def paths(model: nn.Module) -> dict[int, list[str]]:
-    """Every path of each module of ``model``, in the model's order, by the module's ``id``."""
-    found: dict[int, list[str]] = {}
+    """All paths of each module, by ``id`` of the module, in the model's order."""
+    by_module: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        found.setdefault(id(module), []).append(path)
-    return found
+        by_module.setdefault(id(module), []).append(path)
+    return by_module
 
 
 def storage(tensor: Tensor) -> int:
-    """The storage of a tensor, on the meta device too: views of one tensor have the same."""
+    """Identity of a tensor's storage, also on the meta device; equal for views of one tensor."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def storage_key(tensor: Tensor) -> tuple[Any, ...]:
-    """Which numbers of its storage a tensor is, and how it reads them: one place, one tensor."""
+    """Identity of a tensor's elements: storage, offset, shape, strides and dtype."""
     return storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of these tensors, shared storage counted once."""
+    """Bytes of these tensors; shared storage counts once."""
     initialized = [t for t in tensors if not is_lazy(t)]
     return sum({storage(t): t.untyped_storage().nbytes() for t in initialized}.values())
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers, shared storage counted once."""
+    """Bytes of all parameters and buffers; shared storage counts once."""
     return tensor_bytes((*model.parameters(), *model.buffers()))

@@ -1,9 +1,9 @@
-"""Wrappers: the one way to put something in place of a module's forward, which stays whatever is done to the module.
+"""Wrappers: replace the forward of a module in a way that survives copies, pickles and later changes of the module.
 
-A module has a stack of them, innermost first, in its ``__dict__``. Its class becomes a subclass of the one it has, as
-torch's ``fully_shard`` makes one, whose ``forward`` reads the stack at each call: names of parameters, ``isinstance``,
-hooks, copies and pickles stay as they are, and ``type(module).forward`` is still the forward of the plain class. A
-forward that others set (``module.forward = ...``) goes around the wrappers that are there and is an entry of the stack.
+A module has a stack of them, innermost first, in its ``__dict__``. Its class becomes a subclass, as with torch's
+``fully_shard``, whose ``forward`` reads the stack at each call. Parameter names, ``isinstance``, hooks, copies and
+pickles stay valid, and ``type(module).forward`` is still the plain forward. A forward that other code assigns
+(``module.forward = ...``) goes around the existing wrappers and becomes an entry of the stack.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ __all__ = [
     "wrapped", "wrapper_of", "wrappers",
 ]  # fmt: skip
 
-#: Where a module keeps its stack: in its ``__dict__``.
+#: The key of the stack in a module's ``__dict__``.
 WRAPPERS = "_lowbit_wrappers"
 
 
 class Wrapper:
-    """Called in place of a module's forward: with the module, its forward, and what that is called with.
+    """Called instead of a module's forward, with the module, its forward, and the arguments.
 
-    It holds no reference to the module: that would be a cycle, and ``del model`` would free no weight until the garbage
-    collector runs. It is no hook: those do not run after an interrupt, nor where a hook before them raised.
+    It holds no reference to the module: such a cycle would keep the weights after ``del model`` until the garbage
+    collector runs. A hook would not do: hooks do not run after an interrupt, or if an earlier hook raises.
 
-    ``outermost``: it stays outside of wrappers, and of forwards that others set, that come later. ``prefix``: what the
-    name of the module's class begins with.
+    Attributes:
+        outermost: whether it stays outside of wrappers, and of assigned forwards, that come later.
+        prefix: prefix of the name of the module's class.
     """
 
     outermost: ClassVar[bool] = False
@@ -49,27 +50,32 @@ _Wrapper = TypeVar("_Wrapper", bound=Wrapper)
 
 
 def wrap(module: nn.Module, wrapper: Wrapper) -> None:
-    """Call ``wrapper`` in place of ``module.forward``."""
+    """Call ``wrapper`` instead of ``module.forward``."""
     stack = _stack(module)
-    place = len(stack) if wrapper.outermost else _inner(stack)
-    _put(module, (*stack[:place], wrapper, *stack[place:]))
+    position = len(stack) if wrapper.outermost else _inner(stack)
+    _put(module, (*stack[:position], wrapper, *stack[position:]))
 
 
 def unwrap(module: nn.Module, wrapper: Wrapper, who: str = "unwrap") -> None:
-    """Take ``wrapper`` away from ``module``, which has it. With the last one its class is the plain one again.
+    """Remove ``wrapper`` from ``module``. Without wrappers the module has its plain class again.
 
-    Raises ValueError, in the name of ``who``, where others have set a forward around it, which may call it.
+    Raises:
+        ValueError: other code has assigned a forward around it, which may call it. ``who`` starts the message.
     """
     _unwrap([("", module, wrapper)], who)
 
 
 def unwrap_all(model: nn.Module, who: str, *classes: type[_Wrapper]) -> list[tuple[str, _Wrapper]]:
-    """Take away the wrappers of ``classes`` in all modules of ``model``; each with the path of its module.
+    """Remove the wrappers of ``classes`` from all modules of ``model``, and return them with the paths of their
+    modules.
 
-    Raises ValueError, with the model untouched, where others have set a forward around one.
+    Raises:
+        ValueError: other code has assigned a forward around one. The model is unchanged.
     """
     modules = list(model.named_modules())
-    rows = [(path, module, one) for path, module in modules for one in wrappers(module) if isinstance(one, classes)]
+    rows = [
+        (path, module, entry) for path, module in modules for entry in wrappers(module) if isinstance(entry, classes)
+    ]
     _unwrap(rows, who)
     return [(path, wrapper) for path, _, wrapper in rows]
 
@@ -88,7 +94,7 @@ def _unwrap(rows: Sequence[tuple[str, nn.Module, Wrapper]], who: str) -> None:
 
 @contextmanager
 def wrapped(pairs: Iterable[tuple[nn.Module, Wrapper]]) -> Iterator[None]:
-    """Within, each of the modules has the wrapper beside it. A forward that others set meanwhile stays."""
+    """Wrap each module with its wrapper in a ``with`` block. A forward that other code assigns meanwhile stays."""
     pairs = list(pairs)
     try:
         for module, wrapper in pairs:
@@ -105,25 +111,25 @@ def wrappers(module: nn.Module) -> tuple[Wrapper, ...]:
 
 
 def wrapper_of(module: nn.Module, cls: type[_Wrapper]) -> _Wrapper | None:
-    """The module's wrapper of that class, the outermost of several; None where it has none."""
+    """The module's outermost wrapper of that class, or None."""
     return next((wrapper for wrapper in reversed(wrappers(module)) if isinstance(wrapper, cls)), None)
 
 
 def replaced_forward(layer: nn.Module) -> Any:
-    """The ``forward`` that others set on ``layer``, which runs in place of its class's; None where its class's runs."""
+    """The ``forward`` that other code assigned on ``layer``, or None if the forward of its class runs."""
     return _origin(layer, plain_class(layer), _assigned(_stack(layer)))
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The module's class without its wrappers."""
+    """The module's class without wrappers."""
     plain: type[nn.Module] = vars(type(module)).get("_lowbit_plain", type(module))
     return plain
 
 
 def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Give the module another class; its wrappers stay.
+    """Change the module's class and keep its wrappers.
 
-    A bound method of the class that it had, which accelerate sets where it removes a hook, does not.
+    A bound method of the old class, which accelerate assigns when it removes a hook, is dropped.
     """
     stack = wrappers(module) if replaced_forward(module) is None else _stack(module)
     module.__class__ = cls
@@ -133,7 +139,7 @@ def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
 # -- the stack ---------------------------------------------------------------------------------------------------------
 @dataclass(eq=False)
 class _Assigned:
-    """An entry of the stack: a forward that others have set."""
+    """An entry of the stack: a forward that other code assigned."""
 
     forward: Any
     outermost: ClassVar[bool] = False
@@ -141,19 +147,19 @@ class _Assigned:
 
 
 def _stack(module: nn.Module) -> tuple[Any, ...]:
-    """Wrappers, and forwards that others set, innermost first."""
+    """Wrappers and assigned forwards, innermost first."""
     state = module.__dict__
-    own = (_Assigned(state["forward"]),) if "forward" in state else ()
-    return state.get(WRAPPERS, own)  # type: ignore[no-any-return]
+    assigned = (_Assigned(state["forward"]),) if "forward" in state else ()
+    return state.get(WRAPPERS, assigned)  # type: ignore[no-any-return]
 
 
 def _inner(stack: tuple[Any, ...]) -> int:
-    """How many entries are inside of the outermost wrappers."""
+    """Number of entries inside the outermost wrappers."""
     return sum(not entry.outermost for entry in stack)
 
 
 def _assigned(stack: tuple[Any, ...]) -> Any:
-    """The last forward that others set."""
+    """The last forward that other code assigned."""
     return next((entry.forward for entry in reversed(stack) if isinstance(entry, _Assigned)), None)
 
 
@@ -168,10 +174,10 @@ def _store(module: nn.Module, stack: tuple[Any, ...]) -> None:
 
 
 def _put(module: nn.Module, stack: tuple[Any, ...]) -> None:
-    """Give the module this stack, and the class that reads it."""
+    """Set the module's stack, and the class that reads it."""
     plain, prefix = plain_class(module), "".join(entry.prefix for entry in stack)
     _store(module, stack)
-    # A class that was made of the one with wrappers since, as by ``fully_shard``, stays when they go.
+    # A class that was derived since from the class with wrappers, as by ``fully_shard``, stays.
     module.__class__ = _wrapped_class(plain, prefix) if WRAPPERS in vars(module) else plain
 
 
@@ -180,9 +186,9 @@ def _remove(module: nn.Module, wrapper: Wrapper) -> None:
 
 
 def _origin(module: nn.Module, plain: type[nn.Module], forward: Any) -> Any:
-    """``forward``, or the one set on the module that ``module.forward`` was around when it was read; None: the class's.
+    """The assigned forward that ``forward`` stands for: itself, the one inside a ``_Bound``, or None for the class's.
 
-    Libraries that set a forward keep the one before, and set that again, or a method of it, to undo it.
+    Libraries that assign a forward save the previous one, and assign it again, or a method of it, to undo that.
     """
     is_method = isinstance(forward, MethodType) and forward.__self__ is module
     function = forward.__func__ if is_method else forward
@@ -194,11 +200,12 @@ def _origin(module: nn.Module, plain: type[nn.Module], forward: Any) -> Any:
 # -- the forward -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Bound:
-    """``module.forward`` as it is read: a wrapper around the forward inside, which has the signature. Read twice it is
-    equal, as a method is.
+    """``module.forward`` as read: a wrapper around the inner forward, with its signature. Two reads are equal, as for
+    methods.
 
-    ``assigned``: the last one inside that others set. It stays right where it is called later: a wrapper that was taken
-    away runs no more, and an outermost one not where a forward was set since, which it is around, and which calls this.
+    ``assigned`` is the last forward inside that other code assigned. A call may come later than the read: a wrapper
+    that was removed since does not run, nor does an outermost one inside a forward assigned since, which it already
+    surrounds.
     """
 
     wrapper: Wrapper
@@ -214,7 +221,7 @@ class _Bound:
 
 
 class _Forward:
-    """``forward`` of a class of modules with wrappers. It goes before what is in the module's ``__dict__``."""
+    """Descriptor ``forward`` of a class with wrappers; it takes precedence over the module's ``__dict__``."""
 
     def __init__(self, plain: type[nn.Module]) -> None:
         self.plain = plain
@@ -234,36 +241,38 @@ class _Forward:
         return forward
 
     def __set__(self, module: nn.Module, forward: Any) -> None:
-        """Sets a forward around the wrappers that are there, in place of one that was set there; one that was there
-        before takes away those set since.
+        """Assign a forward around the existing wrappers, replacing an assigned one directly below.
+
+        Assigning an earlier forward again removes the later ones.
         """
         stack, origin = _stack(module), _origin(module, self.plain, forward)
-        known = [place for place, entry in enumerate(stack) if isinstance(entry, _Assigned) and entry.forward is origin]
-        if origin is None or known:
-            below = known[0] + 1 if known else 0
+        positions = [i for i, entry in enumerate(stack) if isinstance(entry, _Assigned) and entry.forward is origin]
+        if origin is None or positions:
+            below = positions[0] + 1 if positions else 0
             _store(module, (*stack[:below], *(entry for entry in stack[below:] if isinstance(entry, Wrapper))))
             return
-        place = _inner(stack)
-        below = place - 1 if place and isinstance(stack[place - 1], _Assigned) else place
-        _store(module, (*stack[:below], _Assigned(origin), *stack[place:]))
+        position = _inner(stack)
+        below = position - 1 if position and isinstance(stack[position - 1], _Assigned) else position
+        _store(module, (*stack[:below], _Assigned(origin), *stack[position:]))
 
     def __delete__(self, module: nn.Module) -> None:
-        """Takes away the last one that was set."""
+        """Remove the last assigned forward."""
         stack = _stack(module)
-        places = [place for place, entry in enumerate(stack) if isinstance(entry, _Assigned)]
-        if not places:
+        positions = [i for i, entry in enumerate(stack) if isinstance(entry, _Assigned)]
+        if not positions:
             raise AttributeError("forward")
-        _store(module, (*stack[: places[-1]], *stack[places[-1] + 1 :]))
+        _store(module, (*stack[: positions[-1]], *stack[positions[-1] + 1 :]))
 
 
 # -- classes -----------------------------------------------------------------------------------------------------------
-#: The classes made so far, by what they are made of.
+#: Cache of derived classes, by plain class and prefix.
 _CLASSES: dict[tuple[type, str], Any] = {}
 
 
 def _wrapped_class(plain: type[nn.Module], prefix: str) -> Any:
-    """The class of modules of the class ``plain`` that have wrappers. Without a prefix it has the same name: configs
-    and lists of classes of other libraries have names.
+    """The class of modules of class ``plain`` with wrappers.
+
+    Without a prefix it has the same name, because configs and lists of other libraries contain class names.
     """
     if (plain, prefix) in _CLASSES:
         return _CLASSES[plain, prefix]
@@ -283,16 +292,16 @@ def _wrapped_class(plain: type[nn.Module], prefix: str) -> Any:
 
 
 def derived(name: str, bases: tuple[type, ...], names: dict[str, Any], remake: Any, *key: Any) -> Any:
-    """A class of which modules copy and pickle by ``remake(*key)``, which returns it."""
+    """A class whose modules are copied and pickled by ``remake(*key)``, which returns the class."""
 
     def reduced(self: nn.Module, protocol: Any) -> Any:
-        made = super(cls, self).__reduce_ex__(protocol)
-        if isinstance(made, str) or made[0] is not copyreg.__newobj__ or made[1][0] is not cls:  # type: ignore[attr-defined]
-            return made
-        return (_new, (remake, key, *made[1][1:]), *made[2:])
+        reduction = super(cls, self).__reduce_ex__(protocol)
+        if isinstance(reduction, str) or reduction[0] is not copyreg.__newobj__ or reduction[1][0] is not cls:  # type: ignore[attr-defined]
+            return reduction
+        return (_new, (remake, key, *reduction[1][1:]), *reduction[2:])
 
     class Unregistered:
-        """Before classes whose ``__init_subclass__`` may enter a class in a table."""
+        """Base that hides ``__init_subclass__`` of later bases, which may register the class."""
 
         def __init_subclass__(cls, **kwargs: Any) -> None:
             pass
@@ -302,6 +311,6 @@ def derived(name: str, bases: tuple[type, ...], names: dict[str, Any], remake: A
 
 
 def _new(remake: Any, key: tuple[Any, ...], *args: Any) -> Any:
-    """A module of a derived class for copies and pickles to fill."""
+    """An empty module of a derived class, for copies and pickles to fill."""
     cls = remake(*key)
     return cls.__new__(cls, *args)

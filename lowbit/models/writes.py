@@ -1,4 +1,4 @@
-"""Models that write to tensors in place: noticed, and run all the same."""
+"""In-place writes of models: detect them, undo them for buffers, and run backward despite them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class Unchanged:
-    """Knows of tensors whether they have been written to since."""
+    """True while the tensors of a tree have not been written to since it was created."""
 
     def __init__(self, tree: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
@@ -30,43 +30,43 @@ class Unchanged:
 
 
 class HeldBuffers:
-    """The buffers of a model as they are now: which tensors, and a copy of their numbers.
+    """A snapshot of a model's buffers: the tensors, and copies of their values.
 
-    A forward may write to a buffer or put another tensor in its place (``self.t = 2 * self.t``).
+    A forward may write to a buffer or replace it (``self.t = 2 * self.t``).
     """
 
     @torch.no_grad()
     def __init__(self, model: nn.Module) -> None:
         self._tensors = [(module._buffers, dict(module._buffers)) for module in model.modules() if module._buffers]
-        self._numbers = {buffer: buffer.clone() for buffer in model.buffers()}
+        self._values = {buffer: buffer.clone() for buffer in model.buffers()}
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Make the buffers what they were, any number of times."""
-        for place, buffers in self._tensors:
-            place.clear()
-            place.update(buffers)
-        for buffer, numbers in self._numbers.items():
-            buffer.copy_(numbers)
+        """Restore the buffers; may be called several times."""
+        for current, buffers in self._tensors:
+            current.clear()
+            current.update(buffers)
+        for buffer, values in self._values.items():
+            buffer.copy_(values)
 
 
 @contextmanager
 def held_buffers(model: nn.Module) -> Iterator[None]:
-    """Within, a model may be run without a trace: afterwards its buffers are what they were."""
-    held = HeldBuffers(model)
+    """Restore the buffers of ``model`` at the end of a ``with`` block."""
+    buffers = HeldBuffers(model)
     try:
         yield
     finally:
-        held.restore()
+        buffers.restore()
 
 
 class Written(Exception):
-    """A block writes to what it is given, so that it cannot be computed a second time."""
+    """A block writes to its inputs, so it cannot be computed again."""
 
 
 def despite_writes(run: Callable[[], Result], otherwise: Callable[[], Result] | None = None) -> Result:
-    """``run()``, which takes gradients; where the model writes to tensors that these need, ``otherwise()``, by default
-    the same, with such tensors copied first.
+    """``run()``, which computes gradients. If the model overwrites tensors that backward needs, run ``otherwise()``
+    (default: ``run`` again) with such tensors copied first.
     """
     try:
         return run()

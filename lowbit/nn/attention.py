@@ -21,10 +21,10 @@ __all__ = ["MultiheadForward", "QuantMultiheadAttention"]
 class MultiheadForward:
     """The forward of ``nn.MultiheadAttention`` for any projections, with the attributes of that class.
 
-    ``attend`` optionally replaces torch's SDPA. It is called with heads ``[B, H, T, D]`` and ``[B, H, S, D]``, the mask
-    ``[T, S]`` or ``[B, H, T, S]``, the key padding mask ``[B, S]``, the dropout probability, and whether the mask is
-    causal according to the caller. True in a bool mask hides; other masks are added. If weights are requested,
-    ``attend.with_weights`` is called, whose last argument says whether to average them over heads.
+    ``attend`` optionally replaces torch's SDPA. Its arguments are the heads ``[B, H, T, D]`` and ``[B, H, S, D]``, the
+    mask ``[T, S]`` or ``[B, H, T, S]``, the key padding mask ``[B, S]``, the dropout probability, and ``is_causal``.
+    True in a bool mask hides; other masks are added. If weights are requested, ``attend.with_weights`` is called, whose
+    last argument says whether to average them over heads.
     """
 
     attend: Any = None

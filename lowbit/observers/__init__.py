@@ -1,6 +1,6 @@
-"""Static scales of activations: ranges of the numbers that a layer is given, for calibrate and qat alike.
+"""Observers: static scales of activations from the ranges of a layer's inputs, for calibrate and qat.
 
-The scale and the zero point of a range are those that ``quantize`` makes of its two ends, so that there is one rule.
+``quantize`` computes the scale and the zero point from the two ends of a range, so there is only one such rule.
 """
 
 from lowbit.observers.ranges import MOMENTUM, Ranges

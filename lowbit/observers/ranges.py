@@ -1,4 +1,4 @@
-"""What is kept of the numbers that a layer is given, to make a static range of it."""
+"""Ranges: statistics of a layer's inputs, from which static ranges are computed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,28 @@ from lowbit.tensor.quantized import Scales
 
 __all__ = ["MOMENTUM", "Ranges"]
 
-#: Bins of a histogram over [-R, R], R a power of two: when R doubles, bins are merged by twos, and nothing is lost.
+#: Bins of a histogram over [-R, R]. R is a power of two: when it doubles, pairs of bins are merged exactly.
 BINS = 8192
 
-#: How much of a batch's extremes a moving average takes.
+#: Weight of a batch's extremes in the moving average.
 MOMENTUM = 0.01
 
 
 class Ranges:
-    """Of numbers ``[..., cols]``, for each block of columns that has a static scale: the extremes, their moving average
-    over batches, and where ``histogram`` is set how often which numbers come. Its size does not depend on the batches.
+    """Statistics of inputs ``[..., cols]``, for each block of columns with a static scale. The size is constant.
+
+    Args:
+        scheme: the scheme of the inputs, with static scales.
+        cols: number of columns.
+        histogram: also count values in a histogram.
+        device: device of the statistics.
+
+    Attributes:
+        low: smallest value of each block of columns.
+        high: largest value of each block of columns.
+        average: moving average over batches of the smallest and the largest value, ``[2, blocks]``; None before the
+            first.
+        counts: histogram ``[bins, blocks]``, or None.
     """
 
     def __init__(self, scheme: Scheme, cols: int, *, histogram: bool, device: torch.device | str = "cpu") -> None:
@@ -39,7 +51,7 @@ class Ranges:
         self.exponent = -126  # R = 2 ** exponent
 
     def update(self, x: Tensor) -> None:
-        """Add the rows of a batch. In several processes all must call it equally often."""
+        """Add the rows of a batch. With several processes, all must call it equally often."""
         x = x.detach().reshape(-1, self.cols).float()
         blocks = len(self.low)
         if not x.numel():
@@ -64,7 +76,7 @@ class Ranges:
         self.counts += torch.bincount(flat, minlength=self.counts.numel()).view_as(self.counts)
 
     def _widen(self, exponent: int) -> None:
-        """Let the histogram reach to 2 ** exponent."""
+        """Extend the histogram to 2 ** exponent."""
         assert self.counts is not None
         while self.exponent < exponent and bool(self.counts.any()):
             merged = torch.zeros_like(self.counts)
@@ -73,7 +85,7 @@ class Ranges:
         self.exponent = max(self.exponent, exponent)
 
     def reduce(self) -> None:
-        """Add what the other processes of ``torch.distributed`` have seen."""
+        """Combine the statistics of all processes of ``torch.distributed``."""
         if processes() == 1:
             return
         dist.all_reduce(self.low, dist.ReduceOp.MIN)
@@ -84,13 +96,13 @@ class Ranges:
             self._widen(int(exponent))
             dist.all_reduce(self.counts)
 
-    # -- of a range ---------------------------------------------------------------------------------------------------
+    # -- from a range -------------------------------------------------------------------------------------------------
     def scales(self, low: Tensor, high: Tensor) -> Scales:
-        """The scales of the ranges from ``low`` to ``high``, one a block of columns."""
+        """The scales for ranges from ``low`` to ``high``, one per block of columns."""
         ends = torch.stack([low, high]).repeat_interleave(self.width, 1)[:, : self.cols]
         return Scales.of(quantize(ends, self.scheme))
 
     @property
     def centers(self) -> Tensor:
-        """The numbers in the middle of the bins: fp32 ``[bins]``."""
+        """The centers of the bins, fp32 ``[bins]``."""
         return (torch.arange(BINS, dtype=torch.float32) + 0.5 - BINS / 2) * (2.0**self.exponent / (BINS / 2))

@@ -1,10 +1,8 @@
-"""The forward pass of a quantized layer from a float weight, with gradients for the weight, the input and their scales.
+"""The forward of a quantized layer from a float weight, with gradients for weight, input and scales.
 
-Forward is the deployed layer's: the weight is quantized and the op ``linear`` multiplies its codes. Backward takes the
-products with the decoded operands, and passes each gradient straight through its operand's rounding, where the operand
-was in range. What was in range is computed again, and not stored.
-
-Source: docs/numerics.md sections 10 and 12.
+Forward is bit-identical to the deployed layer: the weight is quantized and the op ``linear`` multiplies its codes.
+Backward uses the decoded operands and passes each gradient straight through the rounding of values in range. Which
+values are in range is recomputed, not stored. Source: docs/numerics.md sections 10 and 12.
 """
 
 from __future__ import annotations
@@ -27,19 +25,19 @@ __all__ = ["Operand", "fake_quant_conv", "fake_quant_linear", "multiply", "quant
 
 
 class Operand(NamedTuple):
-    """How one operand is quantized: ``learned`` numbers stand for its scales; None: they are made of the tensor."""
+    """Quantization of one operand: its scheme, and learned scales or None if they are computed from the tensor."""
 
     scheme: Scheme
     learned: Learned | None = None
 
     @property
     def scales(self) -> Scales | None:
-        """The scales that it is quantized by."""
+        """The learned scales as stored, or None."""
         return None if self.learned is None else self.learned.scales(self.scheme)
 
 
 def quantized(weight: Tensor, operand: Operand) -> Quantized:
-    """The codes of a weight, as the deployed layer has them."""
+    """The weight as the deployed layer has it."""
     return quantize(weight.detach(), operand.scheme, *(operand.scales or ()))
 
 
@@ -51,7 +49,7 @@ def multiply(
     dtype: torch.dtype,
     window: Window | None = None,
 ) -> Tensor:
-    """The deployed layer's result; with ``window`` a convolution's."""
+    """The result of the deployed layer; of a convolution if ``window`` is given."""
     y: Tensor = call(
         "linear" if window is None else "conv",
         x, weight.codes, weight.scheme.name, weight.scale, weight.zero_point, weight.global_scale, bias,
@@ -64,14 +62,14 @@ def multiply(
 def fake_quant_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, of_weight: Operand, of_input: Operand | None, dtype: torch.dtype
 ) -> Tensor:
-    """``multiply`` of the quantized ``weight``, with gradients."""
+    """``multiply`` with the quantized ``weight``, with gradients."""
     numbers = (*_numbers(of_weight), *_numbers(of_input))
     y: Tensor = _FakeQuantLinear.apply(x, weight, bias, *numbers, of_weight, of_input, dtype)  # type: ignore[no-untyped-call]
     return y
 
 
 def _numbers(operand: Operand | None) -> tuple[Tensor | None, Tensor | None]:
-    """What autograd needs as arguments of their own."""
+    """The learned scale and zero point, which autograd needs as separate arguments."""
     return (None, None) if operand is None or operand.learned is None else operand.learned[:2]
 
 
@@ -79,22 +77,24 @@ def fake_quant_conv(
     window: Window, x: Tensor, weight: Tensor, bias: Tensor | None, of_weight: Operand, of_input: Operand | None,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """The same of a convolution of ``x [N, *S, C]``. An input whose scales are those of patches is laid out in patches;
-    otherwise decoded operands are what torch's gradients of a convolution take.
+    """``fake_quant_linear`` for a convolution of ``x [N, *S, C]``.
+
+    If input scales are per patch, the input is unfolded to patches. Otherwise torch's gradients of a convolution are
+    applied to the decoded operands.
     """
     if of_input is not None and not spans_tensor(of_input.scheme):
-        patches = window.unfold(x).squeeze(-2)  # qat.prepare_ refuses groups of them
+        patches = window.unfold(x).squeeze(-2)  # qat.prepare_ raises for grouped convolutions with such scales
         return fake_quant_linear(patches, weight, bias, of_weight, of_input, dtype)
     codes = quantized(weight, of_weight)
     y = multiply(x.detach(), codes, None if bias is None else bias.detach(), of_input, dtype, window)
     decoded = x if of_input is None else _Decoded.apply(x, *_numbers(of_input), of_input, 1)  # type: ignore[no-untyped-call]
     matrix = _Decoded.apply(weight, *_numbers(of_weight), of_weight, weight.shape[0])  # type: ignore[no-untyped-call]
-    given: Tensor = _Convolution.apply(decoded.to(dtype), matrix.to(dtype), bias, y, window)  # type: ignore[no-untyped-call]
-    return given
+    result: Tensor = _Convolution.apply(decoded.to(dtype), matrix.to(dtype), bias, y, window)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Decoded(torch.autograd.Function):
-    """The numbers that the codes of ``x`` stand for; a scale is shared by ``rows`` rows of its last axis."""
+    """The decoded values of ``x``; ``rows`` rows of its last axis share a scale."""
 
     @staticmethod
     def forward(
@@ -109,13 +109,13 @@ class _Decoded(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, cols = ctx.saved_tensors[0], grad.shape[-1]
         with on_backend(ctx.backend):
-            found = _through(grad.reshape(-1, cols), x.reshape(-1, cols), ctx.operand, ctx.rows)
-        assert found.x is not None
-        return found.x.to(x.dtype).view(x.shape), found.scale, found.zero_point, None, None
+            gradients = _through(grad.reshape(-1, cols), x.reshape(-1, cols), ctx.operand, ctx.rows)
+        assert gradients.x is not None
+        return gradients.x.to(x.dtype).view(x.shape), gradients.scale, gradients.zero_point, None, None
 
 
 class _Convolution(torch.autograd.Function):
-    """``y``, which the deployed layer computes of what these operands are decoded from, with gradients for them."""
+    """Returns ``y``, which the deployed layer computed, with the gradients of a convolution of the decoded operands."""
 
     @staticmethod
     def forward(
@@ -137,7 +137,7 @@ class _Convolution(torch.autograd.Function):
 
 
 class _FakeQuantLinear(torch.autograd.Function):
-    """``fake_quant_linear``; its tensors are also arguments of their own, which autograd needs."""
+    """``fake_quant_linear``; learned scales are also separate arguments, as autograd needs."""
 
     @staticmethod
     def forward(
@@ -161,9 +161,11 @@ class _FakeQuantLinear(torch.autograd.Function):
         of_x, of_weight, of_bias = _NONE, _NONE, None
         with on_backend(ctx.backend):
             if ctx.weight is not None:
-                before = g @ ctx.weight.dequantize(g.dtype)
-                # The scale of inputs is that of each position: N is what a row of the input has of its elements.
-                of_x = _Gradients(before) if ctx.of_input is None else _through(before, rows, ctx.of_input, rows=1)
+                grad_rows = g @ ctx.weight.dequantize(g.dtype)
+                # Input scales apply to each row, so N counts the elements of one row that share the scale.
+                of_x = (
+                    _Gradients(grad_rows) if ctx.of_input is None else _through(grad_rows, rows, ctx.of_input, rows=1)
+                )
             if ctx.needs_input_grad[1] or ctx.of_weight.learned is not None:
                 decoded = rows if ctx.of_input is None else _decoded(rows, ctx.of_input)
                 of_weight = _through(g.t() @ decoded.to(g.dtype), weight, ctx.of_weight, rows=weight.shape[0])
@@ -177,7 +179,7 @@ class _FakeQuantLinear(torch.autograd.Function):
 
 
 class _Gradients(NamedTuple):
-    """Of an operand, and of the learned numbers that stand for its scales and zero points."""
+    """Gradients of an operand, and of the learned numbers for its scales and zero points."""
 
     x: Tensor | None = None
     scale: Tensor | None = None
@@ -187,23 +189,23 @@ class _Gradients(NamedTuple):
 _NONE = _Gradients()
 
 
-def _given(x: Tensor, operand: Operand) -> tuple[Tensor | None, ...]:
-    """Scale, zero point and global scale as ops take them."""
+def _scales(x: Tensor, operand: Operand) -> tuple[Tensor | None, ...]:
+    """Scale, zero point and global scale as arguments of ops."""
     if operand.scales is not None:
         return tuple(operand.scales)
     return None, None, call("global_scale", x, operand.scheme.name) if operand.scheme.global_scale else None
 
 
 def _decoded(x: Tensor, operand: Operand) -> Tensor:
-    """The numbers that the codes of ``x`` stand for."""
-    y: Tensor = call("fake_quantize", x, operand.scheme.name, *_given(x, operand))
+    """The decoded values of ``x``."""
+    y: Tensor = call("fake_quantize", x, operand.scheme.name, *_scales(x, operand))
     return y
 
 
 def _through(grad: Tensor, x: Tensor, operand: Operand, rows: int) -> _Gradients:
-    """``grad``, of the decoded numbers of ``x``, through their rounding; a scale is shared by ``rows`` of its rows."""
+    """Pass the gradient of the decoded values of ``x`` through their rounding; ``rows`` of its rows share a scale."""
     scheme, learned = operand.scheme, operand.learned
-    of_x, of_scale = call("fake_quantize_backward", grad, x, scheme.name, *_given(x, operand))
+    of_x, of_scale = call("fake_quantize_backward", grad, x, scheme.name, *_scales(x, operand))
     if learned is None:
         return _Gradients(of_x)
     return _Gradients(of_x, *learned.gradients(scheme, of_scale, gradient_scale(scheme, rows, x.shape[1])))

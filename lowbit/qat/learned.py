@@ -1,8 +1,7 @@
-"""Scales as parameters: what a learned number is to the scale that its scheme stores, in both directions.
+"""Learned scales: fp32 parameters for the scales that a scheme stores, and the gradient of that conversion.
 
-A scheme's scales are floating-point numbers, powers of two, or FP8 numbers below a global scale. Training needs a
-floating-point parameter for each kind, rounding needs what is stored, and the gradient passes straight through from one
-to the other.
+A scheme's scales are floating-point numbers, powers of two, or FP8 numbers with a global scale. Training needs a
+floating-point parameter for each kind, and quantization needs the stored form. The gradient passes straight through.
 
 Source: docs/numerics.md section 12; LSQ, arXiv 1902.08153; LSQ+, arXiv 2004.09576; learned powers of two, TQT, arXiv
 1903.08066.
@@ -26,8 +25,12 @@ __all__ = ["Learned", "gradient_scale"]
 
 
 class _Kind(NamedTuple):
-    """``raw(stored)``: the parameter for scales as they are stored. ``stored(raw, dtype)``: the scales of parameters.
-    ``slope(raw)``: the derivative of a scale, or of its part below the global scale, with respect to its parameter.
+    """Conversions for one scale format.
+
+    Attributes:
+        raw: ``raw(stored)``: the parameter for stored scales.
+        stored: ``stored(raw, dtype)``: the scales to store for a parameter.
+        slope: ``slope(raw)``: derivative of the scale, without the global scale, with respect to its parameter.
     """
 
     raw: Callable[[Tensor], Tensor]
@@ -36,22 +39,22 @@ class _Kind(NamedTuple):
 
 
 def _rounded(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest number of ``dtype`` that may be divided by: finite and normal."""
+    """The nearest finite and normal number of ``dtype``, which is safe to divide by."""
     limits = torch.finfo(dtype)
     return raw.abs().clamp(limits.tiny, limits.max).copysign(raw).to(dtype)
 
 
 def _exponent(raw: Tensor) -> Tensor:
-    """The exponents that E8M0 has for binary logarithms."""
+    """The E8M0 exponents for binary logarithms."""
     return raw.round().clamp(-127, 127)
 
 
 def _fp8(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """Codes of scales in FP8, of which 0 would end all learning."""
+    """FP8 codes of scales, at least the smallest subnormal, because a scale of 0 would get no gradient."""
     return encode(raw.abs().clamp(min=find("fp8_e4m3").min_subnormal).copysign(raw), "fp8_e4m3")
 
 
-#: Learned numbers by the scale format of a scheme. E8M0's are binary logarithms.
+#: Conversions by scale format. Parameters for E8M0 are binary logarithms.
 _NUMBER = _Kind(lambda stored: stored.float(), _rounded, lambda raw: 1.0)
 _KINDS: dict[str, _Kind] = {
     "fp32": _NUMBER,
@@ -67,7 +70,7 @@ _KINDS: dict[str, _Kind] = {
 
 
 class Learned(NamedTuple):
-    """The learned numbers of one tensor: of scales and zero points fp32 ``[R, C]``, and its constant global scale."""
+    """The learned numbers of one tensor: scales and zero points, fp32 ``[R, C]``, and its constant global scale."""
 
     scale: Tensor
     zero_point: Tensor | None = None
@@ -75,7 +78,7 @@ class Learned(NamedTuple):
 
     @classmethod
     def of(cls, scales: Scales, scheme: Scheme) -> Learned:
-        """Those that stand for ``scales``."""
+        """The learned numbers that represent ``scales``."""
         zero = None if scales.zero_point is None else scales.zero_point.float()
         return cls(_KINDS[scheme.scale_format.name].raw(scales.scale).clone(), zero, scales.global_scale)
 
@@ -88,10 +91,7 @@ class Learned(NamedTuple):
         return Scales(stored, zero, self.global_scale)
 
     def gradients(self, scheme: Scheme, grad: Tensor, factor: float) -> tuple[Tensor, Tensor | None]:
-        """The gradients of the learned numbers, of what ``fake_quantize_backward`` says of scales; times ``factor``.
-
-        Rounding is passed straight through.
-        """
+        """The gradients of the learned numbers from the result of ``fake_quantize_backward``, times ``factor``."""
         of_scale, of_zero = (grad[0], grad[1]) if scheme.affine else (grad, None)
         of_scale = of_scale * _KINDS[scheme.scale_format.name].slope(self.scale)
         if self.global_scale is not None:
@@ -100,9 +100,9 @@ class Learned(NamedTuple):
 
 
 def gradient_scale(scheme: Scheme, rows: int, cols: int) -> float:
-    """LSQ's factor on the gradient of a scale that ``rows x cols`` numbers of a tensor share: ``1 / sqrt(N * Qp)``.
+    """LSQ's factor on the gradient of a scale that ``rows x cols`` elements share: ``1 / sqrt(N * Qp)``.
 
-    Qp is the format's largest number, with zero points its range.
+    Qp is the format's largest number; for affine schemes, the format's range.
     """
     height, width = (min(a, b) for a, b in zip(scheme.block_of(rows, cols), (rows, cols), strict=True))
     format = scheme.format

@@ -95,8 +95,8 @@ def compress_activations_(
     modules = {path: module for path, module in model.named_modules() if _computes(module)}
     if not modules:
         raise ValueError(
-            f"train.compress_activations_: {type(model).__name__} has no module without children, and none with a "
-            f"Linear; there is nothing whose inputs could be kept in few bits"
+            f"train.compress_activations_: expected modules without children or with a Linear, and "
+            f"{type(model).__name__} has none; there is nothing to compress"
         )
     from lowbit.memory.kept import Kept  # memory imports this package
 
@@ -104,7 +104,7 @@ def compress_activations_(
     for module in model.modules():
         if _computes(module) or not isinstance(module, nn.Linear | nn.Embedding | nn.ModuleList | nn.ModuleDict):
             wrap(module, Compressing(resolved if _computes(module) else None))
-    return kept.told(report_on("train.compress_activations_", model, modules, f"inputs kept as {resolved}"))
+    return kept.told(report_on("train.compress_activations_", model, modules, f"inputs saved as {resolved}"))
 
 
 def uncompress_activations_(model: nn.Module) -> Report:
@@ -117,7 +117,7 @@ def uncompress_activations_(model: nn.Module) -> Report:
     removed = unwrap_all(model, "train.uncompress_activations_", Compressing)
     modules = {path: model.get_submodule(path) for path, _ in removed}
     computing = {path: module for path, module in modules.items() if _computes(module)}
-    return report_on("train.uncompress_activations_", model, computing, "inputs kept as they are")
+    return report_on("train.uncompress_activations_", model, computing, "inputs saved as they are")
 
 
 def _computes(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""The three products of a Linear in low precision, as one differentiable function.
+"""The three low-precision matmuls of a Linear as one differentiable function.
 
 Axes: M tokens, K inputs, N outputs; ``x [M, K]``, ``w [N, K]``, ``y`` and its gradient ``g [M, N]``.
 """
@@ -28,12 +28,12 @@ __all__ = ["Products", "WeightOperands", "low_precision_linear"]
 
 Side = Quantized | Tensor
 
-#: What casts may ask for in training, besides transforms.
-_DONE: dict[str, tuple[str | None, ...]] = {
+#: Cast options that training supports, besides transforms.
+_SUPPORTED: dict[str, tuple[str | None, ...]] = {
     "rounding": ("stochastic", "eden"), "scale": ("delayed",), "rule": ("search", "four-over-six")
 }  # fmt: skip
 
-#: What operands of backward products can go through first. Those of forward cannot: backward contracts other axes.
+#: Transforms of the operands of backward matmuls. Forward supports none, because backward contracts other axes.
 _TRANSFORMS: dict[str | None, Callable[[Tensor, int, int], Tensor]] = {
     "hadamard": hadamard,
     "signed-hadamard": signed_hadamard,
@@ -42,10 +42,18 @@ _TRANSFORMS: dict[str | None, Callable[[Tensor, int, int], Tensor]] = {
 
 @dataclass(frozen=True)
 class Backward:
-    """One backward product: how ``g`` is cast, what becomes of the other operand, and how forward cast that.
+    """One backward matmul: the cast of ``g``, the treatment of the other operand, and its cast in forward.
 
-    ``g_role``: whose stream and history ``g`` has. ``unit``: where scales are folded, the scheme of the bare codes.
-    ``rotation``: the block of the transform of both operands along the axis that is contracted, or None.
+    Attributes:
+        role: ``grad_input`` or ``grad_weight``.
+        g: cast of ``g``; None: it stays in floats.
+        other: cast of the other operand, "reuse", "fold", "dequantize", or None.
+        save: the form in which forward saves the other operand: "operand", "codes" or "high".
+        forward: cast of the other operand in forward.
+        forward_role: role of the other operand in forward.
+        g_role: role whose stream and history ``g`` uses.
+        unit: if scales are folded, the scheme of the bare codes.
+        rotation: block of the transform of both operands along the contracted axis, or None.
     """
 
     role: str
@@ -63,14 +71,14 @@ class Backward:
         unit = scheme(f"{forward.scheme.format}:tensor") if forward is not None and gemm.b == "fold" else None
         for side in (gemm.a, forward if gemm.b == "reuse" else gemm.b):
             if isinstance(side, Cast):
-                side.scheme.t().t()  # parsed now: compiled code then finds the transposed scheme
+                side.scheme.t().t()  # caches the transposed scheme, which compiled code cannot parse
         if unit is not None:
             unit.t().t()
         rotation = gemm.b.rotation(0) if isinstance(gemm.b, Cast) else None
         return cls(role, gemm.a, gemm.b, gemm.save, forward, forward_role, g_role, unit, rotation)
 
     def rotated(self, matrix: Tensor, is_g: bool, view: View | None) -> Tensor:
-        """An operand after the transform: ``g [M, N]`` contracts N in grad_input, and all others their rows."""
+        """Transform an operand along the contracted axis: the columns of ``g`` in grad_input, else the rows."""
         if self.rotation is None or not isinstance(self.other, Cast):
             return matrix
         along_cols = is_g and self.role == "grad_input"
@@ -81,8 +89,8 @@ class Backward:
         return random_hadamard(matrix, signs) if along_cols else random_hadamard(matrix.t(), signs).t()
 
     @property
-    def kept(self) -> Cast | None:
-        """How the codes that forward keeps for this product are made; None: it keeps the float operand."""
+    def saved_cast(self) -> Cast | None:
+        """The cast of the codes that forward saves for this matmul; None if it saves the float operand."""
         if self.save == "operand":
             assert isinstance(self.other, Cast)
             return self.other
@@ -91,12 +99,15 @@ class Backward:
 
 @dataclass(frozen=True)
 class Products:
-    """A training recipe with its schemes looked up, so that compiled code need not.
+    """A training recipe with its schemes resolved, so that compiled code need not do it.
 
-    ``stateful``: some cast needs the training state. ``share_g``: both backward products multiply the same codes of
-    ``g``. ``one_weight``: all micro-batches of a step multiply the same operands of the weight; not where random signs,
-    which each draws for itself, turn it with ``g``. ``dual``: the operands among ``"x"``, ``"w"`` and ``"g"`` that
-    ``quantize_both`` quantizes for both of their matmuls.
+    Attributes:
+        stateful: whether some cast needs the training state.
+        share_g: whether both backward matmuls use the same codes of ``g``.
+        one_weight: whether all micro-batches of a step use the same weight operands. False with random signs, which
+            each micro-batch draws separately.
+        dual: the operands among ``"x"``, ``"w"`` and ``"g"`` that ``quantize_both`` quantizes for both of their
+            matmuls.
     """
 
     input: Cast | None
@@ -110,18 +121,18 @@ class Products:
 
     @classmethod
     def of(cls, recipe: Recipe) -> Products:
-        """Raises ValueError for a recipe that does not train, or asks for a cast that training does not do."""
+        """Raise ValueError for a recipe that is for inference only, or has a cast that training does not support."""
         if recipe.grad_input is None or recipe.grad_weight is None:
-            able = ", ".join(row.name for row in RECIPES.values() if row.trains)
-            raise ValueError(f"recipe {recipe.name!r} is for inference only; recipes that train: {able}")
+            names = ", ".join(row.name for row in RECIPES.values() if row.trains)
+            raise ValueError(f"recipe {recipe.name!r} is for inference only; recipes that train: {names}")
         casts = recipe.casts(training=True)
         for role in casts:
             transforms = (*_TRANSFORMS, "random-hadamard") if role.startswith("grad") else ()
-            refuse_beyond(recipe, "TrainLinear", (role,), True, transform=transforms, **_DONE)
+            refuse_beyond(recipe, "TrainLinear", (role,), True, transform=transforms, **_SUPPORTED)
             reason = rules.refuses(casts[role], role)
             if reason is not None:
                 raise ValueError(f"recipe {recipe.name!r}: {role}: {reason}")
-        stateful = any(one.rounding != "nearest" or one.scale == "delayed" for one in casts.values())
+        stateful = any(cast.rounding != "nearest" or cast.scale == "delayed" for cast in casts.values())
         input, weight = casts.get("output.a"), casts.get("output.b")
         folds, g = "fold" in (recipe.grad_input.b, recipe.grad_weight.b), recipe.grad_input.a
         same_g = g is not None and g.rounding == "nearest" and g.transform is None and g == recipe.grad_weight.a
@@ -131,24 +142,26 @@ class Products:
         grad_weight = Backward.of("grad_weight", recipe.grad_weight, input, "output.a", g_role)
         turned = isinstance(grad_input.other, Cast) and grad_input.other.transform == "random-hadamard"
         pairs = {
-            "x": (input, grad_weight.kept if grad_weight.save == "operand" else None),
-            "w": (weight, grad_input.kept if grad_input.save == "operand" else None),
+            "x": (input, grad_weight.saved_cast if grad_weight.save == "operand" else None),
+            "w": (weight, grad_input.saved_cast if grad_input.save == "operand" else None),
             "g": (None, None) if share_g or folds else (grad_input.g, grad_weight.g),
         }
         dual = frozenset(name for name, pair in pairs.items() if _supports_dual(*pair))
         return cls(input, weight, grad_input, grad_weight, stateful, share_g, not turned, dual)
 
     def casts(self, recipe: Recipe) -> dict[str, Cast]:
-        """By role, the casts of ``recipe`` that are done: of one that both backward products share, the first."""
+        """The casts of ``recipe`` that are executed, by role; of a cast that both backward matmuls share, only the
+        first.
+        """
         casts = recipe.casts(training=True)
         return {role: how for role, how in casts.items() if not (self.share_g and role == "grad_weight.a")}
 
 
 class WeightOperands(NamedTuple):
-    """A weight as forward multiplies it, and the tensors that are kept of it for the gradient of the input."""
+    """A weight as forward multiplies it, and the tensors saved for the gradient of the input."""
 
     forward: Side
-    kept: tuple[Tensor, ...]
+    saved: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, weight: Tensor, products: Products, view: View | None, keeps: bool) -> WeightOperands:
@@ -159,18 +172,17 @@ class WeightOperands(NamedTuple):
 
     @classmethod
     def given(cls, forward: Quantized) -> WeightOperands:
-        """Of a weight whose codes are there already, and are what backward multiplies too."""
+        """From codes that exist already, if backward multiplies the same codes."""
         return cls(forward, _parts(forward))
 
 
 class _Operands(torch.autograd.Function):
-    """The operands of forward, and in backward the layer's gradients. Codes carry no gradient, so backward has no
-    derivative, and raises for one.
+    """Quantizes the operands in forward, and computes the layer's gradients in backward, once only.
 
-    The first result is the product's place in the graph: it has its shape, and memory for one number. The others are
-    the codes and scales of the operands, and of those that backward multiplies where they are others: that is how
-    functions with a ``setup_context``, which torch.func needs, pass on what they computed. Because all that backward
-    needs is saved before there is a product, a checkpoint that recomputes a block stops before its last one.
+    The first output only represents the matmul in the autograd graph: it has the result's shape, but storage for one
+    element. The other outputs are the codes and scales of the operands, and separate ones for backward if needed:
+    functions with a ``setup_context``, which torch.func needs, pass on results this way. All tensors for backward are
+    saved before the matmul, so a checkpoint that recomputes a block stops before its last matmul.
     """
 
     generate_vmap_rule = True
@@ -186,17 +198,17 @@ class _Operands(torch.autograd.Function):
         operands: WeightOperands | None,
     ) -> tuple[Tensor, ...]:
         flat = x.reshape(-1, x.shape[-1])
-        place = x.new_empty((), dtype=dtype).expand(*x.shape[:-1], weight.shape[0])
+        anchor = x.new_empty((), dtype=dtype).expand(*x.shape[:-1], weight.shape[0])
         dual = "x" in products.dual
-        a, kept_x = _both_ways(flat, products.input, "output.a", products.grad_weight, view, dual)
-        others: tuple[Tensor, ...] = ()
-        made: tuple[Tensor, ...] = ()
+        a, saved_x = _both_ways(flat, products.input, "output.a", products.grad_weight, view, dual)
+        weight_codes: tuple[Tensor, ...] = ()
+        for_backward: tuple[Tensor, ...] = ()
         if operands is None:
-            b, kept = WeightOperands.of(weight, products, view, True)
-            made, others = _parts(b), kept if products.grad_input.save == "operand" else ()
+            b, saved_weight = WeightOperands.of(weight, products, view, True)
+            weight_codes, for_backward = _parts(b), saved_weight if products.grad_input.save == "operand" else ()
         if products.grad_weight.save == "operand":
-            others += kept_x
-        return place, *_parts(a), *made, *others
+            for_backward += saved_x
+        return anchor, *_parts(a), *weight_codes, *for_backward
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # type: ignore[override]
@@ -206,12 +218,12 @@ class _Operands(torch.autograd.Function):
         ctx.mark_non_differentiable(*output[1:])
         codes_x, rest = _split(output[1:], _count(products.input))
         codes_weight, rest = _split(rest, 0 if operands else _count(products.weight))
-        ahead = operands is None and products.grad_input.save == "operand"
-        others_weight, others_x = _split(rest, _count(products.grad_input.kept) if ahead else 0)
-        of_weight = {"codes": codes_weight, "operand": others_weight}.get(products.grad_input.save, (weight,))
-        if operands is not None and products.grad_input.kept:
-            of_weight = operands.kept
-        of_x = {"codes": codes_x, "operand": others_x}.get(products.grad_weight.save, (x,))
+        separate = operands is None and products.grad_input.save == "operand"
+        backward_weight, backward_x = _split(rest, _count(products.grad_input.saved_cast) if separate else 0)
+        of_weight = {"codes": codes_weight, "operand": backward_weight}.get(products.grad_input.save, (weight,))
+        if operands is not None and products.grad_input.saved_cast:
+            of_weight = operands.saved
+        of_x = {"codes": codes_x, "operand": backward_x}.get(products.grad_weight.save, (x,))
         wants_x, wants_w = ctx.needs_input_grad[:2]
         ctx.save_for_backward(*(of_weight if wants_x else ()), *(of_x if wants_w else ()))
         ctx.split = len(of_weight) if wants_x else 0
@@ -225,7 +237,7 @@ class _Operands(torch.autograd.Function):
             return (None,) * 7
         products, view, saved = ctx.products, ctx.view, ctx.saved_tensors
         (shape, w_shape), (x_dtype, w_dtype, bias_dtype) = ctx.shapes, ctx.dtypes
-        g = grad.reshape(-1, w_shape[0]).contiguous()  # so that the bias's sum has one order, whatever the strides
+        g = grad.reshape(-1, w_shape[0]).contiguous()  # the bias gradient is summed in one order for all strides
         grad_x = grad_w = grad_bias = first = second = None
         with on_backend(ctx.backend):
             if "g" in products.dual and all(ctx.needs_input_grad[:2]) and by_kernel(g):
@@ -236,7 +248,7 @@ class _Operands(torch.autograd.Function):
                 first = None
                 grad_x = _product(qg, w.t(), None, x_dtype).reshape(shape)
                 second = qg if products.share_g else second
-                del qg, w  # before the next product makes operands of its own
+                del qg, w  # frees them before the next matmul allocates its operands
             if ctx.needs_input_grad[1]:
                 x_shape = torch.Size((g.shape[0], shape[-1]))
                 x = _restored(saved[ctx.split :], products.grad_weight, view, x_shape, x_dtype)
@@ -248,13 +260,13 @@ class _Operands(torch.autograd.Function):
 
 
 class _Forward(torch.autograd.Function):
-    """The product of forward at its ``place``, where its gradient goes on."""
+    """The forward matmul; its gradient flows to ``anchor``, the output of ``_Operands``."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(  # type: ignore[override]
-        place: Tensor,
+        anchor: Tensor,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -270,19 +282,19 @@ class _Forward(torch.autograd.Function):
             b = operands.forward
         elif products.weight is not None:
             b = _quantized(of_weight[: _count(products.weight)], products.weight, weight.shape, weight.dtype)
-        return _multiplied(a, b, bias, place.shape, place.dtype)
+        return _multiplied(a, b, bias, anchor.shape, anchor.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # type: ignore[override]
         ctx.set_materialize_grads(False)
-        ctx.others = len(inputs) - 1
+        ctx.inputs = len(inputs) - 1
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return grad, *[None] * ctx.others
+        return grad, *[None] * ctx.inputs
 
 
-for _function in (_Operands, _Forward):  # torch asks for a signature at every call, a fifth of a small layer's time
+for _function in (_Operands, _Forward):  # cached: torch reads the signature at every call, a fifth of a small layer
     _forward: Any = _function.forward
     _forward.__signature__ = inspect.signature(_forward)
 _operands_of = cast(Callable[..., tuple[Tensor, ...]], _Operands.apply)
@@ -300,26 +312,27 @@ def low_precision_linear(
 ) -> Tensor:
     """``x [..., K] @ weight [N, K].T + bias [N]`` in ``dtype``.
 
-    ``view``: of the training state, for products that are ``stateful``. ``operands``: of the weight, if they are there.
+    ``view`` is the view of the training state, for ``stateful`` products. ``operands`` are cached operands of the
+    weight.
     """
     trains = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if trains and torch.is_grad_enabled():
-        place, *codes = _operands_of(x, weight, bias, products, view, dtype, operands)
-        return _forward_of(place, x, weight, bias, products, operands, *codes)
+        anchor, *codes = _operands_of(x, weight, bias, products, view, dtype, operands)
+        return _forward_of(anchor, x, weight, bias, products, operands, *codes)
     a = _encoded(x.reshape(-1, x.shape[-1]), products.input, view, "output.a")
     b = _encoded(weight, products.weight, view, "output.b") if operands is None else operands.forward
     return _multiplied(a, b, bias, torch.Size((*x.shape[:-1], weight.shape[0])), dtype)
 
 
 def _encoded(x: Tensor, how: Cast | None, view: View | None, role: str, factors: Tensor | None = None) -> Side:
-    """``x``, times ``factors`` in fp32 if they are given, as ``how`` says."""
+    """Quantize ``x``, multiplied by ``factors`` in fp32 if given; ``how`` None: leave it in floats."""
     if how is None:
         return x if factors is None else x * factors
     return rules.quantized(x, how, factors) if view is None else view.quantize(x, how, role, factors)
 
 
 def _product(a: Side, b: Side, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``a @ b.T``; of two float operands torch's, in the dtype of ``a``."""
+    """``a @ b.T``; for two float operands torch's matmul, in the dtype of ``a``."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         y = a @ b.to(a.dtype).t()
         return (y if bias is None else y + bias).to(dtype)
@@ -327,19 +340,20 @@ def _product(a: Side, b: Side, bias: Tensor | None, dtype: torch.dtype) -> Tenso
 
 
 def _multiplied(a: Side, b: Side, bias: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """``a @ b.T + bias`` in the shape of the result. No view, as of torch's Linear: whoever works in place on it, or
-    hooks it, may."""
+    """``a @ b.T + bias`` in the shape of the result, not as a view, so in-place ops and hooks work as with torch's
+    Linear.
+    """
     y: Tensor = torch.ops.aten._unsafe_view(_product(a, b, bias, dtype), list(shape))
     return y
 
 
 def _parts(side: Side) -> tuple[Tensor, ...]:
-    """The tensors of codes and scales; of a float operand none."""
+    """The tensors of a Quantized; none for a float operand."""
     return () if isinstance(side, Tensor) else tuple(side.parts.values())
 
 
 def _count(cast: Cast | None) -> int:
-    """How many they are of what is quantized so."""
+    """The number of ``_parts`` of an operand with this cast."""
     return 0 if cast is None else 2 + cast.scheme.affine + (cast.scheme.global_scale is not None)
 
 
@@ -348,17 +362,17 @@ def _split(tensors: Sequence[Tensor], first: int) -> tuple[tuple[Tensor, ...], t
 
 
 def _quantized(parts: Sequence[Tensor], cast: Cast, shape: torch.Size, dtype: torch.dtype) -> Quantized:
-    """What ``_parts`` took apart."""
-    kind, rest = cast.scheme, list(parts[2:])
-    zero_point = rest.pop(0) if kind.affine else None
-    return Quantized(parts[0], parts[1], zero_point, rest[0] if kind.global_scale else None, kind, shape, dtype)
+    """The inverse of ``_parts``."""
+    scheme, rest = cast.scheme, list(parts[2:])
+    zero_point = rest.pop(0) if scheme.affine else None
+    return Quantized(parts[0], parts[1], zero_point, rest[0] if scheme.global_scale else None, scheme, shape, dtype)
 
 
-def _kept(product: Backward, side: Side, matrix: Tensor, view: View | None) -> tuple[Tensor, ...]:
+def _saved_parts(product: Backward, side: Side, matrix: Tensor, view: View | None) -> tuple[Tensor, ...]:
     """The saved codes and scales of ``matrix``, which forward multiplied as ``side``."""
     if product.save == "operand":
-        side = _encoded(product.rotated(matrix, is_g=False, view=view), product.kept, view, f"{product.role}.b")
-    return () if product.kept is None else _parts(side)
+        side = _encoded(product.rotated(matrix, is_g=False, view=view), product.saved_cast, view, f"{product.role}.b")
+    return () if product.saved_cast is None else _parts(side)
 
 
 def _supports_dual(first: Cast | None, second: Cast | None) -> bool:
@@ -374,15 +388,17 @@ def _both_ways(
 ) -> tuple[Side, tuple[Tensor, ...]]:
     """A matrix as forward multiplies it, and the tensors saved for a backward matmul (``dual``: by one kernel)."""
     if dual:
-        assert how is not None and product.kept is not None
-        side, other = _quantize_dual(matrix, (how, product.kept), (role, f"{product.role}.b"), product.rotation, view)
+        assert how is not None and product.saved_cast is not None
+        side, other = _quantize_dual(
+            matrix, (how, product.saved_cast), (role, f"{product.role}.b"), product.rotation, view
+        )
         return side, _parts(other)
-    made = _encoded(matrix, how, view, role)
-    return made, _kept(product, made, matrix, view)
+    encoded = _encoded(matrix, how, view, role)
+    return encoded, _saved_parts(product, encoded, matrix, view)
 
 
 def _dual_g(g: Tensor, products: Products, view: View | None) -> tuple[Side, Side]:
-    """``g`` as both backward products multiply it."""
+    """``g`` quantized for both backward matmuls by one kernel."""
     first, second = products.grad_input, products.grad_weight
     assert first.g is not None and second.g is not None
     return _quantize_dual(g, (first.g, second.g), (first.g_role, second.g_role), second.rotation, view)
@@ -399,18 +415,18 @@ def _quantize_dual(
 def _restored(
     saved: tuple[Tensor, ...], product: Backward, view: View | None, shape: torch.Size, dtype: torch.dtype
 ) -> Side:
-    """The other operand as a matrix: what was saved, or forward's codes once more."""
-    if product.kept is not None:
-        shape = torch.Size((saved[0].shape[0], shape[1]))  # of more rows where a transform has whole vectors
-        return _quantized(saved, product.kept, shape, dtype)
+    """The other operand of a backward matmul: the saved one, or forward's codes computed again."""
+    if product.saved_cast is not None:
+        shape = torch.Size((saved[0].shape[0], shape[1]))  # a transform may have padded the rows
+        return _quantized(saved, product.saved_cast, shape, dtype)
     matrix = saved[0].reshape(shape)
     return matrix if product.save == "high" else _encoded(matrix, product.forward, view, product.forward_role)
 
 
 def _operands(
-    g: Tensor, other: Side, product: Backward, view: View | None, made: Side | None = None
+    g: Tensor, other: Side, product: Backward, view: View | None, quantized_g: Side | None = None
 ) -> tuple[Side, Side]:
-    """``g``, whose codes may be ``made`` already, and the other operand as the product wants them."""
+    """Both operands as the backward matmul needs them; ``quantized_g``: the codes of ``g``, if computed already."""
     if product.other == "dequantize":
         assert isinstance(other, Quantized)
         return g, other.dequantize(g.dtype)
@@ -422,8 +438,8 @@ def _operands(
         assert isinstance(other, Quantized)
         along_rows = product.role == "grad_weight"  # the rows of x are the rows of g; those of w are its columns
         factors = other.scale.float().reshape((-1, 1) if along_rows else (1, -1))
-        one = torch.ones(1, 1, device=g.device)
-        other = Quantized(other.codes, one, None, None, product.unit, other.shape, other.dtype)
-    if made is None:
-        made = _encoded(product.rotated(g, is_g=True, view=view), product.g, view, product.g_role, factors)
-    return made, other
+        scale = torch.ones(1, 1, device=g.device)
+        other = Quantized(other.codes, scale, None, None, product.unit, other.shape, other.dtype)
+    if quantized_g is None:
+        quantized_g = _encoded(product.rotated(g, is_g=True, view=view), product.g, view, product.g_role, factors)
+    return quantized_g, other

@@ -209,8 +209,10 @@ def state(model: nn.Module) -> State:
 
 
 def _share(state: State, model: nn.Module, layers: dict[str, TrainLinear]) -> None:
-    """Give ``state`` to ``layers``. If a layer needs it and the model does not hold it yet, the first such layer
-    registers it as a child, and a hook of the model counts forwards.
+    """Give ``state`` to ``layers``.
+
+    If a layer needs it and the model does not hold it yet, it becomes a child of the first such layer. A hook of the
+    model then counts forwards.
     """
     if layers:
         state.layers.belong_to(model)

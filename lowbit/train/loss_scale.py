@@ -46,10 +46,12 @@ class LossScaler(torch.amp.GradScaler):
 
     Differences from torch's scaler:
 
-    - It needs no device name, and gradients may lie on several devices. - All processes of ``group`` skip a step
-    together, so FSDP2 shards stay consistent. Every process must take every step. - A skipped step calls no optimizer,
-    not even a fused one. Step hooks do not run, and ``train.state`` does not advance. - ``skipped`` counts the skipped
-    steps. ``gave_up`` is True, with a warning, if no scale can help.
+    - It needs no device name, and gradients may lie on several devices.
+    - All processes of ``group`` skip a step together, so FSDP2 shards stay consistent. Every process must take every
+      step.
+    - A skipped step calls no optimizer, not even a fused one. Step hooks do not run, and ``train.state`` does not
+      advance.
+    - ``skipped`` counts the skipped steps. ``gave_up`` is True, with a warning, if no scale can help.
 
     Args:
         init_scale: the first scale, above 0.

@@ -35,6 +35,7 @@ def micro_batches(
 ) -> Iterator[tuple[Any, float]]:
     """Split a batch along dim 0 and yield each micro-batch with its weight.
 
+    The sum of ``weight * mean loss`` over the micro-batches is the mean loss of the whole batch::
 
         for part, weight in micro_batches(batch, 4, targets="labels"):
             scaler.scale(weight * loss(model, part)).backward()

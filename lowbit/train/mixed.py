@@ -59,26 +59,26 @@ _SHORT, _FULL = "16 bits", "fp32"
 
 #: The precision of each kind of computation.
 PARTS = (
-    Part("matrix products", _SHORT, _SHORT, "nearly all of the time; sums inside are in fp32",
+    Part("matmuls", _SHORT, _SHORT, "they take nearly all of the time, and accumulate in fp32",
          ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")),
     Part("convolutions", _SHORT, _SHORT, "likewise",
          ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")),
-    Part("attention", _SHORT, _SHORT, "two products; the softmax between them is in fp32 inside",
+    Part("attention", _SHORT, _SHORT, "two matmuls; the softmax between them is computed in fp32",
          ("scaled_dot_product_attention", "multi_head_attention")),
-    Part("norms", _FULL, _SHORT, "their input is the residual sum, in fp32; of 16 bits their sums are fp32 inside",
+    Part("norms", _FULL, _SHORT, "their input is the residual sum, in fp32; 16-bit inputs are summed in fp32",
          ("layer_norm", "rms_norm", "group_norm"), on_cuda=_FULL),
     Part("softmax", _FULL, _SHORT, "exponentials leave the range of fp16", ("softmax", "log_softmax"), on_cuda=_FULL),
     Part("losses", _FULL, _FULL, "a mean over many terms",
          ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div",
           "binary_cross_entropy_with_logits")),
-    Part("embeddings", _FULL, _SHORT, "rows of a table that is in fp32", ("embedding",)),
-    Part("residual sums", _FULL, _FULL, "fp32 and 16 bits add up in fp32, so that small terms are not lost",
+    Part("embeddings", _FULL, _SHORT, "rows of an fp32 table", ("embedding",)),
+    Part("residual sums", _FULL, _FULL, "fp32 plus 16 bits is added in fp32, so small terms are not lost",
          ("residual_sum",)),
-    Part("activations, dropout, batch norm", _FULL, _SHORT, "they follow a product, and stay in what it gives",
+    Part("activations, dropout, batch norm", _FULL, _SHORT, "they follow a matmul and keep the dtype of its result",
          ("gelu", "silu", "relu", "dropout", "batch_norm")),
-    Part("weights", _FULL, _SHORT, "products see copies in 16 bits; working copies have masters in fp32"),
-    Part("gradients of weights", _FULL, _SHORT, "in the dtype of the weight, or in fp32 where asked"),
-    Part("optimizer", _FULL, _FULL, "masters and states of lowbit.optim, which may have fewer bits; steps are in fp32"),
+    Part("weights", _FULL, _SHORT, "matmuls read 16-bit copies; working copies have fp32 masters"),
+    Part("gradients of weights", _FULL, _SHORT, "in the dtype of the weight, or in fp32 with fp32_gradients"),
+    Part("optimizer", _FULL, _FULL, "steps are in fp32; masters and states of lowbit.optim may have fewer bits"),
 )  # fmt: skip
 
 #: Layer classes whose matrices autocast casts in every forward, with the names of the matrices.
@@ -162,7 +162,7 @@ def mixed_(
     """
     check_model(model)
     if hasattr(model, "_orig_mod"):
-        raise ValueError("train.mixed_: expected the plain model, got what torch.compile made; call mixed_ before it")
+        raise ValueError("train.mixed_: expected the plain model, got a compiled one; call mixed_ before torch.compile")
     if precision not in PRECISIONS:
         raise ValueError(f"train.mixed_: precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
     mixed = wrapper_of(model, Mixed)
@@ -178,7 +178,7 @@ def mixed_(
     if wide and not (short or copies):
         raise ValueError(
             "train.mixed_: fp32_gradients is for parameters in 16 bits, and the model has none: its gradients "
-            "accumulate in fp32 already; leave it out, or give working_copies=True too"
+            "accumulate in fp32 already; leave it out, or pass working_copies=True too"
         )
     _require_plain(model, [*short, *copies.values()] if wide else list(copies.values()))
     remainders = {name: masters.store_short(param, dtype) for name, param in copies.items()}
@@ -341,7 +341,7 @@ def _master(optimizer: torch.optim.Optimizer, name: str, param: Tensor) -> Tenso
     if param.requires_grad and not (isinstance(optimizer, Optimizer) and "master" in state):
         raise ValueError(
             f"train.unmixed_: the optimizer has no master of {name}; give one of lowbit.optim with master='fp32' that "
-            f"has stepped, or leave it out to keep the weights in 16 bits as they are"
+            f"has stepped, or leave it out to keep the 16-bit values of the weights"
         )
     return masters.number(local(param), local(state["master"])) if "master" in state else masters.widened(param)
 

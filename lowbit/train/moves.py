@@ -1,6 +1,6 @@
-"""The ops that move a training state, and the keys of its random bits. Source: docs/numerics.md section 7.
+"""The ops that advance a training state, and derive the keys of its random bits. Source: docs/numerics.md section 7.
 
-They change the tensors that they are given and return nothing, so compiled code holds them as nodes of its graph.
+They modify their arguments and return nothing, so compiled code keeps them as nodes of its graph.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ __all__ = ["DATA", "WEIGHT", "advance_", "derive_", "next_micro_batch_", "record
 
 #: The rows of ``keys``: for activations and gradients, and for the weight.
 DATA, WEIGHT = 0, 1
-#: The last counter word of a derivation.
+#: Last counter word of the key derivation, which separates it from other uses of Philox.
 _TAG = crc32(b"lowbit.train")
 _LOW = 0xFFFFFFFF
 
 
 @torch.library.custom_op("lowbit::train_derive_", mutates_args=("keys",))
 def derive_(keys: Tensor, rng: Tensor, micro_batch: Tensor, replica: int) -> None:
-    """``keys`` int64 ``[2, 2]``: (seed, step) of the random bits of data, and of those of the weight.
+    """Compute ``keys`` int64 ``[2, 2]``: (seed, step) for the random bits of data, and of the weight.
 
-    ``rng`` int64 ``[2]``: the seed of the training and its step. ``micro_batch`` int64 ``[]``.
+    ``rng`` int64 ``[2]`` has the seed and step of the training; ``micro_batch`` is int64 ``[]``.
     """
     _derive(keys, rng, micro_batch, replica)
 
 
 @torch.library.custom_op("lowbit::train_next_micro_batch_", mutates_args=("keys", "micro_batch"))
 def next_micro_batch_(keys: Tensor, rng: Tensor, micro_batch: Tensor, replica: int) -> None:
-    """The next micro-batch of the step begins, and has keys of its own.
+    """Start the next micro-batch of the step, with new keys.
 
-    A backward pass begins none: compiled code that is recomputed runs this once more, after its forward has moved on.
+    The number stays in a backward pass, because compiled code that is recomputed runs this op again.
     """
     if not in_backward():
         micro_batch += 1
@@ -45,10 +45,10 @@ def next_micro_batch_(keys: Tensor, rng: Tensor, micro_batch: Tensor, replica: i
 
 @torch.library.custom_op("lowbit::train_advance_", mutates_args=("keys", "rng", "micro_batch", "amax"))
 def advance_(keys: Tensor, rng: Tensor, micro_batch: Tensor, amax: Tensor, pending: Tensor, replica: int) -> None:
-    """A step of the optimizer is done: the next one has other keys, and this one's magnitudes in its histories.
+    """Start the next step: new keys, and this step's magnitudes enter the histories.
 
-    ``amax`` fp32 ``[operands, steps]``, the newest first; ``pending`` fp32 ``[operands]``, of the step that is done. An
-    operand that was not seen in it, or held zeros alone, keeps its history as it is.
+    ``amax`` is fp32 ``[operands, steps]``, newest first; ``pending`` is fp32 ``[operands]``, the magnitudes of the
+    finished step. The history of an operand that was not used, or was all zeros, stays as it is.
     """
     rng[1] += 1
     micro_batch.fill_(-1)
@@ -59,9 +59,9 @@ def advance_(keys: Tensor, rng: Tensor, micro_batch: Tensor, amax: Tensor, pendi
 
 @torch.library.custom_op("lowbit::train_record_", mutates_args=("pending",))
 def record_(pending: Tensor, magnitudes: Tensor) -> None:
-    """``pending``, fp32 ``[1]``, is at least each of ``magnitudes`` that is finite, so recording twice changes nothing.
+    """Raise ``pending``, fp32 ``[1]``, to the largest finite magnitude; recording twice changes nothing.
 
-    ``record_eagerly`` is the same without the time that an op takes.
+    ``record_eagerly`` does the same without the overhead of an op.
     """
     record_eagerly(pending, magnitudes)
 
@@ -73,12 +73,12 @@ def _record_all(info: Any, in_dims: Any, pending: Tensor, magnitudes: Tensor) ->
 
 
 def record_eagerly(pending: Tensor, magnitudes: Tensor) -> None:
-    """For code that is neither compiled nor transformed by torch.func, which refuses to change what it captured."""
+    """``record_`` for eager code. Inside torch.func transforms writing to captured tensors is an error."""
     pending.copy_(torch.maximum(pending, torch.where(magnitudes.isfinite(), magnitudes, 0.0).max()))
 
 
 def _derive(keys: Tensor, rng: Tensor, micro_batch: Tensor, replica: int) -> None:
-    """The weight is the same on every replica and in every micro-batch, so it takes 0 for both."""
+    """The weight is equal on every replica and in every micro-batch, so its key uses 0 for both."""
     seed, step = rng[0], rng[1]
     batch, zero = micro_batch.clamp(min=0), torch.zeros_like(micro_batch)
     counter = [torch.stack([batch, zero]), torch.stack([torch.full_like(batch, replica), zero])]

@@ -1,4 +1,4 @@
-"""The first NaN or Inf of a step, by the layer and the operand or result that has it."""
+"""find_nonfinite: rerun a step and locate the first NaN or Inf, by layer and operand or result."""
 
 from __future__ import annotations
 
@@ -28,31 +28,36 @@ __all__ = ["NonFinite", "find_nonfinite"]
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-#: By role, what is said of the elements, and where they come from; ``{who}`` is the layer. Parameters have the role of
-#: their name, their gradients that of ``grad_`` before it, and operands of products that of their cast.
-_TOLD = {
-    "input": ("the input of {who}", "the modules before it gave finite results, so the batch or the code that calls it "
-              "brought them"),
+#: Per kind of tensor, its name and the likely cause; ``{who}`` is the module. The role of a parameter is its name, the
+#: role of its gradient ``grad_`` and its name, and the role of a matmul operand the name of its cast.
+_SENTENCES = {
+    "input": ("the input of {who}", "the modules before it gave finite results, so look at the batch or the calling "
+              "code"),
     "output": ("the output of {who}", "its inputs and weights are finite"),
-    "loss": ("the loss", "what all modules gave is finite"),
+    "loss": ("the loss", "the outputs of all modules are finite"),
     "grad_output": ("the gradient that reaches the output of {who}", "forward and the gradients after it are finite, "
-                    "so the loss, or code between it and the next module, made them"),
+                    "so look at the loss, or at code between it and the next module"),
     "grad_input": ("the gradient that {who} passes to its input", "the gradient that reached it is finite"),
-    "parameter": ("{role} of {who}", "it has them before it computes, so the step of the optimizer before this one "
-                  "made them, or they were loaded"),
+    "parameter": ("{role} of {who}", "present before its forward, so look at the previous optimizer step or at the "
+                  "loaded weights"),
     "gradient": ("{role} of {who}", "the gradient that reached it is finite"),
-    "operand": ("the operand {role} of {who}", "what it is made of is finite, so scaling or quantizing it overflows"),
+    "operand": ("the operand {role} of {who}", "it is finite before the cast, so scaling or quantizing it overflows"),
 }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class NonFinite:
-    """Where a step first meets Inf or NaN; printed, it is a sentence.
+    """The first tensor of a step with NaN or Inf; ``str()`` of it is a sentence.
 
-    ``path`` and ``kind``: the module's name in the model and its class. ``role``: ``input``, ``output``, ``loss``,
-    ``grad_output``, ``grad_input``, a parameter's name such as ``weight``, its gradient such as ``grad_weight``, or of
-    a TrainLinear the operand of a product, such as ``grad_weight.a``. ``told``: the row of the table of sentences.
-    ``elements``: how many the tensor has; ``nans`` and ``infs`` of them are NaN and Inf.
+    Attributes:
+        path: name of the module in the model.
+        kind: class of the module.
+        role: ``input``, ``output``, ``loss``, ``grad_output``, ``grad_input``, a parameter's name such as ``weight``,
+            its gradient such as ``grad_weight``, or an operand of a TrainLinear such as ``grad_weight.a``.
+        told: key of the table of sentences.
+        elements: number of elements of the tensor.
+        nans: number of NaN.
+        infs: number of Inf.
     """
 
     path: str
@@ -64,46 +69,52 @@ class NonFinite:
     infs: int
 
     def __str__(self) -> str:
-        subject, why = _TOLD[self.told]
+        subject, why = _SENTENCES[self.told]
         who = f"{self.path} ({self.kind})" if self.path else f"the model ({self.kind})"
-        named = " and ".join(f"{count:,} {what}" for count, what in ((self.nans, "NaN"), (self.infs, "Inf")) if count)
-        return f"{subject.format(who=who, role=self.role)} has {named} among {self.elements:,} elements; {why}"
+        counts = " and ".join(f"{count:,} {what}" for count, what in ((self.nans, "NaN"), (self.infs, "Inf")) if count)
+        return f"{subject.format(who=who, role=self.role)} has {counts} among {self.elements:,} elements; {why}"
 
 
 def find_nonfinite(model: nn.Module, step: Callable[[], Any]) -> NonFinite | None:
-    """Run a step again and name the first operand or result, in the order of computation, that holds Inf or NaN.
+    """Run a step again and return its first tensor with Inf or NaN, in the order of computation.
 
-    ``step``: calls ``model``, and returns the loss, whose backward pass is run here; a step that runs backward itself
-    returns None. It takes no step of an optimizer. Every module counts, prepared or not: its inputs, parameters and
-    outputs in forward, then the gradients of outputs, operands, parameters and inputs. An input that holds -Inf alone
-    is taken for a mask. The search ends at the first finding; None: there is none.
+    Every module is checked, prepared or not: inputs, parameters and outputs in forward, then the gradients of outputs,
+    operands, parameters and inputs. An input with only -Inf is ignored as a mask. The search stops at the first match.
+    No optimizer step is taken.
 
-    The step begins with the first micro-batch of the model's training state. Hooks that run as a gradient is complete
-    (``register_post_accumulate_grad_hook``) do not, since optimizers that step in the backward pass are such.
-    Afterwards gradients, buffers, random state and training state are what they were. Checkpointing is as usual;
-    compiled code runs uncompiled.
-    Raises what ``step`` raises.
+    The step starts with the first micro-batch of the model's training state. Hooks of
+    ``register_post_accumulate_grad_hook`` do not run, because optimizers that step in the backward pass use them.
+    Gradients, buffers, random state and training state are restored afterwards. Checkpointing works as usual; compiled
+    code runs uncompiled.
+
+    Args:
+        model: the model that ``step`` calls.
+        step: runs a forward and returns the loss, whose backward pass this function runs. A step that runs backward
+            itself returns None.
+
+    Returns:
+        The first tensor with Inf or NaN, or None if there is none. Exceptions of ``step`` are passed on.
     """
     model = getattr(model, "_orig_mod", model)
     search = _Search()
-    with _kept(model), search.hooks(model), torch.compiler.set_stance("force_eager"):
+    with _restored(model), search.hooks(model), torch.compiler.set_stance("force_eager"):
         try:
             loss = step()
             if isinstance(loss, Tensor):
                 search.check(loss, "", model, "loss", "loss")
                 if loss.requires_grad:
                     torch.autograd.backward(loss)
-        except _Found:
+        except _Stop:
             pass
     return search.found
 
 
-class _Found(Exception):
-    """Ends the step that is searched."""
+class _Stop(Exception):
+    """Ends the step when the search is over."""
 
 
 class _Marked(torch.autograd.Function):
-    """A module's own copy of its input, so that the gradient that the module passes back can be told from others'."""
+    """A module's own copy of its input, so that the gradient it passes back can be checked separately."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, look: Callable[[Tensor], None]) -> Tensor:  # type: ignore[override]
@@ -120,27 +131,27 @@ _marked = cast(Callable[[Tensor, Callable[[Tensor], None]], Tensor], _Marked.app
 
 
 class _Search:
-    """What has been found, and the hooks that look."""
+    """The result of the search, and the hooks that check tensors."""
 
     def __init__(self) -> None:
         self.found: NonFinite | None = None
 
-    def check(self, x: Any, path: str, module: nn.Module, role: str, told: str) -> None:
-        """Note ``x`` and end the step, if it is a tensor that holds Inf or NaN."""
+    def check(self, x: Any, path: str, module: nn.Module, role: str, sentence: str) -> None:
+        """If ``x`` is a tensor with Inf or NaN, record it with a key of ``_SENTENCES`` and end the step."""
         if self.found is not None or not isinstance(x, Tensor) or x.dtype not in _FLOATS or all_finite(x.detach()):
             return
         nans, infs = int(x.isnan().sum()), int(x.isinf().sum())
-        if told == "input" and not nans and not bool((x == torch.inf).any()):
+        if sentence == "input" and not nans and not bool((x == torch.inf).any()):
             return
         kind = type(module).__name__
         self.found = NonFinite(
-            path=path, kind=kind, role=role, told=told, elements=x.numel(), nans=nans, infs=infs
+            path=path, kind=kind, role=role, told=sentence, elements=x.numel(), nans=nans, infs=infs
         )  # fmt: skip
-        raise _Found
+        raise _Stop
 
     @contextmanager
     def hooks(self, model: nn.Module) -> Iterator[None]:
-        """Within, every module of ``model`` is looked at."""
+        """Check every module of ``model`` while active."""
         handles: list[RemovableHandle] = []
         modules = dict(model.named_modules())
         layers = [module for module in modules.values() if isinstance(module, TrainLinear)]
@@ -154,7 +165,7 @@ class _Search:
             for name, param in module.named_parameters(recurse=False):
                 if param.requires_grad and id(param) not in owned:
                     owned.add(id(param))
-                    look = partial(self.check, path=path, module=module, role=f"grad_{name}", told="gradient")
+                    look = partial(self.check, path=path, module=module, role=f"grad_{name}", sentence="gradient")
                     handles.append(param.register_hook(look))
         try:
             yield
@@ -165,23 +176,23 @@ class _Search:
                 vars(layer)["watcher"] = watcher
 
     def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Before a module's forward: a checkpoint's recomputation has been looked at already, but has other nodes."""
+        """Pre-hook of a module. In a checkpoint's recomputation values were checked before, but the graph is new."""
         if not in_backward():
             for x in pytree.tree_leaves((args, kwargs)):
                 self.check(x, path, module, "input", "input")
             for name, param in module.named_parameters(recurse=False):
                 self.check(param, path, module, name, "parameter")
-        if isinstance(module, TrainLinear):  # also in place of what lowbit.train.watch would count
+        if isinstance(module, TrainLinear):  # replaces a watcher of lowbit.train.watch
             vars(module)["watcher"] = partial(self._view, path, module)
         if not torch.is_grad_enabled():
             return None
-        look = partial(self.check, path=path, module=module, role="grad_input", told="grad_input")
+        look = partial(self.check, path=path, module=module, role="grad_input", sentence="grad_input")
         marked: dict[int, Tensor] = {}
 
         def mark(x: Any) -> Any:
             if not isinstance(x, Tensor) or not x.requires_grad:
                 return x
-            if id(x) not in marked:  # what is one tensor to the module stays one
+            if id(x) not in marked:  # a tensor that is passed twice stays one tensor
                 marked[id(x)] = _marked(x, look)
             return marked[id(x)]
 
@@ -189,8 +200,8 @@ class _Search:
         return changed
 
     def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
-        """After a module's forward."""
-        look = partial(self.check, path=path, module=module, role="grad_output", told="grad_output")
+        """Hook after a module's forward."""
+        look = partial(self.check, path=path, module=module, role="grad_output", sentence="grad_output")
         for y in pytree.tree_leaves(output):
             if not in_backward():
                 self.check(y, path, module, "output", "output")
@@ -206,22 +217,21 @@ class _Search:
 
 
 @contextmanager
-def _kept(model: nn.Module) -> Iterator[None]:
-    """Within, a step begins, and no optimizer steps in the backward pass; afterwards gradients, buffers, random state
-    and training states are as they were."""
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Run a step without in-backward optimizers, and restore gradients, buffers, random state and training states."""
     params = [(param, param.grad) for param in model.parameters()]
     hooked = [(p, hooks) for p in model.parameters() if (hooks := gradient_hooks(p))]
     layers = [module for module in model.modules() if isinstance(module, TrainLinear)]
     states = {id(layer.state): layer.state for layer in layers if layer.state is not None}.values()
-    moved = [(one, int(one.micro_batch), one.pending) for one in states]
+    saved = [(state, int(state.micro_batch), state.pending) for state in states]
     try:
         with torch.random.fork_rng(), held_buffers(model):
             for param, _ in params:
                 param.grad = None
             for param, _ in hooked:
                 set_gradient_hooks(param, {})
-            for one, _, _ in moved:
-                one.set_micro_batch(-1)
+            for state, _, _ in saved:
+                state.set_micro_batch(-1)
             yield
     finally:
         with torch.no_grad():
@@ -229,6 +239,6 @@ def _kept(model: nn.Module) -> Iterator[None]:
                 param.grad = grad
             for param, hooks in hooked:
                 set_gradient_hooks(param, hooks)
-        for one, number, pending in moved:
-            one.pending = pending
-            one.set_micro_batch(number)
+        for state, number, pending in saved:
+            state.pending = pending
+            state.set_micro_batch(number)

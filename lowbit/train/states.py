@@ -1,7 +1,6 @@
-"""The state of a model's training: seed and step, and the largest magnitudes that delayed scaling remembers.
+"""State: the seed, step and amax history of a model's training, shared by its TrainLinear layers.
 
-A model has one State, which all its TrainLinear layers share. Forward and backward read it; a step of the optimizer
-moves it on, and each forward of the model takes the next micro-batch of the step.
+Forward and backward read it. An optimizer step advances it, and each forward of the model starts the next micro-batch.
 """
 
 from __future__ import annotations
@@ -28,35 +27,44 @@ from lowbit.user_warnings import warn
 
 __all__ = ["State"]
 
-#: The operands that are the weight; the others are activations and gradients.
+#: The operands that are weights; the others are activations and gradients.
 _WEIGHT_ROLES = ("output.b", "grad_input.b")
-#: How many micro-batches of a step can wait for a backward pass that recomputes them.
-_WAITING = 1024
+#: Maximum number of micro-batches of a step that a later backward pass may recompute.
+_MAX_PENDING = 1024
 
 
 class State(nn.Module):
-    """What the training of one model remembers between steps, as tensors.
+    """Training state of one model, stored as tensors.
 
-    ``rng`` int64 ``[2]``, seed and step, chooses the bits of stochastic rounding, with the micro-batch, the replica,
-    the operand's stream (``<path of the layer>/<role>``, such as ``"blocks.0.up/grad_weight.a"``) and an element's
-    place (docs/numerics.md section 7). ``amax`` fp32 ``[operands, steps]`` has the magnitudes of delayed scaling, and
-    ``streams`` int64 ``[operands]`` the CRC-32 of their streams, so that no operand loads the history of another.
+    It is registered as the child ``lowbit_state`` of the first layer that needs it, so it is saved once, under keys
+    such as ``blocks.0.up.lowbit_state.rng``. It is not a child of the model, because containers call their children. A
+    model whose recipes need no State has none in its ``state_dict``. A checkpoint without a State loads and leaves the
+    State unchanged. Casting the model does not cast the State. A copy of the model gets its own State.
 
-    These are buffers, with the same numbers on every rank, so DDP may broadcast them, and distributed checkpoints
-    may save those of any rank. The rest is of one process and one step, and no buffer: DDP would overwrite it before
-    each forward. It is ``keys`` (of the micro-batch under way), ``micro_batch`` (-1 before the first), ``pending``
-    (the magnitudes of the step under way) and ``replica``. Save between steps; loading begins the step again.
+    Save between steps: loading restarts the step. The buffers are equal on all ranks, so DDP may broadcast them, and a
+    distributed checkpoint may save any rank's. All other attributes belong to one process and step, and are not
+    buffers, because DDP would overwrite them before each forward.
 
-    The State is the child ``lowbit_state`` of the first layer that needs it, so one copy is saved, under keys such as
-    ``blocks.0.up.lowbit_state.rng``. It is no child of the model, because containers call theirs. A model whose recipes
-    need no State has none in its ``state_dict``. A checkpoint without a State loads, and leaves the State as it is.
-    Casting the model casts no magnitudes. Copies of a model have a State of their own.
+    By default the State follows the optimizer of the first trainable weight of the layers: each of its steps advances
+    the State. ``attach`` selects another optimizer or process group. Code that calls ``advance()`` after each step
+    disables the default.
 
-    It follows the optimizer of the first layer's weight that trains: each step of that advances it. ``attach`` names
-    another optimizer or process group instead, and who calls ``advance()`` after each step moves it alone.
+    Attributes:
+        rng: buffer, int64 ``[2]``: seed and step. Random bits of stochastic rounding depend on these, the micro-batch,
+            the replica, the operand's stream and the element's position (docs/numerics.md section 7). A stream is
+            ``<path of the layer>/<role>``, such as ``"blocks.0.up/grad_weight.a"``.
+        amax: buffer, fp32 ``[operands, steps]``: the amax history of delayed scaling.
+        streams: buffer, int64 ``[operands]``: CRC-32 of each operand's stream, which prevents loading another operand's
+            history.
+        keys: random keys of the current micro-batch, ``[2, 2]``.
+        micro_batch: number of the current micro-batch in its step; -1 before the first.
+        layers: the layers that share the State, by weak references.
+
+    Args:
+        seed: a 64-bit integer, signed or unsigned.
     """
 
-    #: ``lowbit.save_model`` writes what a model computes with, and leaves modules like this one out.
+    #: ``lowbit.save_model`` skips this module: inference does not need it.
     lowbit_left_out = True
 
     rng: Tensor
@@ -65,34 +73,34 @@ class State(nn.Module):
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
-        # On the CPU until there is a layer with numbers, whatever the default device is.
+        # On the CPU, whatever the default device is, until a layer has a weight with storage.
         self.register_buffer("rng", torch.tensor([_signed(seed), 0], device="cpu"))
         self.register_buffer("amax", torch.zeros(0, 0, device="cpu"), persistent=False)
         self.register_buffer("streams", torch.zeros(0, dtype=torch.int64, device="cpu"), persistent=False)
         self.keys = torch.zeros(2, 2, dtype=torch.int64, device="cpu")
         self.micro_batch = torch.tensor(-1, device="cpu")
-        #: fp32 ``[1]`` for each operand, in memory of its own: of what a compiled block records in, no other writes.
+        #: fp32 ``[1]`` per operand in separate storage, so a compiled block is the only writer of its tensors.
         self._pending: list[Tensor] = []
         self._replica: int | None = None
         self._steps: dict[str, int] = {}
         self._begun: list[tuple[int, Tensor]] = []
         self._attached: RemovableHandle | None = None
         self._warned = self._draws = False
-        #: What ``counted`` says, the tensor that it was read of, and which version of that.
+        #: The value of ``counted``, with the tensor and version that it was read from.
         self._counted: tuple[int, Tensor, int] | None = None
-        #: Whether it follows an optimizer by itself, and which one has moved it since the last micro-batch began.
+        #: Whether the State follows an optimizer by default, and which one advanced it since the last micro-batch.
         self._follows = True
         self._mover: ref[torch.optim.Optimizer] | None = None
         self.layers = Layers()
         self._restart()
         follow_steps(self)
 
-    # -- what moves it ---------------------------------------------------------------------------------------------
+    # -- advancing -------------------------------------------------------------------------------------------------
     def stepped(self, optimizer: ref[torch.optim.Optimizer]) -> None:
-        """A step of an optimizer that the State may follow by itself is done.
+        """Called after a step of an optimizer that the State follows by default.
 
-        Where another one has moved it since the last forward, both are of one step: torchtitan's optimizer is made of
-        others, which step inside of it.
+        If another optimizer has advanced it since the last forward, both belong to one step: torchtitan's optimizer
+        consists of several optimizers that step inside it.
         """
         if self._follows and self._mover in (None, optimizer):
             self.reduce_amax()
@@ -100,47 +108,47 @@ class State(nn.Module):
             self._mover = optimizer
 
     def advance(self) -> None:
-        """A step of the optimizer is done: the next one draws other random bits and has this one in its histories.
+        """Start the next step: new random bits, and this step's magnitudes enter the amax history.
 
-        From the first call on, these calls alone move the State. A first call after a step that it has followed
-        is about that step, and does nothing more.
+        From the first call on, only these calls advance the State. If the State has already followed this step's
+        optimizer, the first call only disables that.
         """
-        done = self._follows and self._mover is not None
+        advanced = self._follows and self._mover is not None
         self._follows = False
-        if not done:
+        if not advanced:
             self._advance()
 
     def _advance(self) -> None:
         self._gather()
         count = None if torch.compiler.is_compiling() else self._count()
         advance_(self.keys, self.rng, self.micro_batch, self.amax, self.pending, self.replica)
-        for held in self._pending:
-            held.zero_()
+        for amax in self._pending:
+            amax.zero_()
         if not torch.compiler.is_compiling():
             self._counted = None if count is None else (count + 1, self.rng, self.rng._version)
             self._begun.clear()
             self.layers.step_done()
 
     def next_micro_batch(self) -> None:
-        """Another micro-batch begins, whose activations and gradients draw other random bits.
+        """Start the next micro-batch, whose activations and gradients get new random bits.
 
-        Each forward of the prepared model under grad mode does this. Call it where parts of the model are run instead,
-        or where the whole model is inside a reentrant checkpoint, whose forward runs without grad mode.
+        Each forward of the prepared model under grad mode calls it. Call it yourself if only parts of the model run, or
+        if the whole model is inside a reentrant checkpoint, whose forward runs without grad mode.
         """
         self._gather()
         next_micro_batch_(self.keys, self.rng, self.micro_batch, self.replica)
         self._remember()
 
     def set_micro_batch(self, number: int) -> None:
-        """The micro-batch under way has this number in its step, from 0; the next forward begins the one after."""
+        """Set the number of the current micro-batch, from 0; the next forward starts the following one."""
         self.micro_batch.fill_(number)
         self._restart()
         self._remember()
 
     def set_replica(self, number: int | None) -> None:
-        """Which data-parallel replica this process is part of; None: its rank in the default process group.
+        """Set the data-parallel replica of this process; None: its rank in the default process group.
 
-        Ranks that hold shards of one replica (tensor parallelism) share the number.
+        Ranks with shards of one replica (tensor parallelism) share the number.
         """
         self._replica = number
         self._restart()
@@ -148,12 +156,15 @@ class State(nn.Module):
     def attach(
         self, optimizer: torch.optim.Optimizer, *, reduce_amax: bool = True, group: dist.ProcessGroup | None = None
     ) -> RemovableHandle:
-        """Advance after each ``optimizer.step()``, and no longer after that of an optimizer attached before, or of the
-        one that the State follows by itself.
+        """Advance after each step of ``optimizer``, instead of the default or an optimizer attached before.
 
-        Of several optimizers of a model, attach one. One that accelerate wraps may be given as it is.
-        ``reduce_amax``: ``reduce_amax(group)`` first, where there is a process group. Returns a handle whose
-        ``remove()`` ends both.
+        Args:
+            optimizer: the optimizer, which may be wrapped by accelerate. If the model has several, attach one of them.
+            reduce_amax: call ``reduce_amax(group)`` first if several processes run.
+            group: the process group; None: the default group.
+
+        Returns:
+            A handle whose ``remove()`` detaches the optimizer.
         """
         if self._attached is not None:
             self._attached.remove()
@@ -164,25 +175,28 @@ class State(nn.Module):
                 self.reduce_amax(group)
             self._advance()
 
-        # accelerate's optimizer takes no hooks, and skips steps of the one inside while gradients accumulate.
+        # accelerate's wrapper takes no hooks, and does not step the inner optimizer while gradients accumulate.
         self._attached = getattr(optimizer, "optimizer", optimizer).register_step_post_hook(stepped)
         return self._attached
 
     def reduce_amax(self, group: dist.ProcessGroup | None = None) -> None:
-        """Before ``advance``: take each operand's largest magnitude of the step in the ranks of ``group``.
+        """Take the maximum over the ranks of ``group`` of this step's magnitudes; call it before ``advance``.
 
-        None: the default group. Every rank calls it, and it is one all-reduce. Without a process group, and without
-        delayed scaling, it does nothing.
+        It is one all-reduce, and every rank must call it. Without a process group or without delayed scaling it does
+        nothing.
+
+        Args:
+            group: the process group; None: the default group.
         """
         if self._pending and processes() > 1:
             pending = self.pending
             dist.all_reduce(pending, dist.ReduceOp.MAX, group)
             self.pending = pending
 
-    # -- what it says ----------------------------------------------------------------------------------------------
+    # -- reading ---------------------------------------------------------------------------------------------------
     @property
     def seed(self) -> int:
-        """An integer of 64 bits."""
+        """The seed, a 64-bit integer. Setting it restarts the step."""
         return int(self.rng[0])
 
     @seed.setter
@@ -192,7 +206,7 @@ class State(nn.Module):
 
     @property
     def step(self) -> int:
-        """How many steps are done."""
+        """Number of completed steps. Setting it restarts the step."""
         return int(self.rng[1])
 
     @step.setter
@@ -202,7 +216,7 @@ class State(nn.Module):
 
     @property
     def counted(self) -> int:
-        """``step`` as the calls of this process count it, which waits for no GPU; not where a CUDA graph advances."""
+        """``step`` as counted by this process, without waiting for the GPU; wrong if a CUDA graph advances it."""
         count = self._count()
         if count is None:
             count = self.step
@@ -218,17 +232,17 @@ class State(nn.Module):
 
     @property
     def pending(self) -> Tensor:
-        """fp32 ``[operands]``: the largest magnitude of each in the step under way."""
+        """fp32 ``[operands]``: the largest magnitude of each operand in the current step."""
         return torch.cat(self._pending) if self._pending else self.amax.new_zeros(0)
 
     @pending.setter
     def pending(self, magnitudes: Tensor) -> None:
-        for held, magnitude in zip(self._pending, magnitudes, strict=True):
-            held.fill_(magnitude)
+        for amax, magnitude in zip(self._pending, magnitudes, strict=True):
+            amax.fill_(magnitude)
 
     @property
     def histories(self) -> dict[str, Tensor]:
-        """By stream, the magnitudes of one operand: fp32 ``[steps]``, the newest first; 0 for a step not there yet."""
+        """Amax history per stream: fp32 ``[steps]``, newest first, 0 for steps that have not happened yet."""
         return {stream: self.amax[row, :steps] for row, (stream, steps) in enumerate(self._steps.items())}
 
     def extra_repr(self) -> str:
@@ -236,7 +250,7 @@ class State(nn.Module):
 
     # -- layers ----------------------------------------------------------------------------------------------------
     def slots(self, path: str, casts: Mapping[str, Cast]) -> dict[str, OperandSlot]:
-        """Of a layer at ``path``, by role, what its operands have here; makes the histories that they need."""
+        """Slots of a layer's operands by role; allocates their histories."""
         streams = {role: f"{path}/{role}" for role in casts}
         self._steps |= {streams[role]: cast.history for role, cast in casts.items() if cast.scale == "delayed"}
         self._draws |= any(cast.rounding != "nearest" for cast in casts.values())
@@ -252,30 +266,30 @@ class State(nn.Module):
         }
 
     def before_forward(self, model: nn.Module, *_: Any) -> None:
-        """The hook on the model's forward."""
+        """Pre-hook of the model's forward."""
         self.layers.belong_to(model)
         if torch.is_grad_enabled() and not _recomputes():
             self.next_micro_batch()
 
     def view(self, slots: Mapping[str, OperandSlot], device: torch.device) -> View:
-        """What a call of a layer on ``device`` sees."""
+        """The view of the State for one call of a layer on ``device``."""
         keys, amax = self.keys, self.amax
         if not torch.compiler.is_compiling() and self._draws and not self._begun and not self._warned:
             self._warn_uncounted()
-        if _recomputes() and self._begun:  # a checkpoint recomputes: of which micro-batch, the node's number tells
+        if _recomputes() and self._begun:  # a checkpoint recomputes: the node's number identifies the micro-batch
             begun = [number for number, _ in self._begun]
             keys = self._begun[max(bisect_right(begun, _node_number()) - 1, 0)][1]
         if keys.device != device:
             keys, amax = keys.to(device), amax.to(device)
-        # A clone made in a transform of torch.func is wrapped, and of no use in an autograd.Function that holds it.
+        # A clone made inside a torch.func transform is wrapped, and an autograd.Function could not use it later.
         return View(keys if transformed() else keys.clone(), amax, self._pending, slots, torch.is_grad_enabled())
 
     # -- as a module -----------------------------------------------------------------------------------------------
     def forward(self) -> None:
-        """Computes nothing."""
+        """Does nothing; layers read the State by ``view``."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> State:
-        """Tensors move and keep their dtypes and numbers, also where the model's are made empty (``to_empty``)."""
+        """Move the tensors but keep their dtypes and values, even if the model is emptied (``to_empty``)."""
         device = fn(torch.empty(0, device=self.rng.device)).device
         if device.type != "meta":
             self.rng, self.amax, self.streams = (t.to(device) for t in (self.rng, self.amax, self.streams))
@@ -285,23 +299,22 @@ class State(nn.Module):
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         if any(name.startswith(prefix) for name in state_dict):
             super()._load_from_state_dict(state_dict, prefix, *args)
-            own, given = self._crcs(), self.streams.tolist()
-            if given != own.tolist():
-                lacks = [name for name in self._steps if crc32(name.encode()) not in given] or list(self._steps)
+            expected, saved = self._crcs(), self.streams.tolist()
+            if saved != expected.tolist():
+                missing = [name for name in self._steps if crc32(name.encode()) not in saved] or list(self._steps)
                 args[-1].append(
-                    f"{prefix}amax: expected the histories of this model's operands in their order, but the checkpoint "
-                    f"has others, not of {', '.join(lacks[:3])}{', ...' if lacks[3:] else ''}; prepare the model as "
-                    f"the one that was saved, or take the keys {prefix}* out of the checkpoint, to begin without any"
+                    f"{prefix}amax: expected the amax history of this model's operands in their order, but the "
+                    f"checkpoint has no history of {', '.join(missing[:3])}{', ...' if missing[3:] else ''}; prepare "
+                    f"the model as it was when saved, or remove the keys {prefix}* to start without history"
                 )
-                self.streams = own.to(self.streams.device)
+                self.streams = expected.to(self.streams.device)
             self.micro_batch.fill_(-1)
-            for held in self._pending:
-                held.zero_()
+            for amax in self._pending:
+                amax.zero_()
             self._restart(weights_too=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has no backward pass to come, and follows an optimizer of its own; another process numbers its nodes
-        itself."""
+        """A copy has no pending backward pass and follows its own optimizer."""
         return {**vars(self), "_begun": [], "_attached": None, "_counted": None, "_follows": True, "_mover": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -310,25 +323,24 @@ class State(nn.Module):
 
     # -- inside ----------------------------------------------------------------------------------------------------
     def _crcs(self) -> Tensor:
-        """What ``streams`` holds."""
         return torch.tensor([crc32(stream.encode()) for stream in self._steps], dtype=torch.int64, device="cpu")
 
     def _count(self) -> int | None:
-        """``counted``, where nothing else has written to ``rng`` since."""
+        """The value of ``counted``, or None if other code has written to ``rng``."""
         if self._counted is None:
             return None
-        count, of, version = self._counted
-        return count if of is self.rng and version == of._version else None
+        count, rng, version = self._counted
+        return count if rng is self.rng and version == rng._version else None
 
     def _gather(self) -> None:
-        """Bring what is no buffer to where the buffers are; FSDP2 moves those alone."""
+        """Move tensors that are not buffers to the device of the buffers; FSDP2 moves only buffers."""
         device = self.rng.device
         if self.keys.device != device:
             self.keys, self.micro_batch = self.keys.to(device), self.micro_batch.to(device)
-            self._pending = [held.to(device) for held in self._pending]
+            self._pending = [amax.to(device) for amax in self._pending]
 
     def _restart(self, weights_too: bool = False) -> None:
-        """Make the keys of what has been set; ``weights_too``: those of weights change, so that their codes are old."""
+        """Derive the keys from the current values; ``weights_too``: weights have new keys too, so drop their codes."""
         self._gather()
         self._begun.clear()
         if weights_too:
@@ -336,45 +348,46 @@ class State(nn.Module):
         derive_(self.keys, self.rng, self.micro_batch, self.replica)
 
     def _remember(self) -> None:
-        """Note the keys of the micro-batch that begins, for a recomputation after the next one has begun."""
+        """Record the keys of the micro-batch that starts, in case a later backward pass recomputes it."""
         self._mover = None
         if not torch.compiler.is_compiling():
             self._begun.append((sequence_number(), self.keys.clone()))
-            if len(self._begun) > _WAITING:
+            if len(self._begun) > _MAX_PENDING:
                 del self._begun[0]
                 self._warn(
-                    f"more than {_WAITING} micro-batches began in step {self.step} of the training, whose random bits "
-                    f"and scales move on with the optimizer's steps; call lowbit.train.state(model).attach(optimizer)"
+                    f"more than {_MAX_PENDING} micro-batches began in step {self.step}: the state does not follow "
+                    f"the optimizer, so random bits and scales do not advance; call "
+                    f"lowbit.train.state(model).attach(optimizer)"
                 )
 
     def _warn_uncounted(self) -> None:
-        """Where a layer is at work, but neither a forward of the model nor the caller has begun a micro-batch."""
+        """Warn if a layer runs but neither a forward of the model nor the caller has started a micro-batch."""
         if torch.is_grad_enabled() and self.micro_batch < 0:
             self._warn(
-                "a layer ran in training, but not by a forward of the model that train.prepare_ was given (a part of "
-                "it ran, or all of it in a reentrant checkpoint), so all micro-batches of a step draw the same random "
-                "bits; call lowbit.train.state(model).next_micro_batch() before each forward"
+                "a layer ran in training outside a forward of the prepared model (only a part of the model ran, or all "
+                "of it in a reentrant checkpoint), so all micro-batches of a step use the same random bits; call "
+                "lowbit.train.state(model).next_micro_batch() before each forward"
             )
 
     def _warn(self, message: str) -> None:
-        """Once."""
+        """Warn once."""
         if not self._warned:
             self._warned = True
             warn(f"lowbit.train: {message}")
 
 
 def _signed(seed: int) -> int:
-    """A seed of 64 bits, signed or not, as int64 holds it."""
+    """Convert a signed or unsigned 64-bit seed to int64."""
     if not -(1 << 63) <= seed < 1 << 64:
-        raise ValueError(f"train.State: the seed is an integer of 64 bits, got {seed}; take it modulo 2**64")
+        raise ValueError(f"train.State: the seed must be an integer of 64 bits, got {seed}; take it modulo 2**64")
     return seed - (1 << 64) if seed >= 1 << 63 else seed
 
 
 def _recomputes() -> bool:
-    """Whether a backward pass calls this; compiled code leaves the question to the op."""
+    """Whether a backward pass is running; in compiled code the ops check this instead."""
     return not torch.compiler.is_compiling() and in_backward()
 
 
 def _node_number() -> int:
-    """The number of the node that a backward pass is at; nodes are numbered as forward makes them."""
+    """Sequence number of the autograd node that is running backward; nodes are numbered in the order of forward."""
     return int(current_node()._sequence_nr())

@@ -1,4 +1,4 @@
-"""Which States a step of an optimizer moves on: one hook, for all optimizers of the process."""
+"""Which States an optimizer step advances: one global hook for all optimizers of the process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Layers", "follow_steps"]
 
 
 class Follower(Protocol):
-    """What moves on with the steps of an optimizer: a State."""
+    """An object that advances with optimizer steps: a State."""
 
     layers: Layers
 
@@ -26,10 +26,10 @@ class Follower(Protocol):
 
 
 class Layers:
-    """The layers of a State and the model that was prepared, none of which it keeps alive.
+    """Weak references to the layers that share a State and to the prepared model.
 
-    A copy of the State begins without them: the layers of the copied model join it as they are copied, and the model
-    at its first forward.
+    A copy of the State starts without them: the layers of the copied model join as they are copied, and the model at
+    its first forward.
     """
 
     def __init__(self) -> None:
@@ -37,34 +37,35 @@ class Layers:
         self._model: ref[nn.Module] | None = None
 
     def join(self, layer: nn.Module) -> None:
-        """``layer`` shares the State."""
-        self._layers = [one for one in self._layers if one() not in (None, layer)] + [ref(layer)]
+        """Register ``layer`` as sharing the State."""
+        self._layers = [other for other in self._layers if other() not in (None, layer)] + [ref(layer)]
 
     def belong_to(self, model: nn.Module) -> None:
-        """``model`` is what was prepared, or a copy of it."""
+        """Set the prepared model, or a copy of it."""
         if self._model is None or self._model() is not model:
             self._model = ref(model)
 
-    def step_done(self, held: Container[int] | None = None) -> None:
-        """The optimizer has stepped: what layers keep of their weights is old.
+    def step_done(self, params: Container[int] | None = None) -> None:
+        """Drop cached codes of weights after an optimizer step.
 
-        ``held``: the ``id`` of each parameter that has moved; None: any of them may have.
+        ``params``: the ids of the updated parameters; None: any may have changed.
         """
-        for layer in (one() for one in self._layers):
-            reuse = getattr(layer, "reuse", None)  # none of a layer that has been converted back
-            if layer is not None and reuse is not None and (held is None or id(_weight(layer)) in held):
+        for layer in (reference() for reference in self._layers):
+            reuse = getattr(layer, "reuse", None)  # a layer that was converted back has none
+            if layer is not None and reuse is not None and (params is None or id(_weight(layer)) in params):
                 reuse.step_done(layer.weight)
 
     def leader(self) -> Tensor | None:
-        """The parameter whose optimizer the State follows: the first layer's weight that trains now; where all are
-        frozen, as under LoRA, or computed of others, the first parameter of the model that does.
+        """The parameter whose optimizer the State follows.
 
-        It is looked up at each step, because FSDP2 exchanges the parameters of modules.
+        It is the first layer's trainable weight. If all weights are frozen, as with LoRA, or computed, it is the
+        model's first trainable parameter. It is looked up at each step, because FSDP2 replaces the parameters of
+        modules.
         """
         return next((param for param in self._candidates() if param.requires_grad and param.is_leaf), None)
 
     def _candidates(self) -> Iterator[Tensor]:
-        for layer in (one() for one in self._layers):
+        for layer in (reference() for reference in self._layers):
             weight = None if layer is None else _weight(layer)
             if weight is not None:
                 yield weight
@@ -79,7 +80,7 @@ class Layers:
 
 
 def _weight(layer: nn.Module) -> nn.Parameter | None:
-    """The weight as a parameter; None where it is computed, as by a parametrization, which no optimizer holds."""
+    """The weight as a parameter; None if a parametrization computes it, since no optimizer holds it then."""
     return layer._parameters.get("weight")
 
 
@@ -96,17 +97,17 @@ def follow_steps(follower: Follower) -> None:
         _hooked = True
 
 
-@uncompiled  # Python decides which States move
+@uncompiled  # the choice of States depends on Python objects
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """A step in the backward pass counts when that is over, since the rest of it is of the same step.
+    """Advance the States that follow ``optimizer``, and drop codes of the weights that it updated in all others.
 
-    Codes of the weights that it has moved are dropped: by the State that moves on, or here, where it follows another.
+    A step inside a backward pass counts when backward ends, because the rest of backward belongs to the same step.
     """
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for follower in list(_followers):
         leader = follower.layers.leader()
-        if leader is None or id(leader) not in held:
-            follower.layers.step_done(held)
+        if leader is None or id(leader) not in params:
+            follower.layers.step_done(params)
             continue
         stepped = partial(follower.stepped, ref(optimizer))
         if in_backward():

@@ -1,4 +1,4 @@
-"""What one call of one layer sees of the training's state: random bits, and histories of delayed scaling."""
+"""The part of the training state that one call of a layer reads: random keys, and the histories of delayed scaling."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["OperandSlot", "View"]
 
 
 class OperandSlot(NamedTuple):
-    """What an operand of a layer has in the State: the CRC-32 of its stream, its rows of ``keys`` and of ``amax``."""
+    """An operand's entries in the State: CRC-32 of its stream, row of ``keys``, row of ``amax`` (None: no history)."""
 
     stream: int
     key: int
@@ -32,9 +32,14 @@ class OperandSlot(NamedTuple):
 
 @dataclass(frozen=True)
 class View:
-    """What one call of one layer sees of the State, in its forward and its backward.
+    """The part of the State that one call of a layer reads, in forward and backward.
 
-    ``records``: whether magnitudes are remembered; not where no gradient is wanted, as in evaluation.
+    Attributes:
+        keys: random keys, int64 ``[2, 2]``.
+        amax: amax histories, fp32 ``[operands, steps]``.
+        pending: fp32 ``[1]`` per operand: largest magnitude in the current step.
+        slots: slots of the layer's operands, by role.
+        records: whether to record magnitudes; False without gradients, as in evaluation.
     """
 
     keys: Tensor
@@ -44,7 +49,7 @@ class View:
     records: bool
 
     def quantize(self, x: Tensor, cast: Cast, role: str, factors: Tensor | None = None) -> Quantized:
-        """``x [rows, cols]``, or its product with ``factors``, as ``cast`` says; ``role``: which operand it is."""
+        """Quantize ``x [rows, cols]``, multiplied by ``factors`` if given, with ``cast``; ``role`` is the operand."""
         slot = self.slots[role]
         drawn = Rounding(self.keys[slot.key], stream=slot.stream)
         if cast.rounding == "eden":
@@ -53,15 +58,16 @@ class View:
             return quantized(x, cast, factors)
         rounding = drawn if cast.rounding == "stochastic" else "nearest"
         if slot.row is not None and factors is not None:
-            x, factors = x * factors, None  # whose amax is remembered
+            x, factors = x * factors, None  # the history has the amax of the product
         scale = None if slot.row is None else self._delayed_scale(x, cast, slot.row)
         return quantize(x, cast.scheme, scale, rounding=rounding, factors=factors)
 
     def quantize_dual(
         self, x: Tensor, casts: tuple[Cast, Cast], roles: tuple[str, str], block: int | None
     ) -> tuple[Quantized, Quantized]:
-        """``x`` as both casts say, the second after a transform in blocks; all roles are of activations or of weights,
-        whose random bits have one key.
+        """Quantize ``x`` with both casts, the second after a blockwise transform.
+
+        Both roles must be activations, or both weights, because their random bits share one key.
         """
         slots = [self.slots[role] for role in roles]
         first, second = (
@@ -70,22 +76,22 @@ class View:
         return quantize_both(x, casts[0].scheme, casts[1].scheme, block, self.keys[slots[0].key], (first, second))
 
     def signs(self, role: str, device: torch.device) -> Tensor:
-        """The random signs of both operands of a product; ``role``: its gradient's, whose next stream they have."""
+        """Random signs for both operands of a matmul, from the stream after the gradient's, whose role is ``role``."""
         slot = self.slots[role]
         return random_signs(Rounding(self.keys[slot.key], stream=slot.stream + 1 & 0xFFFFFFFF), device)
 
     def _delayed_scale(self, x: Tensor, cast: Cast, row: int) -> Tensor:
-        """fp32 ``[1, 1]`` of the history, or of ``x`` while there is none; NaN where ``x`` is not finite.
+        """fp32 ``[1, 1]`` from the history, or from ``x`` if the history is empty; NaN if ``x`` is not finite.
 
-        By docs/numerics.md section 5 but for where the amax comes from. What is not finite is not remembered, and the
-        maximum is kept, so that recording a tensor twice is recording it once.
+        As docs/numerics.md section 5, except for the source of the amax. Non-finite magnitudes are not recorded.
+        Recording keeps the maximum, so recording a tensor twice changes nothing.
         """
         empty = torch.zeros((), device=x.device)
         now = torch.linalg.vector_norm(x.detach(), torch.inf).float() if x.numel() else empty
         if self.records:
             record = record_ if torch.compiler.is_compiling() or transformed() else record_eagerly
-            held = self.pending[row]
-            record(held, now.to(held.device))
+            pending = self.pending[row]
+            record(pending, now.to(pending.device))
         past = self.amax[row, : cast.history].max()
         amax = torch.where(past > 0, past, now)
         scale = amax / torch.full_like(amax, cast.scheme.amax_divisor)

@@ -1,7 +1,7 @@
-"""Watching low-precision training: what each cast of each layer loses, every so many steps.
+"""Watch low-precision training: record the quantization error of each cast of each layer, every few steps.
 
-A watched layer's casts are the ones that training does; they are looked at, not done again. So watching changes no bit
-of training, and follows stochastic rounding, delayed scales and scales that are folded.
+It observes the casts that training does and does not repeat them. So training stays bit-identical, and the figures
+include stochastic rounding, delayed scales and folded scales.
 """
 
 from __future__ import annotations
@@ -34,26 +34,30 @@ from lowbit.user_warnings import warn
 
 __all__ = ["Watch", "observed", "watch"]
 
-#: Looks at one cast: role, what was quantized, how, and the result.
+#: Callback for one cast: role, input tensor, cast, and quantized result.
 Look = Callable[[str, Tensor, Cast, Quantized], None]
 
-#: The figures by which rows can be sorted; of all but the first the largest is the worst.
+#: The figures to sort rows by. The smallest ``sqnr`` is the worst; of the others the largest.
 _FIGURES = ("sqnr", "underflow", "saturated", "overflow", "nonfinite", "amax")
 
 
 class Watch:
-    """The rows of a model that is watched. ``close()``, or the end of a ``with`` block, stops watching; rows stay.
-    ``convert_`` ends it for the layers that it makes plain again. Copies of a model, and of this, are not watched.
+    """The recorded rows of a watched model. ``close()``, or the end of a ``with`` block, stops watching; rows stay.
 
-    ``rows`` are in the order of steps, and of calls within a step. Printed, it is the table of the last step watched.
+    ``convert_`` also stops it for the layers that it converts. Copies of a model or of a Watch are not watched.
+    ``print`` shows the table of the last watched step.
+
+    Attributes:
+        rows: in the order of steps, and of calls within a step.
+        every: steps whose number it divides are watched.
     """
 
     def __init__(self, model: nn.Module, every: int = 100) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"train.watch: every counts steps, an integer of at least 1, got {every!r}")
-        model = getattr(model, "_orig_mod", model)  # of what torch.compile returns, the model that may run uncompiled
+        model = getattr(model, "_orig_mod", model)  # a compiled model may also run uncompiled
         self.every, self._state = every, state(model)
-        self._layers = {name: one for name, one in model.named_modules() if isinstance(one, TrainLinear)}
+        self._layers = {name: module for name, module in model.named_modules() if isinstance(module, TrainLinear)}
         self._before: list[Row] = []
         self._sums: dict[tuple[int, str, str, str], Tensor] = {}
         self._first = self._state.counted
@@ -71,7 +75,7 @@ class Watch:
         self.close()
 
     def close(self) -> None:
-        """Stop watching. Warns where steps went by and no forward of the model was seen, as in compiled code."""
+        """Stop watching. Warns if steps passed without an uncompiled forward of the model."""
         for hook in self._hooks:
             hook.remove()
         self._set({})
@@ -84,12 +88,12 @@ class Watch:
         self._hooks = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of the model has copies of the hooks, which then find no layers."""
+        """A copy of the model has copies of the hooks, which then have no layers."""
         return {**vars(self), "_layers": {}, "_hooks": []}
 
-    # -- looking ---------------------------------------------------------------------------------------------------
+    # -- recording -------------------------------------------------------------------------------------------------
     def _begin(self, *_: Any) -> None:
-        """Before a forward of the model: whether its layers are looked at, until the next forward that trains."""
+        """Before a forward of the model: decide whether its layers are watched until the next training forward."""
         if torch.compiler.is_compiling() or in_backward():
             return
         self._evaluates = not torch.is_grad_enabled()
@@ -104,38 +108,46 @@ class Watch:
 
     def _set(self, watchers: dict[str, Callable[[View | None], View | None]]) -> None:
         for name, layer in self._layers.items():
-            if isinstance(layer, TrainLinear):  # no longer where convert_ has made it plain
+            if isinstance(layer, TrainLinear):  # not if convert_ has converted it
                 vars(layer)["watcher"] = watchers.get(name)
 
     def _view(self, name: str, step: int, view: View | None) -> View | None:
-        """What a call of a layer quantizes with."""
+        """The view with which a call of a layer quantizes."""
         recomputes = in_backward()
         if self._evaluates and not recomputes:
             return view
         if not recomputes:
             self._graphs[name] = torch.is_grad_enabled()
-        elif self._graphs[name]:  # backward goes on with the view of the first forward
+        elif self._graphs[name]:  # backward uses the view of the first forward
             return view
         return observed(view, partial(self._look, name, step))
 
     def _look(self, name: str, step: int, role: str, x: Tensor, how: Cast, q: Quantized) -> None:
-        if role.startswith("output") and in_backward():  # made once more, of what forward was given
+        if role.startswith("output") and in_backward():  # a recomputation of a cast that was recorded in forward
             return
         key = (step, name, role, str(how))
-        held, sums = self._sums.get(key), _sums(x, q)
-        self._sums[key] = sums if held is None else torch.cat([held[:-1] + sums[:-1], torch.maximum(held, sums)[-1:]])
+        previous, sums = self._sums.get(key), _sums(x, q)
+        self._sums[key] = (
+            sums if previous is None else torch.cat([previous[:-1] + sums[:-1], torch.maximum(previous, sums)[-1:]])
+        )
 
-    # -- what was seen ---------------------------------------------------------------------------------------------
+    # -- results ---------------------------------------------------------------------------------------------------
     @property
     def rows(self) -> list[Row]:
-        """Every row so far."""
+        """All rows recorded so far."""
         return [*self._before, *(_row(key, sums.tolist()) for key, sums in self._sums.items())]
 
     def worst(self, count: int = 10, by: str = "sqnr", step: int | None = None) -> list[Row]:
-        """The rows of ``step`` (None: of the last one watched) that lose the most ``by`` one of the figures, the worst
-        first: the least ``sqnr``, the largest of ``underflow``, ``saturated``, ``overflow``, ``nonfinite``, ``amax``.
+        """Return the rows of a step with the largest errors, the worst first.
 
-        Raises ValueError for another figure, and for a step that was not watched.
+        Args:
+            count: maximum number of rows.
+            by: the figure to sort by: the smallest ``sqnr``, or the largest ``underflow``, ``saturated``, ``overflow``,
+                ``nonfinite`` or ``amax``.
+            step: a watched step; None: the last one.
+
+        Raises:
+            ValueError: an unknown figure, or a step that was not watched.
         """
         if by not in _FIGURES:
             raise ValueError(f"train.watch: rows are sorted by one of {', '.join(_FIGURES)}, got {by!r}")
@@ -146,11 +158,16 @@ class Watch:
                 f"train.watch: step {step} was not watched; expected one of {', '.join(map(str, steps)) or 'none'}, "
                 f"every {self.every} steps"
             )
-        wanted = (steps[-1] if steps else None) if step is None else step
-        return sorted((row for row in rows if row.step == wanted), key=partial(_badness, by))[:count]
+        chosen = (steps[-1] if steps else None) if step is None else step
+        return sorted((row for row in rows if row.step == chosen), key=partial(_badness, by))[:count]
 
     def table(self, step: int | None = None, count: int | None = None) -> str:
-        """The rows of ``step`` (None: of the last one watched) as text, by rising SQNR; at most ``count``."""
+        """Format the rows of a step as text, by rising SQNR.
+
+        Args:
+            step: a watched step; None: the last one.
+            count: maximum number of rows; None: all.
+        """
         rows = self.worst(len(self._sums) + len(self._before) if count is None else count, step=step)
         if not rows:
             return "no step was watched"
@@ -160,7 +177,7 @@ class Watch:
         return self.table()
 
     def to_json(self, path: str | Path) -> None:
-        """Write ``every`` and the rows; figures that are Inf or NaN are null. Raises OSError."""
+        """Write ``every`` and the rows to a JSON file; figures that are Inf or NaN are null. Raises OSError."""
         rows = [
             {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in pairs}
             for pairs in (asdict(row).items() for row in self.rows)
@@ -168,36 +185,53 @@ class Watch:
         write_json(Path(path), {"every": self.every, "rows": rows})
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows and the step, for a run that goes on later."""
+        """Return the rows and the step, to resume later."""
         return {"step": self._state.step, "rows": [asdict(row) for row in self.rows]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin with these rows, and at that step, which a model whose recipes need no State does not save."""
+        """Restore the rows and the step, which a model whose recipes need no State does not save."""
         self._state.step = state["step"]
         self._before, self._sums = [Row(**row) for row in state["rows"]], {}
 
     def plot(self, path: str | Path) -> None:
-        """Draw the SQNR of layers over steps and a heat map of underflow, a row of panels for each role, to an image.
+        """Draw SQNR over steps and a heat map of underflow to a PNG file, one row of panels per role.
 
-        Of many layers the heat maps show the worst. Names of layers are without the beginning that all have in common.
+        With many layers the heat maps show the worst. The common prefix of the layers' names is left out.
+
+        Args:
+            path: the file to write.
 
         Raises:
             ImportError: matplotlib is not installed.
-            ValueError: No step was watched.
+            ValueError: no step was watched.
         """
         figure = drawn(self.rows)
         write_atomically(Path(path), lambda file: figure.savefig(file, format="png", dpi=150))
 
 
 def watch(model: nn.Module, every: int = 100) -> Watch:
-    """Watch the casts of each TrainLinear of ``model`` in the steps whose number ``every`` divides.
+    """Watch the casts of each TrainLinear of ``model``, in the steps whose number ``every`` divides.
 
-    ``with lb.train.watch(model, every=100) as w:`` around the training loop, then ``print(w)``, ``w.rows``,
-    ``w.worst()``, ``w.to_json(path)``, ``w.plot(path)``. Steps are those of the training state, which follows the
-    optimizer: the micro-batches of a step are one row. Only forwards of ``model`` under grad mode count, and what a
-    checkpoint recomputes counts once. No bit of training changes. Steps that are not due cost one question a forward.
-    Compiled code is not watched: it computes as before, and ``close`` says so.
-    Raises ValueError for a model without TrainLinear layers, or ``every`` below 1.
+    Use it around the training loop::
+
+        with lb.train.watch(model, every=100) as w:
+            train(model)
+        print(w)  # also w.rows, w.worst(), w.to_json(path), w.plot(path)
+
+    Steps are counted by the training state, which follows the optimizer. The micro-batches of a step are added up in
+    one row. Only forwards of ``model`` under grad mode are recorded, and a checkpoint's recomputation is not recorded
+    again. Training stays bit-identical. Steps that are not watched cost one check per forward. Compiled code is not
+    watched: it computes as before, and ``close`` warns.
+
+    Args:
+        model: a model with TrainLinear layers.
+        every: watch one step in this many, at least 1.
+
+    Returns:
+        The rows, as a context manager that stops watching.
+
+    Raises:
+        ValueError: the model has no TrainLinear layers, or ``every`` is below 1.
     """
     return Watch(model, every)
 
@@ -205,7 +239,7 @@ def watch(model: nn.Module, every: int = 100) -> Watch:
 # -- one cast --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Observed:
-    """Quantizes as ``view`` does, or as a call without a view, and shows it to ``look``."""
+    """Quantizes as ``view`` does, or as a call without a view, and passes each cast to ``look``."""
 
     view: View | None
     look: Look
@@ -215,7 +249,7 @@ class _Observed:
             q = quantized(x, how, factors)
         else:
             q = self.view.quantize(x, how, role, factors)
-        if functorch_level() is None:  # tensors of torch.func stand for many
+        if functorch_level() is None:  # a tensor inside a torch.func transform stands for a batch
             self.look(role, (x if factors is None else x * factors).detach(), how, q)
         return q
 
@@ -226,21 +260,21 @@ class _Observed:
         return self.quantize(x, casts[0], roles[0]), self.quantize(turned, casts[1], roles[1])
 
     def signs(self, role: str, device: torch.device) -> Tensor:
-        """Those of the view, which recipes with random signs have."""
+        """The random signs of the view; recipes with random signs always have one."""
         assert self.view is not None
         return self.view.signs(role, device)
 
 
 def observed(view: View | None, look: Look) -> View:
-    """A view that quantizes as ``view``, after which ``look`` sees what was quantized."""
+    """A view that quantizes as ``view`` and then calls ``look``."""
     return cast(View, _Observed(view, look))
 
 
 @cache
 def _ends(format: Format) -> tuple[tuple[float, float], ...]:
-    """The least and the largest value, each with the multiple of it that lies half a step farther out.
+    """The smallest and the largest value of a format, each with a factor that leads half a step beyond it.
 
-    The end that is 0 of unsigned formats is none.
+    An end that is 0 (unsigned formats) is left out.
     """
     values = sorted({value for value in format.table if math.isfinite(value)})
     ends = ((values[0], values[1]), (values[-1], values[-2]))
@@ -248,20 +282,20 @@ def _ends(format: Format) -> tuple[tuple[float, float], ...]:
 
 
 def _sums(x: Tensor, q: Quantized) -> Tensor:
-    """fp64 ``[8]``: counts of elements, not finite, overflowed, zeroed, saturated; squares, squared errors; amax."""
-    given, made, format = x.double(), q.dequantize(torch.float32).double(), q.scheme.format
-    finite = given.isfinite()
-    both = finite & made.isfinite()
+    """fp64 ``[8]``: elements, non-finite, overflowed, zeroed, saturated, squares, squared errors (sums), amax."""
+    exact, decoded, format = x.double(), q.dequantize(torch.float32).double(), q.scheme.format
+    finite = exact.isfinite()
+    both = finite & decoded.isfinite()
     codes = decode(unpack(q.codes, format.bits, tuple(q.shape)), format)
     beyond = torch.zeros_like(both)
     for end, clip in () if q.scheme.affine else _ends(format):
-        beyond |= (codes == end) & (given.abs() > made.abs() * clip) & both
-    zeroed = (given != 0) & (made == 0) & both
-    error = torch.where(both, given - made, 0.0).square().sum()
-    signal = torch.where(both, given, 0.0).square().sum()
-    amax = torch.where(finite, given.abs(), 0.0).amax() if x.numel() else given.new_zeros(())
+        beyond |= (codes == end) & (exact.abs() > decoded.abs() * clip) & both
+    zeroed = (exact != 0) & (decoded == 0) & both
+    error = torch.where(both, exact - decoded, 0.0).square().sum()
+    signal = torch.where(both, exact, 0.0).square().sum()
+    amax = torch.where(finite, exact.abs(), 0.0).amax() if x.numel() else exact.new_zeros(())
     counts = torch.stack([~finite, ~both, zeroed, beyond])
-    elements = given.new_full((), x.numel())
+    elements = exact.new_full((), x.numel())
     return torch.stack([elements, *counts.flatten(1).sum(1).double(), signal, error, amax])
 
 
@@ -276,6 +310,6 @@ def _row(key: tuple[int, str, str, str], sums: list[float]) -> Row:
 
 
 def _badness(by: str, row: Row) -> tuple[bool, float]:
-    """Rows without a figure come last."""
+    """Sort key; rows without the figure come last."""
     value = getattr(row, by)
     return math.isnan(value), value if by == "sqnr" else -value

@@ -445,7 +445,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
     refused("fp32_gradients is for parameters in 16 bits", model, fp32_gradients=True)
     refused("fp32 matrices of Linear.* for working_copies", nn.LayerNorm(4), working_copies=True)
     refused("run a forward first if its layers are lazy", nn.LazyLinear(4), working_copies=True)
-    refused("got what torch.compile made; call mixed_ before it", torch.compile(Model(), backend="eager"))
+    refused("got a compiled one; call mixed_ before torch.compile", torch.compile(Model(), backend="eager"))
     model(torch.randn(3, 8)).sum().backward()
     refused("up.weight has a gradient in fp32; call optimizer.zero_grad", model, working_copies=True)
     model.zero_grad()

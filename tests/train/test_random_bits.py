@@ -171,7 +171,7 @@ def test_forwards_that_nothing_counts_are_told_of(reentrant):
 def test_a_training_that_takes_no_step_is_told_of():
     model = Blocks()
     state = lb.train.state(model)
-    with pytest.warns(UserWarning, match=r"more than 1024 micro-batches began in step 0 .*attach\(optimizer\)"):
+    with pytest.warns(UserWarning, match=r"more than 1024 micro-batches began in step 0: .*attach\(optimizer\)"):
         for _ in range(1025):
             state.next_micro_batch()
 

@@ -86,7 +86,7 @@ def test_steps_of_one_micro_batch_keep_no_codes():
     for number in range(3):
         step(net, optimizer, 1, number)
         net(torch.randn(7, 48))
-        assert all(layer.reuse._made is None for layer in net.modules() if isinstance(layer, lb.train.TrainLinear))
+        assert all(layer.reuse._entry is None for layer in net.modules() if isinstance(layer, lb.train.TrainLinear))
         optimizer.step()
 
 
@@ -143,7 +143,7 @@ def test_evaluation_takes_no_codes_of_training():
 
 
 def kept(layer: nn.Module) -> bool:
-    return layer.reuse._made is not None
+    return layer.reuse._entry is not None
 
 
 def test_codes_go_with_the_step_of_whichever_optimizer_holds_the_weight():

@@ -107,8 +107,8 @@ def test_a_search_compiles():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: lb.recipe("mxfp4:rule=four-over-six"), "E4M3 scales of FP4 numbers, got mxfp4:nearest; use nvfp4"),
-        (lambda: training_layer(4, 4, "int8:rule=search"), "output.a: rule='search' tries codes of scales"),
+        (lambda: lb.recipe("mxfp4:rule=four-over-six"), "FP4 elements with E4M3 scales, got mxfp4:nearest; use nvfp4"),
+        (lambda: training_layer(4, 4, "int8:rule=search"), "output.a: rule='search' needs e4m3 or e8m0 scales"),
         (lambda: lb.recipe("nvfp4:output=high:rule=search"), "forward leaves an operand float, which has no scales"),
         (
             lambda: training_layer(4, 4, lb.Recipe(
@@ -122,7 +122,7 @@ def test_a_search_compiles():
                 lb.Gemm("nvfp4", "nvfp4"), lb.Gemm(None, None, "high"),
                 lb.Gemm(*[lb.Cast("nvfp4", "eden", "random-hadamard")] * 2),
             )),
-            "grad_weight.a: eden corrects vectors along the axis that is contracted, and nvfp4 has blocks along",
+            "grad_weight.a: eden needs blocks along the contracted axis, and nvfp4 has them along",
         ),
     ],
 )  # fmt: skip
