@@ -1,4 +1,4 @@
-"""Calibration: codes and scales of weights, and static scales of inputs, chosen by looking at what layers are given."""
+"""Calibration: chooses quantized weights and static input scales from the inputs of the layers."""
 
 from lowbit.calibrate.bias import correct_bias_
 from lowbit.calibrate.calibration import Calibration

@@ -1,4 +1,4 @@
-"""A model's weights quantized one block after the other, each with the inputs that those before it give."""
+"""Quantizes the weights of a model block by block, each with the inputs from the quantized blocks before it."""
 
 from __future__ import annotations
 
@@ -46,15 +46,21 @@ __all__ = ["Blockwise"]
 
 
 class Blockwise:
-    """One call of ``calibrate``. ``work``: a copy of the model, sharing its tensors, that is quantized on the way;
-    ``weights``: where they are. ``found``: what was found; of weights that are not in memory, what is needed yet.
+    """One call of ``calibrate``.
+
+    Attributes:
+        work: A copy of the model, which shares its tensors and is quantized step by step.
+        weights: Access to the weights, in memory or on disk.
+        calibration: The result so far. If weights are on disk, only the quantized weights that are still needed.
+        chain: The blocks of ``work``, if they follow one another.
+        plain: The blocks of the unquantized model, for methods that compare with it.
     """
 
     def __init__(
         self,
         model: nn.Module,
         data: list[Any],
-        plan: LayerRecipes,
+        recipes: LayerRecipes,
         choice: Choice,
         skip: Skip,
         finished: Finished | None,
@@ -64,16 +70,16 @@ class Blockwise:
         self.data, self.choice, self.finished = data, choice, finished
         self.weights = weights or InMemory()
         self.gradient = True
-        self.work = observed(model, plan, skip)
+        self.work = observed(model, recipes, skip)
         self.names = {id(module): name for name, module in self.work.named_modules()}
-        self.found = Calibration(data=digest(data) if data else None)
+        self.calibration = Calibration(data=digest(data) if data else None)
         self.chain: Chain | None = None
-        self.plain: Chain | None = None  # of the model as it was, where a method compares with it
+        self.plain: Chain | None = None
         layers = observed_layers(self.work)
         need = max((self._uses(layer) for layer in layers), key=NEEDS.index)
         guided = [layer for layer in layers if self.method_for(layer).guided]
         if loss is not None and not guided:
-            raise ValueError("calibrate: only method='guided-gptq' looks at a loss; give that method, or no loss")
+            raise ValueError("calibrate: only method='guided-gptq' uses a loss; give that method, or no loss")
         self.static = any(layer.recipe.static for layer in layers)
         if need == "nothing" and not self.static and not choice.transforms and not self.weights.forgets:
             return
@@ -81,25 +87,25 @@ class Blockwise:
         self.chain = self._chain(self.work)
         if self.chain is None and self.weights.forgets:
             raise ValueError(
-                f"{type(model).__name__} is no stack of blocks that follow one another, and is calibrated as a whole, "
-                f"in memory: load it, and call lowbit.calibrate and lowbit.quantize_"
+                f"{type(model).__name__} is not a chain of blocks, and must be calibrated in memory: load it, and call "
+                f"lowbit.calibrate and lowbit.quantize_"
             )
         if guided:
             with self.weights.paged(_blocks(self.work)):
                 self._weigh(guided, loss)
         comparing = [m for layer in layers if (m := self.method_for(layer)).tune or self._uses(layer) == "cross"]
         if comparing:
-            plain = observed(model, plan, skip)
+            plain = observed(model, recipes, skip)
             self.weights.load(plain, _blocks(plain))
             self.plain = self._chain(plain)
             if self.chain is None or self.plain is None:
                 raise ValueError(
-                    f"{comparing[0].name} compares blocks that follow one another with those of the unquantized model, "
-                    f"and this model is no such stack; use method='gptq'"
+                    f"{comparing[0].name} compares each block with the unquantized model, and this model is not a "
+                    f"chain of blocks; use method='gptq'"
                 )
 
     def _chain(self, model: nn.Module) -> Chain | None:
-        """The blocks of ``model`` with the inputs of the first, where they are a chain."""
+        """The blocks of ``model`` with the inputs of the first; None if they are not a chain."""
         blocks = _blocks(model)
         if not blocks:
             return None
@@ -107,7 +113,7 @@ class Blockwise:
         return chain if everywhere(self._is_chain(chain, model)) else None
 
     def _is_chain(self, chain: Chain, model: nn.Module) -> bool:
-        """Whether the blocks, of which ``chain`` keeps what they are called with, are one for all that is known."""
+        """Record the calls of the blocks, and check that they are a chain for each kind of batch."""
         with self.weights.held(*chain.blocks[:2]):
             if not chain.record(model, self.data):
                 return False
@@ -117,12 +123,12 @@ class Blockwise:
             return all(follows(chain, model, self.data[number], number, outside) for number in kinds(self.data))
 
     def _uses(self, layer: Observed) -> str:
-        """What is to be known of a layer's inputs. Raises ValueError where the method cannot serve the layer."""
+        """The statistics of its inputs that a layer needs. Raises ValueError if the method does not support it."""
         weight = layer.recipe.weight
         method = self.method_for(layer)
         reason = method.refuses(weight)
         if reason is not None:
-            raise ValueError(f"layer {layer.name!r}: method {method.name!r} cannot serve it: {reason}")
+            raise ValueError(f"layer {layer.name!r}: method {method.name!r} does not support this weight: {reason}")
         if self.data:
             return method.uses
         if method.need != "nothing":
@@ -131,17 +137,16 @@ class Blockwise:
             raise ValueError(f"{self.choice.transforms[0].name} needs data; give batches")
         if layer.recipe.static:
             raise ValueError(
-                f"recipe {layer.recipe.name!r} quantizes inputs by scales that come from data; give batches, or use a "
-                f"recipe with dynamic ones"
+                f"recipe {layer.recipe.name!r} has static input scales, which need calibration data; give batches, or "
+                f"use a recipe with dynamic scales"
             )
         return "nothing"
 
     def method_for(self, layer: Observed) -> Method:
-        """How the layer's weight is chosen."""
         return self.choice.weights or default_method(layer.recipe.weight, bool(self.data), self.gradient)
 
     def _weigh(self, layers: Sequence[Observed], loss: Loss | None) -> None:
-        """Find the importance of the rows of inputs; where no method was asked for, it may turn out that none is."""
+        """Compute the importance of input rows. A default method falls back to gptq if there is no gradient."""
         try:
             weigh(self.work, layers, self.data, loss, checkpointed=self.chain is not None)
         except (ValueError, RuntimeError) as error:
@@ -151,13 +156,13 @@ class Blockwise:
             for layer in layers:
                 layer.importance = None
             warn(
-                f"calibrate: gptq takes the place of guided-gptq, as the model's loss has no gradient ({error}); give "
-                f"method='gptq' to say so, or loss=lambda output, batch: ..."
+                f"calibrate: using gptq instead of guided-gptq, because the model's loss has no gradient ({error}); "
+                f"give method='gptq', or loss=lambda output, batch: ..."
             )
 
-    # -- the way through the model ------------------------------------------------------------------------------------
+    # -- blocks -------------------------------------------------------------------------------------------------------
     def all(self, progress: Callable[[str, int, int], None]) -> Calibration:
-        """Solve every layer. The weights of what is returned stay on disk where not all of them fit into memory."""
+        """Quantize every layer. The quantized weights stay on disk if the model's weights are."""
         chain = self.chain
         blocks = [] if chain is None else chain.blocks
         for index, block in enumerate(blocks):
@@ -171,15 +176,15 @@ class Blockwise:
         progress("block", len(blocks), len(blocks))
         self._restore_or_quantize(self.work, None)
         if not self.weights.forgets or self.finished is None:
-            return self.found
+            return self.calibration
         self.finished.close(len(blocks) + 1)
-        found = self.finished.opened()
-        assert found is not None
-        return found
+        calibration = self.finished.opened()
+        assert calibration is not None
+        return calibration
 
     def _restore_or_quantize(self, root: nn.Module, index: int | None) -> None:
-        """Quantize block ``index``, or what is left, unless an earlier run has; keep what was found."""
-        before = self.found.names()
+        """Quantize block ``index``, or for None the layers outside of blocks, unless an earlier run has done it."""
+        before = self.calibration.names()
         number = index if index is not None else 0 if self.chain is None else len(self.chain.blocks)
         part = None if self.finished is None else self.finished.load(number)
         if part is not None:
@@ -187,28 +192,28 @@ class Blockwise:
         else:
             self._quantize(root, index)
             if self.finished is not None:
-                self.finished.save(number, self.found.since(before))
+                self.finished.save(number, self.calibration.since(before))
         if self.weights.forgets:
             needed = {layer.weight_name for layer in observed_layers(self.work)}
-            self.found.weights = {name: q for name, q in self.found.weights.items() if name in needed}
+            weights = self.calibration.weights
+            self.calibration.weights = {name: q for name, q in weights.items() if name in needed}
 
     def _restore(self, block: nn.Module, part: Calibration) -> None:
-        """Put what an earlier run found for a block in its place."""
-        self.found.add(part)
+        """Apply the result of an earlier run to a block."""
+        self.calibration.add(part)
         for edit in part.edits:
             owner, _, name = edit.name.rpartition(".")
             self.work.get_submodule(owner).register_parameter(name, nn.Parameter(edit.value, requires_grad=False))
         self._put(block, observed_layers(block))
 
     def _quantize(self, root: nn.Module, index: int | None) -> None:
-        """Quantize the layers of block ``index``, or those that are left."""
         layers = observed_layers(root)
         if not layers:
             return
         if index is not None or self.chain is None:
             for transform in self.choice.transforms:
                 self._observe(layers, index, transform.need, None, rotated=False)
-                self.found.add_edits(transform_(root, transform, self.names))
+                self.calibration.add_edits(transform_(root, transform, self.names))
         if index is not None:
             self._tune(layers, index)
         for stage in self._stages(layers, index):
@@ -219,14 +224,14 @@ class Blockwise:
             self._replace(root, stage)
 
     def _tune(self, layers: Sequence[Observed], index: int) -> None:
-        """Let the methods that learn do so, on the block's outputs in the unquantized model."""
+        """Run the methods that learn the layers of a block together, on its outputs in the unquantized model."""
         chain, plain = self.chain, self.plain
         for method in {m for layer in layers if (m := self.method_for(layer)).tune is not None}:
             assert chain is not None and plain is not None and method.tune is not None
             self._observe(layers, index, method.uses, None)
-            own = [layer for layer in layers if self.method_for(layer) is method and self._reached(layer)]
+            learned = [layer for layer in layers if self.method_for(layer) is method and self._reached(layer)]
             targets = [plain.run(index, number) for number in range(len(self.data))]
-            learn = partial(method.tune, own, partial(chain.run, index), targets)
+            learn = partial(method.tune, learned, partial(chain.run, index), targets)
             try:
                 with torch.enable_grad():
                     despite_writes(learn)
@@ -238,8 +243,9 @@ class Blockwise:
         return layer.statistics is not None and layer.statistics.rows > 0
 
     def _stages(self, layers: Sequence[Observed], index: int | None) -> list[list[Observed]]:
-        """The layers of a block in the order of their calls, each measured behind those that are quantized already.
-        All at once outside of blocks, and where no more than squares are looked at, which change little.
+        """The layers of a block in the order of their calls, so that each sees inputs from quantized layers.
+
+        One stage outside of blocks, and if no more than squares are needed, which change little.
         """
         chain = self.chain
         squares = not self.static and all(self._uses(layer) in ("nothing", "squares") for layer in layers)
@@ -255,8 +261,9 @@ class Blockwise:
         histogram: bool | None,
         rotated: bool = True,
     ) -> None:
-        """Run the batches through block ``index``, or through what is outside of the blocks, and count the inputs;
-        ``rotated``: as they are after the transform of the layer's recipe.
+        """Collect statistics of the inputs in block ``index``, or outside of blocks for None.
+
+        ``rotated``: after the transform of the layer's recipe.
         """
         if need == "nothing" and (histogram is None or not self.static):
             return
@@ -274,7 +281,7 @@ class Blockwise:
                 return
 
     def _plain_inputs(self, layers: Sequence[Observed], index: int, number: int) -> dict[str, list[Tensor]]:
-        """What ``layers`` are given in the unquantized model, after the transforms of the quantized one."""
+        """The inputs of ``layers`` in the unquantized model, with the factors of the transforms."""
         assert self.plain is not None
         plain = inputs_of(observed_layers(self.plain.blocks[index]), self.plain, index, number)
         for layer in layers:
@@ -291,11 +298,11 @@ class Blockwise:
 
     # -- a layer ------------------------------------------------------------------------------------------------------
     def _replace(self, root: nn.Module, layers: Sequence[Observed]) -> None:
-        """Solve the layers of ``root`` and put quantized ones in their place. Warns of those that no batch reaches."""
+        """Quantize ``layers`` of ``root``. Warns of layers that no batch reaches."""
         unreached = []
         for layer in layers:
             try:
-                if layer.weight_name not in self.found.rows:
+                if layer.weight_name not in self.calibration.rows:
                     if _without_rows(layer) and self.method_for(layer).uses != "nothing":
                         unreached.append(layer)
                     self._solve(layer)
@@ -306,13 +313,13 @@ class Blockwise:
         self._put(root, layers)
 
     def _put(self, root: nn.Module, layers: Sequence[Observed]) -> None:
-        """Quantized layers in the place of ``layers``, of what was found."""
-        found = self.found
-        made: dict[int, nn.Module] = {}
+        """Replace ``layers`` by quantized layers."""
+        quantized: dict[int, nn.Module] = {}
         for layer in layers:
-            scales = found.input_scales(layer.name, layer.recipe)
-            made[id(layer)] = QuantLinear(found.weights[layer.weight_name], layer.bias, layer.recipe, scales)
-        swap(root, made)
+            scales = self.calibration.input_scales(layer.name, layer.recipe)
+            weight = self.calibration.weights[layer.weight_name]
+            quantized[id(layer)] = QuantLinear(weight, layer.bias, layer.recipe, scales)
+        swap(root, quantized)
 
     def _solve(self, layer: Observed) -> None:
         scheme, method, statistics = layer.recipe.weight, self.method_for(layer), layer.statistics
@@ -327,12 +334,12 @@ class Blockwise:
         require_numbers(layer.weight)
         weight = layer.rotated(layer.weight.float())
         q = method.solve(weight, scheme, statistics) if layer.tuned is None else layer.tuned
-        wrong = q.dequantize(torch.float32).sub_(weight)
-        self.found.weights[layer.weight_name] = replace(q, dtype=layer.plain.dtype)
-        self.found.rows[layer.weight_name] = Row(
-            layer.recipe, method.name, digest(layer.plain), _energy(weight, None), _energy(wrong, None),
+        error = q.dequantize(torch.float32).sub_(weight)
+        self.calibration.weights[layer.weight_name] = replace(q, dtype=layer.plain.dtype)
+        self.calibration.rows[layer.weight_name] = Row(
+            layer.recipe, method.name, digest(layer.plain), _energy(weight, None), _energy(error, None),
             None if statistics is None or statistics.need == "nothing"
-            else decibel(_energy(weight, statistics), _energy(wrong, statistics)),
+            else decibel(_energy(weight, statistics), _energy(error, statistics)),
         )  # fmt: skip
 
     def _choose_input_scales(self, layer: Observed) -> None:
@@ -341,60 +348,60 @@ class Blockwise:
         ranges = None if layer.statistics is None else layer.statistics.ranges
         if ranges is None or not bool((ranges.low <= ranges.high).all()):
             raise ValueError(
-                f"no batch reaches it, and its recipe {layer.recipe.name!r} needs input scales that come from data; "
+                f"no batch reaches it, but its recipe {layer.recipe.name!r} has static input scales, which need data; "
                 f"give batches that reach it, or leave it out with skip=..."
             )
         observer = self.choice.inputs
-        self.found.inputs[layer.name] = ranges.scales(*observer.range(ranges)), observer.name
+        self.calibration.inputs[layer.name] = ranges.scales(*observer.range(ranges)), observer.name
 
 
 def _without_rows(layer: Observed) -> bool:
-    """Whether the layer's inputs are counted, and there were none."""
+    """Whether there are statistics of the layer's inputs, without any rows."""
     return layer.statistics is not None and not layer.statistics.rows
 
 
 def _warn_of(unreached: Sequence[Observed]) -> None:
-    """Warn of the layers that no batch reaches: once for all experts of a mixture, and else for each layer."""
-    names: dict[str, list[str]] = {}
+    """Warn of layers that no batch reaches: once per mixture of experts, otherwise per layer."""
+    by_mixture: dict[str, list[str]] = {}
     for layer in unreached:
-        names.setdefault(_mixture(layer.name), []).append(layer.name)
-    for mixture, several in names.items():
-        if len(several) == 1:
-            warn(f"calibrate: no batch reaches {several[0]}; its weight is chosen without data")
+        by_mixture.setdefault(_mixture(layer.name), []).append(layer.name)
+    for mixture, names in by_mixture.items():
+        if len(names) == 1:
+            warn(f"calibrate: no batch reaches {names[0]}; its weight is chosen without data")
         else:
             warn(
-                f"calibrate: no batch reaches {len(several)} layers in {mixture}, such as "
-                f"{several[0]}; their weights are chosen without data; give more batches to reach them"
+                f"calibrate: no batch reaches {len(names)} layers in {mixture}, such as "
+                f"{names[0]}; their weights are chosen without data; give more batches to reach them"
             )
 
 
 def _mixture(name: str) -> str:
-    """The module that holds experts or blocks: what comes before the number of one, and before its matrix."""
-    whole, _, part = name.partition("#")  # of a stack of experts: MODULE#NUMBER
-    if part:
-        return whole
+    """The module that contains the experts or blocks: the name before the number of an expert."""
+    stack, _, number = name.partition("#")  # stacked experts are MODULE#NUMBER
+    if number:
+        return stack
     words = name.split(".")
-    numbers = [place for place, word in enumerate(words) if word.isdigit()]
+    numbers = [position for position, word in enumerate(words) if word.isdigit()]
     if not numbers:
         return name
     return ".".join(words[: numbers[-1] - (numbers[-1] == len(words) - 1)])
 
 
 def _worded(method: str, error: Exception) -> Exception:
-    """The error of a method that takes gradients: where it is torch's, with what to do."""
+    """The error of a method that needs gradients; an error of torch gets a remedy."""
     if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
         return error
-    return RuntimeError(f"{method} takes gradients of the model, and torch says: {error}; method='gptq' takes none")
+    return RuntimeError(f"{method} needs gradients of the model, and torch says: {error}; method='gptq' needs none")
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The largest stack of blocks of ``model``, where none is there twice."""
+    """The largest stack of blocks of ``model``; empty if it contains a block twice."""
     blocks = largest_stack(model)
     return blocks if len({id(block) for block in blocks}) == len(blocks) else []
 
 
 def _energy(matrix: Tensor, statistics: Statistics | None) -> float:
-    """The sum of squares of ``matrix``, or of what it computes of the inputs."""
+    """The sum of squares of ``matrix``, or with ``statistics`` the mean squared output of a layer with this weight."""
     if statistics is None:
         return float(matrix.square().sum(dtype=torch.float64))
     if NEEDS.index(statistics.need) >= NEEDS.index("gram"):

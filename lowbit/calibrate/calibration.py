@@ -1,4 +1,4 @@
-"""What calibrating a model found out, in memory and on disk."""
+"""Calibration: the result of ``calibrate``, in memory and on disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Calibration", "Edit", "Row"]
 
 CONFIG, FORMAT, VERSION = "calibration.json", "lowbit-calibration", 1
 
-#: The fields of a Row in the file, but for its recipe, and what JSON has for them.
+#: The JSON types of a Row's fields, without the recipe.
 _NUMBER = (float, int)
 _ROW: dict[str, tuple[type, ...]] = {
     "method": (str,), "digest": (str,), "signal": _NUMBER, "noise": _NUMBER, "output_sqnr": (*_NUMBER, type(None)),
@@ -36,10 +36,15 @@ _ROW: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One weight: its recipe, the method that chose its codes, the digest of the weight that it was.
+    """The calibration of one weight.
 
-    ``signal``, ``noise``: the sums of squares of the weight, as transforms left it, and of its error. ``output_sqnr``:
-    of what the layer computes of its inputs, in dB, where they were seen.
+    Attributes:
+        recipe: The recipe of the layer.
+        method: The method that chose the codes.
+        digest: The digest of the original weight.
+        signal: The sum of squares of the weight after transforms.
+        noise: The sum of squares of its quantization error.
+        output_sqnr: SQNR of the layer's output in dB; None without statistics of its inputs.
     """
 
     recipe: Recipe
@@ -51,34 +56,37 @@ class Row:
 
     @property
     def sqnr(self) -> float:
-        """Of the weight, in dB."""
+        """SQNR of the weight, in dB."""
         return decibel(self.signal, self.noise)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON data."""
+        """Return JSON data."""
         return {**{f.name: getattr(self, f.name) for f in fields(self)}, "recipe": self.recipe.to_dict()}
 
 
 @dataclass(frozen=True)
 class Edit:
-    """What a transform made of a parameter: ``value`` in the place of that with ``digest``. ``weights``: the names of
-    the weights that were changed with it, without whose codes the model would compute something else.
-    """
+    """A parameter that a transform changed."""
 
     name: str
     value: Tensor
-    digest: str
-    weights: tuple[str, ...]
+    digest: str  # of the original parameter
+    weights: tuple[str, ...]  # the weights that changed with it, and must be quantized with it
 
 
 @dataclass
 class Calibration:
-    """Codes and scales for the weights of one model, to be given to ``quantize_(model, recipe, calibration=...)``.
+    """Quantized weights and input scales of one model, for ``quantize_(model, recipe, calibration=...)``.
 
-    ``weights``, ``rows``: by the name of the layer; a layer's second and further weights are ``name#1`` and so on.
-    ``inputs``: the static scales of inputs, with the observer that chose them, by the same names. ``edits``: what
-    transforms made of other parameters.
-    ``data``: the digest of the batches, None without any. ``seconds``: what it took.
+    Weights are named by their layer. Further weights of a layer are ``name#1`` and so on.
+
+    Attributes:
+        rows: Recipe, method and errors of each weight.
+        weights: The quantized weights.
+        inputs: Static input scales, and the name of the observer that chose them.
+        edits: Parameters that transforms changed.
+        data: The digest of the batches; None without data.
+        seconds: The duration of the calibration.
     """
 
     rows: dict[str, Row] = field(default_factory=dict)
@@ -89,7 +97,7 @@ class Calibration:
     seconds: float = 0.0
 
     def weight(self, name: str, matrix: Tensor, recipe: Recipe) -> Quantized:
-        """The quantized weight for ``matrix``. Raises ValueError for another weight or recipe than was calibrated."""
+        """Return the quantized weight for ``matrix``. Raises ValueError if weight or recipe were not calibrated."""
         row = self.rows.get(name)
         if row is None:
             raise ValueError(
@@ -98,8 +106,8 @@ class Calibration:
             )
         if row.recipe != recipe:
             raise ValueError(
-                f"the calibration of {name!r} is for {_described(row.recipe)}, and quantize_ is to use "
-                f"{_described(recipe)}; give the recipe that was calibrated"
+                f"the calibration of {name!r} is for {_described(row.recipe)}, but the recipe is {_described(recipe)}; "
+                f"give the recipe that was calibrated"
             )
         if row.digest != digest(matrix):
             raise ValueError(
@@ -108,55 +116,58 @@ class Calibration:
         return replace(self.weights[name], dtype=matrix.dtype).to(matrix.device)
 
     def names(self) -> set[str]:
-        """Of all that is in it: weights, input scales and edits."""
-        return {*self.rows, *(f"{name}.input" for name in self.inputs), *(f"edit {one.name}" for one in self.edits)}
+        """The names of all weights, input scales and edits."""
+        return {*self.rows, *(f"{name}.input" for name in self.inputs), *(f"edit {edit.name}" for edit in self.edits)}
 
     def since(self, before: Collection[str]) -> Calibration:
-        """What came after ``names()`` was ``before``."""
+        """Return everything whose name is not in ``before``, an earlier result of ``names()``."""
         rows = {name: row for name, row in self.rows.items() if name not in before}
         return Calibration(
             rows,
             {name: self.weights[name] for name in rows},
-            {name: one for name, one in self.inputs.items() if f"{name}.input" not in before},
-            [one for one in self.edits if f"edit {one.name}" not in before],
+            {name: scales for name, scales in self.inputs.items() if f"{name}.input" not in before},
+            [edit for edit in self.edits if f"edit {edit.name}" not in before],
             self.data,
         )
 
     def add(self, other: Calibration) -> None:
-        """Add what another one has."""
+        """Add the content of another Calibration."""
         self.rows.update(other.rows)
         self.weights.update(other.weights)
         self.inputs.update(other.inputs)
         self.add_edits(other.edits)
 
     def add_edits(self, edits: Iterable[Edit]) -> None:
-        """Add what a transform changed, which earlier ones may have changed before."""
-        own = {edit.name: edit for edit in self.edits}
+        """Add edits, and merge them with earlier edits of the same parameters."""
+        by_name = {edit.name: edit for edit in self.edits}
         for edit in edits:
-            first = own.get(edit.name)
+            first = by_name.get(edit.name)
             if first is not None:
                 edit = replace(edit, digest=first.digest, weights=tuple(dict.fromkeys((*first.weights, *edit.weights))))
-            own[edit.name] = edit
-        self.edits = list(own.values())
+            by_name[edit.name] = edit
+        self.edits = list(by_name.values())
 
     def check_edits(self, model: nn.Module, used: Collection[str]) -> dict[str, Tensor]:
-        """The values for parameters of ``model`` that transforms changed, by name. ``used``: the weights that are taken
-        from this calibration.
+        """Return the new values of parameters of ``model`` that transforms changed, by name.
 
-        Raises ValueError for other parameters than were calibrated, and where weights are not used that were changed
-        with one.
+        Args:
+            model: The model to quantize.
+            used: The weights that it takes from this calibration.
+
+        Raises:
+            ValueError: A parameter is not the calibrated one, or a weight that changed with it is not used.
         """
-        own = dict(model.named_parameters(remove_duplicate=False))
+        parameters = dict(model.named_parameters(remove_duplicate=False))
         for edit in self.edits:
             missing = [name for name in edit.weights if name not in used]
             if missing:
                 raise ValueError(
                     f"the calibration changes {edit.name} together with the weight of {missing[0]}, which is not "
-                    f"quantized here; calibrate with the recipe and skip=... that quantize_ is given"
+                    f"quantized here; calibrate and quantize with the same recipe and skip=..."
                 )
-            known = own.get(edit.name)
-            fits = known is not None and (known.shape, known.dtype) == (edit.value.shape, edit.value.dtype)
-            if not fits or digest(known) != edit.digest:
+            parameter = parameters.get(edit.name)
+            fits = parameter is not None and (parameter.shape, parameter.dtype) == (edit.value.shape, edit.value.dtype)
+            if not fits or digest(parameter) != edit.digest:
                 raise ValueError(
                     f"the parameter {edit.name!r} is not the one that was calibrated; calibrate this model, or load "
                     f"that one"
@@ -164,9 +175,9 @@ class Calibration:
         return {edit.name: edit.value for edit in self.edits}
 
     def input_scales(self, name: str, recipe: Recipe) -> Scales | None:
-        """The scales by which the layer ``name`` quantizes its inputs; None where the recipe makes them of each input.
+        """Return the static input scales of the layer ``name``; None if the recipe has dynamic scales.
 
-        Raises ValueError for a layer that was not calibrated.
+        Raises ValueError if the layer was not calibrated.
         """
         if not recipe.static:
             return None
@@ -177,17 +188,21 @@ class Calibration:
         return self.inputs[name][0]
 
     def save(self, directory: str | Path) -> None:
-        """Write ``calibration.json``, which says what was found, and a safetensors file with codes and scales.
+        """Write ``calibration.json`` and a safetensors file with codes and scales.
 
-        Raises OSError where the directory cannot be written.
+        Args:
+            directory: Created if missing.
+
+        Raises:
+            OSError: The directory cannot be written.
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {f"{name}.{part}": t for name, q in self.weights.items() for part, t in plain_state(q).items()}
         tensors.update(
             (f"{name}.{part}", t)
-            for name, (given, _) in self.inputs.items()
-            for part, t in zip(INPUT_PARTS, given, strict=False)
+            for name, (scales, _) in self.inputs.items()
+            for part, t in zip(INPUT_PARTS, scales, strict=False)
             if t is not None
         )
         tensors.update((f"edit.{edit.name}", edit.value) for edit in self.edits)
@@ -204,12 +219,20 @@ class Calibration:
         write_json(directory / CONFIG, config)
 
     def _key(self) -> str:
-        told = (f"{name} {row.to_dict()} {self.data}" for name, row in self.rows.items())
-        return _hash(line.encode() for line in (*told, str(self.inputs), str(self.edits)))
+        rows = (f"{name} {row.to_dict()} {self.data}" for name, row in self.rows.items())
+        return hashlib.sha256("".join((*rows, str(self.inputs), str(self.edits))).encode()).hexdigest()
 
     @classmethod
     def load(cls, directory: str | Path) -> Calibration:
-        """What ``save`` wrote. Raises FileNotFoundError; ValueError for damaged files and those of something else."""
+        """Read the files that ``save`` wrote.
+
+        Args:
+            directory: The directory given to ``save``.
+
+        Raises:
+            FileNotFoundError: A file is missing.
+            ValueError: A file is damaged, or was not written by this version of ``save``.
+        """
         path = Path(directory) / CONFIG
         config = read_json(path)
         if config.get("format") != FORMAT or config.get("version") != VERSION:
@@ -226,24 +249,26 @@ class Calibration:
 
     @classmethod
     def _read(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> Calibration:
-        """What the file says of ``tensors``, all of which it takes. Raises KeyError, TypeError or ValueError."""
-        made = cls(data=_typed(config, "data", str, type(None)), seconds=_typed(config, "seconds", *_NUMBER))
+        """The Calibration in the file. Removes all tensors. Raises KeyError, TypeError or ValueError."""
+        calibration = cls(data=_typed(config, "data", str, type(None)), seconds=_typed(config, "seconds", *_NUMBER))
         for name, row in config["layers"].items():
             recipe = Recipe.from_dict(row["recipe"])
-            made.rows[name] = Row(recipe, *(_typed(row, field, *kinds) for field, kinds in _ROW.items()))
-            made.weights[name] = _weight(name, row, recipe, tensors)
+            calibration.rows[name] = Row(recipe, *(_typed(row, field, *types) for field, types in _ROW.items()))
+            calibration.weights[name] = _weight(name, row, recipe, tensors)
         for name, observer in config["inputs"].items():
-            if name not in made.rows or not isinstance(observer, str):
-                raise ValueError(f"the inputs of {shown(name)}, by {shown(observer)}, are of no layer")
-            made.inputs[name] = _input_scales(name, made.rows[name].recipe, made.weights[name], tensors), observer
+            if name not in calibration.rows or not isinstance(observer, str):
+                raise ValueError(f"the inputs of {shown(name)}, by {shown(observer)}, belong to no layer")
+            scales = _input_scales(name, calibration.rows[name].recipe, calibration.weights[name], tensors)
+            calibration.inputs[name] = scales, observer
         for name, edit in config["edits"].items():
             weights = _typed(edit, "weights", list)
             if not all(isinstance(weight, str) for weight in weights):
-                raise TypeError(f"the weights of an edit are {shown(weights)}, and must be names")
-            made.edits.append(Edit(name, tensors.pop(f"edit.{name}"), _typed(edit, "digest", str), tuple(weights)))
+                raise TypeError(f"the weights of an edit are {shown(weights)}, but must be names")
+            value = tensors.pop(f"edit.{name}")
+            calibration.edits.append(Edit(name, value, _typed(edit, "digest", str), tuple(weights)))
         if tensors:
             raise ValueError(f"no layer and no edit has the tensors {', '.join(list(tensors)[:4])}")
-        return made
+        return calibration
 
     def __repr__(self) -> str:
         return f"<Calibration of {len(self.rows)} weights; print it for a table>"
@@ -259,7 +284,7 @@ class Calibration:
 
 @contextmanager
 def _damage(path: Path) -> Iterator[None]:
-    """Inside, an error in what a file says becomes one that names the damaged file."""
+    """Turn errors in a file's content into a ValueError that names the damaged file."""
     try:
         yield
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, AssertionError) as error:
@@ -267,11 +292,11 @@ def _damage(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} is damaged ({text}); copy or save it again") from None
 
 
-def _typed(row: dict[str, Any], name: str, *kinds: type) -> Any:
-    """A field of the file. Raises KeyError; TypeError for one that is of none of ``kinds``."""
-    if type(row[name]) not in kinds:
-        expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-        raise TypeError(f"{name} is {shown(row[name])}, and must be a {expected}")
+def _typed(row: dict[str, Any], name: str, *types: type) -> Any:
+    """A field of the file. Raises KeyError, and TypeError for another type."""
+    if type(row[name]) not in types:
+        expected = " or ".join("null" if cls is type(None) else cls.__name__ for cls in types)
+        raise TypeError(f"{name} is {shown(row[name])}, but must be a {expected}")
     return row[name]
 
 
@@ -279,10 +304,10 @@ def _weight(name: str, row: dict[str, Any], recipe: Recipe, tensors: dict[str, T
     """A layer's weight. Raises ValueError for tensors that do not fit its recipe and shape."""
     shape = _typed(row, "shape", list)
     if len(shape) != 2 or not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"the shape of {name} is {shown(shape)}, and must be that of a matrix")
+        raise ValueError(f"the shape of {name} is {shown(shape)}, but must have two sizes")
     dtype = DTYPES.get(_typed(row, "dtype", str))
     if dtype is None:
-        raise ValueError(f"the dtype of {name} is {shown(row['dtype'])}, and may be one of {', '.join(DTYPES)}")
+        raise ValueError(f"the dtype of {name} is {shown(row['dtype'])}, but must be one of {', '.join(DTYPES)}")
     expected = empty(tuple(shape), recipe.weight, dtype, "meta")
     parts = {part: tensors.pop(f"{name}.{part}") for part in PARTS if f"{name}.{part}" in tensors}
     parts["scale"] = stored_scale(parts["scale"], recipe.weight.name)
@@ -298,27 +323,20 @@ def _weight(name: str, row: dict[str, Any], recipe: Recipe, tensors: dict[str, T
 def _input_scales(name: str, recipe: Recipe, weight: Quantized, tensors: dict[str, Tensor]) -> Scales:
     """The static scales of a layer's inputs. Raises ValueError for tensors that do not fit its recipe and width."""
     if not recipe.static or recipe.input is None:
-        raise ValueError(f"{name} has input scales, and its recipe {recipe.name!r} none that are static")
+        raise ValueError(f"{name} has input scales, but its recipe {recipe.name!r} has no static scales")
     expected = empty_scales(recipe.input, weight.shape[1], "meta")
-    wanted = zip(INPUT_PARTS, (expected.scale, expected.zero_point), strict=True)
+    named = zip(INPUT_PARTS, (expected.scale, expected.zero_point), strict=True)
     parts = {part: tensors.pop(f"{name}.{part}") for part in INPUT_PARTS if f"{name}.{part}" in tensors}
-    _check_parts(name, parts, {part: like for part, like in wanted if like is not None})
+    _check_parts(name, parts, {part: t for part, t in named if t is not None})
     return Scales(*(parts.get(part) for part in INPUT_PARTS))  # type: ignore[arg-type]  # a scale is always there
 
 
 def _check_parts(name: str, parts: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Raises ValueError for missing or further tensors, and for other dtypes and shapes."""
-    own, wanted = ({part: (t.dtype, list(t.shape)) for part, t in given.items()} for given in (parts, expected))
+    """Raise ValueError unless ``parts`` have the same names, dtypes and shapes as ``expected``."""
+    layout, wanted = ({part: (t.dtype, list(t.shape)) for part, t in row.items()} for row in (parts, expected))
     for part in (*PARTS, *INPUT_PARTS):
-        if own.get(part) != wanted.get(part):
-            raise ValueError(f"{name}.{part} is {own.get(part)}, and must be {wanted.get(part)}")
-
-
-def _hash(pieces: Iterable[bytes]) -> str:
-    total = hashlib.sha256()
-    for piece in pieces:
-        total.update(piece)
-    return total.hexdigest()
+        if layout.get(part) != wanted.get(part):
+            raise ValueError(f"{name}.{part} is {layout.get(part)}, but must be {wanted.get(part)}")
 
 
 def _shape(q: Quantized) -> dict[str, Any]:

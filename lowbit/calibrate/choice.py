@@ -1,4 +1,4 @@
-"""What ``method=`` of ``calibrate`` means: names of weight methods, of observers of activations and of transforms."""
+"""Parses ``method=`` of ``calibrate``: weight methods, observers of activations and transforms."""
 
 from __future__ import annotations
 
@@ -12,52 +12,47 @@ from lowbit.name_tables import did_you_mean, register, spelled
 from lowbit.observers import OBSERVERS, Observer, find_observer
 from lowbit.recipes import LayerRecipes, Recipe, layer_recipes, refuse_beyond
 
-__all__ = ["Choice", "choose", "planned", "register_method"]
+__all__ = ["Choice", "choose", "register_method", "resolve"]
 
-
-#: The transform that is a part of the recipe.
+#: This transform is a part of the recipe.
 _HADAMARD = "hadamard"
 
 
 class Choice(NamedTuple):
-    """``weights``: how codes are chosen; None: the best known for each scheme. ``inputs``: what makes static ranges of
-    activations. ``transforms``: what is done to the model before, in this order; ``rotated``: whether weights and
-    inputs go through a Hadamard transform, as recipes ``NAME:hadamard`` say.
-    """
+    """The parsed ``method``."""
 
-    weights: Method | None = None
-    inputs: Observer = OBSERVERS["minmax"]
-    transforms: tuple[Transform, ...] = ()
-    rotated: bool = False
+    weights: Method | None = None  # None: the best known method for each scheme
+    inputs: Observer = OBSERVERS["minmax"]  # for static ranges of activations
+    transforms: tuple[Transform, ...] = ()  # applied to the model first, in this order
+    rotated: bool = False  # whether recipes get a Hadamard transform, as in NAME:hadamard
 
     def __str__(self) -> str:
-        names = [*(one.name for one in self.transforms), self.weights.name if self.weights else "default"]
+        names = [*(transform.name for transform in self.transforms), self.weights.name if self.weights else "default"]
         return " ".join([*names, self.inputs.name])
 
 
 def choose(method: str | Method | Iterable[str | Method] | None) -> Choice:
-    """The Choice that names stand for, in any order but that of transforms.
+    """Parse ``method``. Only the order of transforms counts.
 
-    ``"mse"`` is a weight method and an observer: it is each that no other name is given for.
-    Raises ValueError for an unknown name, listing the known ones, and for two weight methods or observers; TypeError
-    for what is no name.
+    ``"mse"`` is both a weight method and an observer, and sets each of them for which there is no other name.
+    Raises ValueError for an unknown name and for two weight methods or observers, and TypeError for other types.
     """
-    given = [] if method is None else [method] if isinstance(method, str | Method) else list(method)
+    entries = [] if method is None else [method] if isinstance(method, str | Method) else list(method)
     weights: list[Method] = []
     inputs: list[Observer] = []
     transforms: list[Transform] = []
-    both = 0
+    ambiguous = False
     rotated = False
-    for one in given:
-        if isinstance(one, Method):
-            weights.append(one)
+    for entry in entries:
+        if isinstance(entry, Method):
+            weights.append(entry)
             continue
-        if not isinstance(one, str):
-            raise TypeError(f"a method is a name, one of {_known()}; got {type(one).__name__}")
-        name = spelled(one)
-        observer = find_observer(one)
+        if not isinstance(entry, str):
+            raise TypeError(f"a method is a name, one of {_known()}; got {type(entry).__name__}")
+        name = spelled(entry)
+        observer = find_observer(entry)
         if name in METHODS and observer is not None:
-            both += 1
+            ambiguous = True
         elif name in METHODS:
             weights.append(METHODS[name])
         elif observer is not None:
@@ -67,25 +62,30 @@ def choose(method: str | Method | Iterable[str | Method] | None) -> Choice:
         elif name in TRANSFORMS:
             transforms.append(TRANSFORMS[name])
         else:
-            meant = did_you_mean(one, [*METHODS, *TRANSFORMS, _HADAMARD, *OBSERVERS])
-            raise ValueError(f"unknown method {one!r}{meant}; expected one of {_known()}")
-    if both:
+            suggestion = did_you_mean(entry, [*METHODS, *TRANSFORMS, _HADAMARD, *OBSERVERS])
+            raise ValueError(f"unknown method {entry!r}{suggestion}; expected one of {_known()}")
+    if ambiguous:
         weights = weights or [METHODS["mse"]]
         inputs = inputs or [OBSERVERS["mse"]]
-    for what, found in (("weights", weights), ("activations", inputs)):
-        if len(found) > 1:
-            names = " and ".join(row.name for row in found)
+    for what, rows in (("weights", weights), ("activations", inputs)):
+        if len(rows) > 1:
+            names = " and ".join(row.name for row in rows)
             raise ValueError(f"one method chooses the scales of {what}, got {names}; give one of them")
-    chosen = inputs[0] if inputs else Choice().inputs
-    return Choice(weights[0] if weights else None, chosen, tuple(transforms), rotated)
+    observer = inputs[0] if inputs else Choice().inputs
+    return Choice(weights[0] if weights else None, observer, tuple(transforms), rotated)
 
 
 def register_method(method: Method) -> None:
-    """Add a method of weights: ``calibrate`` and the command line know its name from now on, and ``quantize_`` too
-    where it needs no data.
+    """Add a weight method to the table that ``calibrate`` and the command line use.
 
-    Its name has lower case letters and digits, with dashes between. Raises ValueError for another name and for one that
-    a method, a transform or an observer has; TypeError for what is no Method.
+    ``quantize_`` accepts it as well if it needs no data.
+
+    Args:
+        method: A Method with a name of lower case letters and digits, separated by dashes.
+
+    Raises:
+        ValueError: The name has another form, or a method, transform or observer has it already.
+        TypeError: ``method`` is not a Method.
     """
     if not isinstance(method, Method):
         raise TypeError(f"register_method: expected a Method, got {type(method).__name__}")
@@ -99,18 +99,19 @@ def _known() -> str:
     return f"{', '.join(METHODS)} (weights), {before} (before), {', '.join(OBSERVERS)} (activations)"
 
 
-def planned(
+def resolve(
     recipe: str | Recipe | LayerRecipes | Mapping[Any, str | Recipe | None],
     method: str | Method | Iterable[str | Method] | None,
     caller: str,
 ) -> tuple[LayerRecipes, Choice]:
-    """The recipes with the transform that ``method`` asks of them, and the Choice. Raises ValueError for recipes that
-    ``caller`` cannot serve.
+    """The recipes, with the Hadamard transform if ``method`` has it, and the Choice.
+
+    Raises ValueError for recipes that ``caller`` does not support.
     """
-    chosen, choice = layer_recipes(recipe), choose(method)
+    recipes, choice = layer_recipes(recipe), choose(method)
     if choice.rotated:
-        chosen = chosen.map(Recipe.rotated)
-    for one in chosen.recipes:
-        refuse_beyond(one, caller, ("output.a",), scale=("static",), transform=("hadamard",))
-        refuse_beyond(one, caller, ("output.b",), transform=("hadamard",))
-    return chosen, choice
+        recipes = recipes.map(Recipe.rotated)
+    for row in recipes.recipes:
+        refuse_beyond(row, caller, ("output.a",), scale=("static",), transform=("hadamard",))
+        refuse_beyond(row, caller, ("output.b",), transform=("hadamard",))
+    return recipes, choice

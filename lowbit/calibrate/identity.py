@@ -1,8 +1,7 @@
-"""Digests of tensors, of batches, and of the functions that a user gives.
+"""Digests of tensors, batches and user-defined functions, which are the same in every process.
 
-A digest is the same in another process. That of a function is of its code and of all that the code reaches: defaults,
-what it closes over, globals that it names. That of an installed library's function or class is of its name; that of any
-other object, of what pickle would write.
+The digest of a function covers its code, defaults, closure and referenced globals. Functions and classes of installed
+libraries are identified by name, and other objects by their pickled state.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from torch import Tensor
 
 __all__ = ["digest"]
 
-#: Besides None and strings, what ``repr`` tells whole, and alike in every process.
+#: Types besides None and str whose ``repr`` is complete and the same in every process.
 _PLAIN = (
     type(...), type(NotImplemented), bool, int, float, complex, bytes, range, slice, torch.dtype, torch.device,
     torch.layout, torch.memory_format,
 )  # fmt: skip
 
-#: Members of a class that say where it is written or how Python keeps it, and not what it does.
-_BESIDES = frozenset(
+#: Members of a class that do not change its behavior.
+_INCIDENTAL = frozenset(
     {
         "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__firstlineno__",
         "__static_attributes__", "__annotate_func__", "__annotations_cache__", "__abstractmethods__", "_abc_impl",
@@ -47,10 +46,14 @@ _BESIDES = frozenset(
 
 
 def digest(value: Any, what: str = "the data") -> str:
-    """SHA-256 of tensors, numbers, strings, functions and other objects, and of mappings, tuples and lists of them.
+    """Return the SHA-256 of tensors, numbers, strings, functions and other objects, also in dicts, tuples and lists.
 
-    ``what`` it is, for the error. Raises ValueError for what nothing would tell from another one, as an object that
-    pickle cannot write.
+    Args:
+        value: The value.
+        what: Its description for the error.
+
+    Raises:
+        ValueError: The value has no digest, for example because it cannot be pickled.
     """
     total = hashlib.sha256()
     try:
@@ -59,21 +62,21 @@ def digest(value: Any, what: str = "the data") -> str:
     except (_NoDigest, RecursionError) as error:
         reason = error if isinstance(error, _NoDigest) else "it is nested too deeply"
         raise ValueError(
-            f"{what} cannot be told from others: {reason}; use plain data, tensors, functions that import outside of "
-            f"themselves, and objects that pickle can write"
+            f"{what} has no digest to identify it: {reason}; use plain data, tensors, functions that import modules "
+            f"outside of their body, and objects that can be pickled"
         ) from None
     return total.hexdigest()
 
 
 class _NoDigest(Exception):
-    """Why something has no digest."""
+    """The reason why a value has no digest."""
 
 
 class _Writer:
-    """Writes a value as bytes. An object that comes again is written as the number of its first place."""
+    """Writes a value as bytes. A repeated object is written as the number of its first occurrence."""
 
     def __init__(self) -> None:
-        self.met: dict[int, tuple[int, Any]] = {}  # the object too, so that no other one gets its id
+        self.seen: dict[int, tuple[int, Any]] = {}  # with the object, so that its id is not reused
 
     def of(self, value: Any) -> Iterator[bytes]:
         if isinstance(value, Tensor):
@@ -95,10 +98,10 @@ class _Writer:
                 yield from self.of(inner)
         elif isinstance(value, set | frozenset):
             yield f"set {sorted(digest(inner) for inner in value)}".encode()
-        elif id(value) in self.met:
-            yield f"met {self.met[id(value)][0]}".encode()
+        elif id(value) in self.seen:
+            yield f"met {self.seen[id(value)][0]}".encode()
         else:
-            self.met[id(value)] = len(self.met), value
+            self.seen[id(value)] = len(self.seen), value
             yield f"{type(value).__module__}.{type(value).__qualname__}".encode()
             yield from self._object(value)
 
@@ -116,8 +119,8 @@ class _Writer:
             yield from self.of(_content(value))
         elif isinstance(value, ModuleType):
             yield value.__name__.encode()
-            if _is_own_module(value):
-                raise _NoDigest(f"it holds all of the module {value.__name__}")
+            if _is_user_module(value):
+                raise _NoDigest(f"it refers to the module {value.__name__} as a whole")
         elif isinstance(value, MappingProxyType):
             yield from self.of(dict(value))
         elif isinstance(value, staticmethod | classmethod):
@@ -134,11 +137,12 @@ class _Writer:
         yield from self.of(value.__code__)
         if _is_library(value):
             return
-        own = {}
+        values = {}
         for name in _loaded(value.__code__) & value.__globals__.keys():
             inner = value.__globals__[name]
-            own.update(_reached(name, inner, _names_of(value.__code__)) if _is_own_module(inner) else {name: inner})
-        yield from self.of((value.__defaults__, value.__kwdefaults__, value.__closure__, own, vars(value)))
+            reached = _reached(name, inner, _names_of(value.__code__)) if _is_user_module(inner) else {name: inner}
+            values.update(reached)
+        yield from self.of((value.__defaults__, value.__kwdefaults__, value.__closure__, values, vars(value)))
 
     def _class(self, value: type) -> Iterator[bytes]:
         yield f"{value.__module__}.{value.__qualname__}".encode()
@@ -146,15 +150,15 @@ class _Writer:
             return
         yield from self.of(value.__bases__)
         for name, member in sorted(vars(value).items()):
-            if name not in _BESIDES and not isinstance(member, GetSetDescriptorType | MemberDescriptorType):
+            if name not in _INCIDENTAL and not isinstance(member, GetSetDescriptorType | MemberDescriptorType):
                 yield name.encode()
                 yield from self.of(member)
 
     def _pickled(self, value: Any) -> Iterator[bytes]:
-        """What pickle would write: how the object is made, and of what."""
+        """The state that pickle would write."""
         try:
             reduced = value.__reduce_ex__(4)
-        except Exception:  # what a class raises that does not want to be written has no end
+        except Exception:  # __reduce_ex__ of a class can raise anything
             raise _NoDigest(f"pickle cannot write a {type(value).__module__}.{type(value).__qualname__}") from None
         if isinstance(reduced, str):
             yield f"{getattr(value, '__module__', None)}.{reduced}".encode()
@@ -166,7 +170,7 @@ class _Writer:
 
 
 def _content(cell: CellType) -> Any:
-    """What a function closes over; a name that has no value yet has none."""
+    """The value of a closure's cell; None if it has no value yet."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -174,7 +178,7 @@ def _content(cell: CellType) -> Any:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The code, and that of the functions inside it."""
+    """The code and the code of its inner functions."""
     yield code
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -182,42 +186,42 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _loaded(code: CodeType) -> set[str]:
-    """The globals that code names. Raises _NoDigest for code that imports a module of the user's."""
+    """The globals that code refers to. Raises _NoDigest for code that imports a user's module."""
     rows = [row for inner in _codes(code) for row in dis.get_instructions(inner)]
     for row in rows:
         if row.opname == "IMPORT_NAME" and not _installed(row.argval):
-            raise _NoDigest(f"it imports {row.argval or 'a module beside it'} when it is called")
+            raise _NoDigest(f"it imports {row.argval or 'a neighbouring module'} when it is called")
     return {row.argval for row in rows if row.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
 
 
 def _names_of(code: CodeType) -> set[str]:
-    """Its globals, and the attributes of whatever it uses."""
+    """The names of its globals and of all attributes that it uses."""
     return {name for inner in _codes(code) for name in inner.co_names}
 
 
 def _reached(name: str, module: ModuleType, names: set[str]) -> dict[str, Any]:
-    """What code with these names reaches through a module of the user's."""
-    found: dict[str, Any] = {}
+    """The values that code with these names may read from a user's module."""
+    values: dict[str, Any] = {}
     for attribute in names & vars(module).keys():
-        inner, whole = vars(module)[attribute], f"{name}.{attribute}"
-        found.update(_reached(whole, inner, names) if _is_own_module(inner) else {whole: inner})
-    return found
+        inner, path = vars(module)[attribute], f"{name}.{attribute}"
+        values.update(_reached(path, inner, names) if _is_user_module(inner) else {path: inner})
+    return values
 
 
-def _is_own_module(value: Any) -> bool:
+def _is_user_module(value: Any) -> bool:
     return isinstance(value, ModuleType) and not _installed(value.__name__)
 
 
 def _is_library(value: Any) -> bool:
-    """Whether its name says what it is: a function or a class of an installed library, found by that name."""
-    found: Any = sys.modules.get(value.__module__)
+    """Whether a function or class belongs to an installed library and is identified by its name."""
+    named: Any = sys.modules.get(value.__module__)
     for word in value.__qualname__.split("."):
-        found = getattr(found, word, None)
-    return found is value and _installed(value.__module__)
+        named = getattr(named, word, None)
+    return named is value and _installed(value.__module__)
 
 
 def _installed(name: str) -> bool:
-    """Whether a module is of Python, of an installed package or of lowbit, whose version is a part of a run."""
+    """Whether a module belongs to Python, an installed package or lowbit, whose version is a part of a run."""
     top = name.partition(".")[0]
     if top == "lowbit" or top in sys.builtin_module_names:
         return True

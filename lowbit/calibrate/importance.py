@@ -1,6 +1,6 @@
-"""How much each row of a layer's inputs counts: by what an error of its output does to the model's loss.
+"""The importance of the rows of a layer's inputs, from the gradient of the model's loss.
 
-Source: Kim et al., GuidedQuant, arXiv 2505.07004 (with one group of channels a layer).
+Source: Kim et al., GuidedQuant, arXiv 2505.07004 (with one group of channels per layer).
 """
 
 from __future__ import annotations
@@ -30,13 +30,20 @@ __all__ = ["weigh"]
 def weigh(
     model: nn.Module, layers: Sequence[Observed], batches: Sequence[Any], loss: Loss | None, checkpointed: bool = True
 ) -> None:
-    """Give each of ``layers`` the importance of the rows of its inputs: ``|dL/dy|^2`` of the output's row, with a mean
-    of 1. Runs ``model`` forward and backward, whole, with one batch at a time; where it is ``checkpointed``, each block
-    is computed a second time in backward rather than keep what is inside.
+    """Set ``layer.importance`` of each of ``layers``: ``|dL/dy|^2`` per row of the output, with mean 1.
 
-    ``loss``: by default the model's own or that of its tokens, else a random projection of its outputs, whose gradient
-    tells how far a row moves the outputs.
-    Raises ValueError for gradients with NaN or Inf.
+    Runs the full ``model`` forward and backward, one batch at a time.
+
+    Args:
+        model: The model with Observed layers.
+        layers: The layers.
+        batches: Inputs of the model.
+        loss: Default: the model's own loss, or that of its tokens, or a random projection of its outputs, whose
+            gradient measures how far a row moves the outputs.
+        checkpointed: Whether each block is recomputed in backward to save memory.
+
+    Raises:
+        ValueError: A gradient has NaN or Inf.
     """
     for layer in layers:
         layer.importance = []
@@ -47,7 +54,7 @@ def weigh(
             assert layer.importance is not None
             if not all(bool(call.rows.isfinite().all()) for call in watch.calls):
                 raise ValueError(
-                    f"the gradient of the loss at layer {layer.name!r} holds NaN or Inf in batch {number}; look for "
+                    f"the gradient of the loss at layer {layer.name!r} has NaN or Inf in batch {number}; look for "
                     f"them in the calibration data, or in the model"
                 )
             layer.importance.append([call.rows for call in watch.calls])
@@ -58,10 +65,7 @@ def weigh(
 def _backward(
     model: nn.Module, layers: Sequence[Observed], batch: Any, loss: Loss | None, checkpointed: bool
 ) -> dict[Observed, _Watch]:
-    """What the layers' watches see of the loss of a batch; ``checkpointed``: whether blocks are.
-
-    Raises ValueError for a loss that has no gradient.
-    """
+    """The watches of the layers after backward of one batch. Raises ValueError if the loss has no gradient."""
     watches = {layer: _Watch() for layer in layers}
     for layer, watch in watches.items():
         layer.watch = watch
@@ -71,8 +75,8 @@ def _backward(
             value = _default_loss(output, batch) if loss is None else loss(output, batch)
             if not isinstance(value, Tensor) or not value.requires_grad:
                 raise ValueError(
-                    "the loss does not depend on the layers by anything that has a gradient (is there a no_grad in the "
-                    "model, or a detach?); give calibrate method='gptq'"
+                    "the loss has no gradient with respect to the layers (is there a no_grad in the model, or a "
+                    "detach?); give calibrate method='gptq'"
                 )
             for watch in watches.values():
                 watch.forward = False
@@ -86,7 +90,7 @@ def _backward(
 
 
 class _Call:
-    """One call of a layer: ``rows`` is the squared gradient of each row of its output; 0 where none comes back."""
+    """One call of a layer. ``rows``: the squared gradient of each row of its output; 0 without a gradient."""
 
     def __init__(self, y: Tensor) -> None:
         self.zero = torch.zeros((), dtype=y.dtype, device=y.device, requires_grad=True)
@@ -97,9 +101,7 @@ class _Call:
 
 
 class _Watch:
-    """What the outputs of a layer go through: unchanged, but their gradients are looked at. ``forward``: whether this
-    is the forward pass; what a checkpointed block computes again in backward has no gradient of its own.
-    """
+    """Records the gradients of a layer's outputs in the forward pass; recomputed outputs have no gradient."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
@@ -110,15 +112,15 @@ class _Watch:
             return y
         call = _Call(y)
         self.calls.append(call)
-        y = y + call.zero  # has a gradient even where no parameter asks for one
+        y = y + call.zero  # has a gradient even if no parameter requires one
         y.register_hook(call.look)
         return y
 
 
 @contextmanager
 def _checkpointed(model: nn.Module) -> Iterator[None]:
-    """Inside, the blocks of ``model`` are checkpointed, where it is a stack of some. Raises Written where a block
-    writes to what it is given, or cannot be computed a second time for another reason.
+    """Checkpoint the blocks of ``model``, if it has any. Raises Written if a block cannot be recomputed, for example
+    because it writes to its input.
     """
     try:
         with recomputing(find_blocks(model)):
@@ -128,7 +130,7 @@ def _checkpointed(model: nn.Module) -> Iterator[None]:
 
 
 def _normalize(layer: Observed) -> None:
-    """Divide the importance by its mean; where the loss does not depend on the layer, all rows count the same."""
+    """Divide the importance by its mean. If the loss does not depend on the layer, all rows count the same."""
     assert layer.importance is not None
     rows = [row for batch in layer.importance for row in batch]
     total = torch.zeros(2, dtype=torch.float64)
@@ -146,14 +148,12 @@ def _normalize(layer: Observed) -> None:
 
 # -- the loss ----------------------------------------------------------------------------------------------------------
 def _default_loss(output: Any, batch: Any) -> Tensor:
-    """The model's own loss, else the sum of the ``token_loss``, else a random projection of the outputs, whose seed is
-    the digest of the batch.
-
-    Raises ValueError for outputs without a gradient.
+    """The model's own loss, or the sum of the ``token_loss``, or a random projection of the outputs, seeded by the
+    digest of the batch. Raises ValueError for outputs without a gradient.
     """
-    own = own_loss(output)
-    if own is not None:
-        return own
+    value = own_loss(output)
+    if value is not None:
+        return value
     value = token_loss(output, batch)
     if value is not None:
         return value
@@ -161,27 +161,26 @@ def _default_loss(output: Any, batch: Any) -> Tensor:
     if mask is None and tokens is not None and isinstance(batch, Mapping):
         mask = torch.ones_like(tokens, dtype=torch.bool)
     seed = digest(batch if mask is None else _without_padding(batch, mask))
-    generator = torch.Generator().manual_seed(int(seed[:15], 16))  # whatever the order of the batches
+    generator = torch.Generator().manual_seed(int(seed[:15], 16))  # independent of the order of the batches
     projected = []
-    for answer in _tensors(output):
-        if mask is not None and answer.shape[:2] == mask.shape:
-            answer = answer[mask]
-        direction = torch.randn(answer.shape, generator=generator).to(answer.device)
-        projected.append((answer.float() * direction).sum())
+    for tensor in _tensors(output):
+        if mask is not None and tensor.shape[:2] == mask.shape:
+            tensor = tensor[mask]
+        direction = torch.randn(tensor.shape, generator=generator).to(tensor.device)
+        projected.append((tensor.float() * direction).sum())
     if not projected:
         raise ValueError(
-            f"the model answers {type(output).__name__} without a tensor that has a gradient; give calibrate "
+            f"the model returns {type(output).__name__} without a tensor that has a gradient; give calibrate "
             f"loss=lambda output, batch: ..."
         )
     return torch.stack(projected).sum()
 
 
 def _without_padding(batch: Mapping[str, Any], mask: Tensor) -> dict[str, Any]:
-    """What of a batch counts."""
-    given = {name: value for name, value in batch.items() if name != "attention_mask"}
     return {
         name: value[mask] if isinstance(value, Tensor) and value.shape[:2] == mask.shape else value
-        for name, value in given.items()
+        for name, value in batch.items()
+        if name != "attention_mask"
     }
 
 

@@ -1,7 +1,7 @@
-"""What layers are given while a model runs: layers that note it, the journal that they write, and what counts it.
+"""Records the inputs of layers: Observed layers, the Journal of one run, and the Recorder of statistics.
 
-``observed`` makes a copy of a model whose layers compute what they computed before and note what they are given. A
-``Journal`` is what they were given in one run, and a ``Recorder`` adds that up to each layer's ``Statistics``.
+``observed`` returns a copy of a model whose layers compute the same and record their inputs. A ``Journal`` has the
+inputs of one run, and a ``Recorder`` adds them to each layer's ``Statistics``.
 """
 
 from __future__ import annotations
@@ -38,17 +38,22 @@ __all__ = [
 
 
 class Observed(nn.Module):
-    """``x @ weight.T + bias`` in floats, in the place of a layer that will be a QuantLinear.
+    """``x @ weight.T + bias`` in floats, in place of a layer that will be a QuantLinear.
 
-    ``name``: what the layer is called in a Calibration; ``weight_name``: what its codes are called, which is the name
-    of the first layer with this weight. ``plain``: the weight as the model has it, where a transform has changed
-    ``weight``. ``statistics``: where its inputs are counted, shared with the layers that are given the same tensors;
-    None: nowhere. ``journal``: where the layer notes its inputs; None: nowhere. ``picks``: whether the model picks by
-    what it computes which rows the layer is given, as it does for experts. ``rounding``:
-    gives the weight to compute with while a method learns it, and ``tuned`` is what it has learned. ``factors``: what
-    transforms have multiplied the weight's columns with. ``importance``: for each batch and call how much each row of
-    the inputs counts; None: all the same. ``watch``: what outputs go through while that is found. ``window``: of a
-    convolution; None: of none.
+    Attributes:
+        name: The layer's name in a Calibration.
+        weight_name: The name of its weight, which is the name of the first layer with this weight.
+        weight: The weight after transforms.
+        plain: The weight in the model.
+        statistics: Statistics of the inputs, shared by layers with the same inputs; None before they are collected.
+        journal: Records the inputs; None if they are not recorded.
+        picks: Whether the layer gets rows that the model picks, like an expert.
+        rounding: Returns the weight to compute with while a method learns it.
+        tuned: The learned weight.
+        factors: The factors of the weight's columns from transforms.
+        importance: Per batch and call, the weights of the input rows; None: all equal.
+        watch: Called with the output, and returns it, while the importance is computed.
+        window: The window of a convolution; None for a Linear.
     """
 
     lowbit_kind = "observed"
@@ -70,12 +75,12 @@ class Observed(nn.Module):
         self.window: Window | None = None
 
     def rotated(self, x: Tensor) -> Tensor:
-        """Inputs, or the weight, after the transform of the recipe: what is quantized."""
+        """Inputs, or the weight, after the transform of the recipe, ready to be quantized."""
         return x if self.recipe.rotation is None else hadamard(x, self.recipe.rotation)
 
     @property
     def features(self) -> int:
-        """The length of an input's last axis."""
+        """The size of an input's last dimension."""
         depth = self.weight.shape[1]
         return depth if self.window is None else depth // math.prod(self.window.kernel_size) * self.window.groups
 
@@ -84,8 +89,8 @@ class Observed(nn.Module):
         return self._watched(F.linear(x, weight, bias))
 
     def conv(self, x: Tensor, window: Window) -> Tensor:
-        """A convolution with this weight, as ``QuantLinear.conv``. Where a method learns, ``x`` is quantized pixel by
-        pixel for patch by patch.
+        """A convolution with this weight, as ``QuantLinear.conv``, but in learning ``x`` is quantized per pixel, not
+        per patch.
         """
         self.window = window
         return self._watched(window.convolve(*self._operands(x)))
@@ -105,7 +110,7 @@ class Observed(nn.Module):
 
 
 class _ObservedMaker(Maker[Observed]):
-    """Makes the Observed layers of a model; those that share a weight share its name."""
+    """Makes Observed layers. Layers that share a weight share its name."""
 
     def layer(self, name: str, matrix: Tensor, bias: Any, recipe: Recipe, trained: bool) -> Observed:
         return Observed(name, name, matrix, bias, recipe)
@@ -114,42 +119,42 @@ class _ObservedMaker(Maker[Observed]):
         return Observed(name, first.weight_name, first.weight, bias, first.recipe)
 
 
-def observed(model: nn.Module, plan: LayerRecipes, skip: Skip) -> nn.Module:
-    """A copy of ``model`` in eval mode, with Observed layers for those to be quantized. It shares the parameters; a
-    buffer, which a forward pass may write to, it has for itself.
+def observed(model: nn.Module, recipes: LayerRecipes, skip: Skip) -> nn.Module:
+    """A copy of ``model`` in eval mode with Observed layers. It shares parameters, but not buffers, which a forward
+    pass may write to.
     """
     shared = {id(t): t for t in (*model.parameters(), *(b for b in model.buffers() if b.is_meta))}
-    left = [leaf for module in model.modules() for leaf in tree_leaves(vars(module)) if isinstance(leaf, Tensor)]
-    shared |= {id(t): t.detach().clone() for t in left if not t.is_leaf}  # of a forward pass, which deepcopy refuses
+    tensors = [leaf for module in model.modules() for leaf in tree_leaves(vars(module)) if isinstance(leaf, Tensor)]
+    # Tensors that a forward pass left on modules, which deepcopy cannot copy.
+    shared |= {id(t): t.detach().clone() for t in tensors if not t.is_leaf}
     work = copy.deepcopy(model, shared).eval()
     for module in work.modules():
-        config: Any = getattr(module, "config", None)  # the decoder of a model may have one of its own
+        config: Any = getattr(module, "config", None)  # a model's decoder may have another one
         if hasattr(config, "use_cache"):
             config.use_cache = False  # a cache would keep every batch, and the blocks are called more than once
-    names, protect = protections(work, skip, plan, unties=True)
+    names, protect = protections(work, skip, recipes, unties=True)
     maker = _ObservedMaker(work)
 
-    def measure(layer: nn.Module, made: nn.Module, recipe: Recipe | None) -> dict[str, Any]:
-        return measured(layer, made, 0, math.nan)
+    def measure(layer: nn.Module, new: nn.Module, recipe: Recipe | None) -> dict[str, Any]:
+        return measured(layer, new, 0, math.nan)
 
     task = Task(
         "calibrate", "nn.Linear, nn.Conv1d to 3d, nn.MultiheadAttention", plain_layers(), maker.convert, measure, swap
     )
-    convert(work, task, plan, names, protect)
+    convert(work, task, recipes, names, protect)
     return work
 
 
 def observed_layers(module: nn.Module) -> list[Observed]:
-    """Those inside of ``module``."""
     return [layer for layer in module.modules() if isinstance(layer, Observed)]
 
 
-# -- noting and counting ----------------------------------------------------------------------------------------------
+# -- recording and counting -------------------------------------------------------------------------------------------
 class Journal:
-    """What layers are given, in the order of their calls: ``entries`` of a layer and its input.
+    """The inputs of layers in the order of their calls, as ``entries`` (layer, input).
 
-    ``copies``: inputs are copied as they come, for a model that writes to them afterwards. Calls with one tensor, which
-    nothing has written to in between, have one copy.
+    ``copies``: whether inputs are copied, for models that write to them later. Calls with the same unmodified tensor
+    share one copy.
     """
 
     def __init__(self, copies: bool = False) -> None:
@@ -159,7 +164,6 @@ class Journal:
         self.unchanged: list[Unchanged] = []
 
     def note(self, layer: Observed, x: Tensor) -> None:
-        """Add a call of ``layer``."""
         if self.copies:
             key = (id(x), -1 - len(self.entries) if x.is_inference() else x._version)
             x = self.noted.setdefault(key, (x, x.clone()))[1]  # x is kept, so that no other tensor gets its id
@@ -169,7 +173,7 @@ class Journal:
 
     @classmethod
     def of(cls, layers: Iterable[Observed], run: Callable[[], object], copies: bool = False) -> Journal:
-        """What ``layers`` are given in ``run``, which is called once more where something writes to that."""
+        """The inputs of ``layers`` in ``run``, which is called again, with copies, if it writes to an input."""
         journal = cls(copies)
         for layer in layers:
             layer.journal = journal
@@ -184,19 +188,20 @@ class Journal:
         return journal
 
     def by_layer(self) -> dict[Observed, list[Tensor]]:
-        """The inputs of each layer that was called."""
-        found: dict[Observed, list[Tensor]] = {}
+        inputs: dict[Observed, list[Tensor]] = {}
         for layer, x in self.entries:
-            found.setdefault(layer, []).append(x)
-        return found
+            inputs.setdefault(layer, []).append(x)
+        return inputs
 
 
 class Recorder:
-    """Counts the inputs of ``layers``; layers with the same inputs share one Statistics.
+    """Collects statistics of the inputs of ``layers``. Layers with the same inputs share one Statistics.
 
-    ``need``: the statistics that a method requires, one of ``statistics.NEEDS``. ``histogram``: whether the observer of
-    static ranges needs a histogram; None where no static ranges are wanted. ``rotated``: whether inputs are counted
-    after the transform of the layer's recipe.
+    Args:
+        layers: The layers.
+        need: The level of statistics, one of ``statistics.NEEDS``.
+        histogram: Whether the observer of static ranges needs a histogram. None: no static ranges.
+        rotated: Whether to count inputs after the transform of the layer's recipe.
     """
 
     def __init__(self, layers: Sequence[Observed], need: str, histogram: bool | None, rotated: bool = True) -> None:
@@ -214,17 +219,23 @@ class Recorder:
         plain: Mapping[str, list[Tensor]] | None = None,
         positions: frozenset[int] = frozenset(),
     ) -> None:
-        """Add what the layers are given in ``run`` of ``batch``, without padding. ``plain``: what they are given in the
-        unquantized model. ``positions``: how many rows of a layer that is not given some of them can only have.
+        """Add the inputs of the layers in ``run``, without padding.
+
+        Args:
+            number: The batch's number.
+            batch: The batch.
+            run: Runs the model or block.
+            plain: The inputs of the layers in the unquantized model.
+            positions: The numbers of rows of layers that get all positions, as from ``positions``.
         """
         mask = mask_of(batch)
         journal = Journal.of(self.layers, run, self.copies)
         self.copies = journal.copies
         for layer, inputs in self._owners(journal.by_layer()).values():
-            found = layer.statistics
-            assert found is not None
+            statistics = layer.statistics
+            assert statistics is not None
             weights = None if layer.importance is None else layer.importance[number]
-            plains = plain.get(layer.name, []) if plain is not None and found.need == "cross" else None
+            plains = plain.get(layer.name, []) if plain is not None and statistics.need == "cross" else None
             if not _same_rows(layer, inputs, weights, plains, positions):
                 self.strayed.add(layer)
                 continue
@@ -232,28 +243,28 @@ class Recorder:
             for x, before, weight in zip(inputs, plains or none, weights or none, strict=True):
                 if mask is not None and layer.window is None and x.shape[:-1] == mask.shape:
                     x = x[mask]
-                    before, weight = (None if one is None else one[mask] for one in (before, weight))
+                    before, weight = (None if rows is None else rows[mask] for rows in (before, weight))
                 if self.rotated:
                     x, before = layer.rotated(x), None if before is None else layer.rotated(before)
                 try:
-                    found.update(x, before, weight, layer.window)
+                    statistics.update(x, before, weight, layer.window)
                 except ValueError as error:
                     raise ValueError(f"layer {layer.name!r}, batch {number}: {error}") from None
 
     def _owners(
-        self, given: Mapping[Observed, list[Tensor]]
+        self, by_layer: Mapping[Observed, list[Tensor]]
     ) -> dict[tuple[object, ...], tuple[Observed, list[Tensor]]]:
-        """Give each layer the Statistics that it shares with those that had the same inputs, in all batches so far; and
-        take the inputs: of each Statistics once, with one of its layers.
+        """Give layers with the same inputs in all batches so far the same Statistics. Return each Statistics' inputs
+        once, with one of its layers.
         """
         owners: dict[tuple[object, ...], tuple[Observed, list[Tensor]]] = {}
         taken: set[int] = set()
         for layer in self.layers:
-            inputs = given.get(layer, [])
+            inputs = by_layer.get(layer, [])
             if layer.statistics is None and not inputs:
                 continue
-            how = (layer.recipe.output.a, layer.recipe.rotation, layer.window, layer.picks, id(layer.importance))
-            key = (id(layer.statistics), *how, *map(id, inputs))
+            treatment = (layer.recipe.output.a, layer.recipe.rotation, layer.window, layer.picks, id(layer.importance))
+            key = (id(layer.statistics), *treatment, *map(id, inputs))
             if key in owners:
                 layer.statistics = owners[key][0].statistics
                 continue
@@ -274,8 +285,10 @@ class Recorder:
         return Statistics(layer.weight.shape[1], need, device, ranges)
 
     def finish(self) -> bool:
-        """Sum up what other processes counted. False where the rows of a layer were not those that its importance, or
-        the inputs in the unquantized model, are of: it does without them now, and all is to be counted once more.
+        """All-reduce the statistics over processes.
+
+        Returns False if the rows of a layer did not match its importance or its inputs in the unquantized model. Such
+        layers continue without both, and the caller must collect all statistics again.
         """
         strayed = [layer in self.strayed for layer in self.layers]
         if processes() > 1:
@@ -289,7 +302,7 @@ class Recorder:
                 layer.statistics = self._empty(layer)
         if any(strayed):
             return False
-        Statistics.reduce({id(one): one for layer in self.layers if (one := layer.statistics) is not None}.values())
+        Statistics.reduce({id(s): s for layer in self.layers if (s := layer.statistics) is not None}.values())
         return True
 
 
@@ -300,13 +313,13 @@ def _same_rows(
     plains: Sequence[Tensor] | None,
     positions: frozenset[int],
 ) -> bool:
-    """Whether ``weights`` and ``plains``, which are of an earlier run, are of the rows that ``inputs`` are.
+    """Whether ``weights`` and ``plains``, from an earlier run, belong to the same rows as ``inputs``.
 
-    Experts are given other tokens once the layers before the router are quantized, and may by chance be given as many.
+    Experts get other tokens once the layers before the router are quantized, by chance sometimes the same number.
     """
     if weights is None and plains is None:
         return True
-    if any(other is not None and len(other) != len(inputs) for other in (weights, plains)):
+    if any(earlier is not None and len(earlier) != len(inputs) for earlier in (weights, plains)):
         return False
     if layer.window is not None:
         return True
@@ -315,35 +328,36 @@ def _same_rows(
         return False
     if weights is not None and [weight.numel() for weight in weights] != rows:
         return False
-    return not positions or all(any(count % whole == 0 for whole in positions) for count in rows)
+    return not positions or all(any(count % size == 0 for size in positions) for count in rows)
 
 
 def positions(chain: Chain, index: int, number: int) -> frozenset[int]:
-    """How many rows batch ``number`` gives to a layer of block ``index``, or a multiple of it: those of the hidden
-    state [B, T, features], or of another argument of this kind. A layer with others is given what the block picks.
-    Empty where the hidden state is of another kind.
+    """The numbers of rows, or divisors of them, of layers in block ``index`` that get all positions of a batch.
+
+    They come from the hidden state [B, T, features] and similar arguments. Layers with other numbers of rows get rows
+    that the block picks. Empty if the hidden state has another number of dimensions.
     """
     hidden = chain.hidden[number]
     if hidden.dim() != 3:
         return frozenset()
-    given = [leaf for leaf in tree_leaves(tuple(chain.calls[number][index])) if isinstance(leaf, Tensor)]
-    alike = [other for other in given if other.dim() == 3 and other.shape[0] == hidden.shape[0]]
-    return frozenset(x.shape[0] * x.shape[1] for x in (hidden, *alike)) - {0}
+    tensors = [leaf for leaf in tree_leaves(tuple(chain.calls[number][index])) if isinstance(leaf, Tensor)]
+    similar = [t for t in tensors if t.dim() == 3 and t.shape[0] == hidden.shape[0]]
+    return frozenset(x.shape[0] * x.shape[1] for x in (hidden, *similar)) - {0}
 
 
 def inputs_of(layers: Sequence[Observed], chain: Chain, index: int, number: int) -> dict[str, list[Tensor]]:
-    """What the layers of block ``index`` are given in batch ``number``."""
-    given = Journal.of(layers, lambda: chain.run(index, number)).by_layer()
-    return {layer.name: inputs for layer, inputs in given.items()}
+    """The inputs of ``layers`` in block ``index`` for batch ``number``."""
+    by_layer = Journal.of(layers, lambda: chain.run(index, number)).by_layer()
+    return {layer.name: inputs for layer, inputs in by_layer.items()}
 
 
 def follows(chain: Chain, model: nn.Module, batch: Any, number: int, layers: Sequence[Observed]) -> bool:
-    """Whether ``chain`` gives its blocks, and ``layers``, which are outside of them, what ``model`` gives them when it
-    is called as a whole, with ``batch``, which has this number.
+    """Whether the blocks of ``chain``, and ``layers`` outside of them, get the same inputs as in a call
+    of ``model`` with batch ``number``.
     """
     last: Tensor | None = None
 
-    def whole() -> None:
+    def call() -> None:
         nonlocal last
         last = chain.whole(model, batch, number)
 
@@ -351,23 +365,21 @@ def follows(chain: Chain, model: nn.Module, batch: Any, number: int, layers: Seq
         with chain.replayed(number):
             feed(model, batch)
 
-    given = Journal.of(layers, whole, copies=True).by_layer()
+    expected = Journal.of(layers, call, copies=True).by_layer()
     if last is None:
         return False
     before, chain.hidden[number] = chain.hidden[number], last
     try:
-        return same(given, Journal.of(layers, replayed, copies=True).by_layer())
+        return same(expected, Journal.of(layers, replayed, copies=True).by_layer())
     finally:
         chain.hidden[number] = before
 
 
 def stages(layers: Sequence[Observed], run: Callable[[], object]) -> list[list[Observed]]:
-    """The layers in the order in which ``run`` calls them, those together that are given the same tensors; at last
-    those that it does not call.
-    """
-    given = {layer: tuple(map(id, inputs)) for layer, inputs in Journal.of(layers, run).by_layer().items()}
-    found: dict[tuple[int, ...], list[Observed]] = {}
-    for layer, inputs in given.items():
-        found.setdefault(inputs, []).append(layer)
-    rest = [layer for layer in layers if layer not in given]
-    return [*found.values(), *([rest] if rest else [])]
+    """The layers in the order of their calls in ``run``, grouped by the same inputs; then those without a call."""
+    called = {layer: tuple(map(id, inputs)) for layer, inputs in Journal.of(layers, run).by_layer().items()}
+    groups: dict[tuple[int, ...], list[Observed]] = {}
+    for layer, inputs in called.items():
+        groups.setdefault(inputs, []).append(layer)
+    rest = [layer for layer in layers if layer not in called]
+    return [*groups.values(), *([rest] if rest else [])]

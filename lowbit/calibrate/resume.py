@@ -1,4 +1,4 @@
-"""The blocks that a run of ``calibrate`` has finished, in files, so that one that was stopped goes on where it was."""
+"""Files of the blocks that a run of ``calibrate`` has finished, so that a stopped run can resume."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from lowbit.tensor.quantized import Quantized
 
 __all__ = ["Finished", "run_of"]
 
-#: The methods of this version of lowbit, whose names say their code.
+#: The methods of this version of lowbit, whose code is identified by their names.
 _METHODS = dict(METHODS)
 
-#: What says which run a directory is of, and where its blocks are.
+#: Names in the directory: the description of the run, its blocks, and the mark that all blocks are finished.
 _RUN, _BLOCKS, _CLOSED = "run.json", "blocks", "closed.json"
 
 
 def run_of(
-    model: str, chosen: LayerRecipes, choice: Choice, skip: Iterable[Pattern], data: Any, loss: Loss | None
+    model: str, recipes: LayerRecipes, choice: Choice, skip: Iterable[Pattern], data: Any, loss: Loss | None
 ) -> dict[str, str | None]:
-    """What decides every bit of a run's result. ``model``: its digest.
+    """The description of a run: everything that its result depends on. ``model`` is a digest.
 
-    Raises ValueError for batches, a loss, a method or patterns that cannot be told from others.
+    Raises ValueError if the batches, loss, method or patterns have no digest.
     """
     method = choice.weights
-    named = method is None or _METHODS.get(method.name) == method
+    known = method is None or _METHODS.get(method.name) == method
     return {
         "model": model,
-        "recipe": str(chosen.to_dict()),
-        "method": str(choice) if named else f"{choice} {digest(method, 'the method')[:16]}",
+        "recipe": str(recipes.to_dict()),
+        "method": str(choice) if known else f"{choice} {digest(method, 'the method')[:16]}",
         "skip": " ".join(sorted(written(skip, "skip"))),
         "data": digest(data),
         "loss": None if loss is None else digest(loss, "the loss"),
@@ -48,10 +48,10 @@ def run_of(
 
 
 class Finished:
-    """``directory/blocks/INDEX`` holds the Calibration of one block, complete once its ``calibration.json`` is there.
+    """Directories ``blocks/INDEX`` with the Calibration of one block each, complete if ``calibration.json`` is there.
 
-    ``run``: what ``run_of`` says of it. Raises ValueError for a directory of another run, naming the first difference;
-    OSError where it cannot be written, which says what remains.
+    ``run`` is the result of ``run_of``. Raises ValueError if the directory belongs to another run, and OSError if it
+    cannot be written.
     """
 
     def __init__(self, directory: str | Path, run: Mapping[str, str | None]) -> None:
@@ -68,7 +68,7 @@ class Finished:
         else:
             self.directory.mkdir(parents=True, exist_ok=True)
             if set(self.directory.iterdir()) - set(left_behind(self.directory, _RUN)):
-                raise ValueError(f"{self.directory} is not empty and holds no run of calibrate; give another directory")
+                raise ValueError(f"{self.directory} is not empty and has no run of calibrate; give another directory")
             with resumable(self.directory):
                 write_json(path, dict(run))
         for path in left_behind(self.directory):
@@ -78,67 +78,66 @@ class Finished:
         return self.directory / _BLOCKS / f"{index:04}"
 
     def load(self, index: int) -> Calibration | None:
-        """What was found for block ``index``; None where it is not finished."""
+        """The Calibration of block ``index``; None if it is not finished."""
         if not (self._block(index) / CONFIG).exists():
             return None
         return Calibration.load(self._block(index))
 
     def save(self, index: int, part: Calibration) -> None:
-        """Keep what was found for block ``index``."""
         with resumable(self.directory):
             part.save(self._block(index))
 
     def close(self, parts: int) -> None:
-        """Say that all blocks are there, ``parts`` of them with what is outside of blocks."""
+        """Mark the run as finished, with this number of saved Calibrations."""
         with resumable(self.directory):
             write_json(self.directory / _CLOSED, {"parts": parts})
 
     def opened(self) -> Calibration | None:
-        """What was found for all blocks, its weights left on disk until they are asked for; None before ``close``."""
+        """The Calibration of all blocks, which reads weights from disk when they are used; None before ``close``."""
         if not (self.directory / _CLOSED).exists():
             return None
-        found = Calibration()
-        where: dict[str, Path] = {}
+        calibration = Calibration()
+        directories: dict[str, Path] = {}
         parts = read_json(self.directory / _CLOSED).get("parts")
         if type(parts) is not int:
             raise ValueError(f"{self.directory / _CLOSED} is damaged: its parts are {shown(parts)}; remove it")
         for index in range(parts):
             part = Calibration.load(self._block(index))
-            where.update((name, self._block(index)) for name in part.weights)
-            found.add(part)
-        found.weights = _OnDisk(where)  # type: ignore[assignment]  # only read
-        return found
+            directories.update((name, self._block(index)) for name in part.weights)
+            calibration.add(part)
+        calibration.weights = _OnDisk(directories)  # type: ignore[assignment]  # only read
+        return calibration
 
-    def whole(self) -> Calibration | None:
-        """The result of a run that came to its end; its blocks are removed."""
+    def result(self) -> Calibration | None:
+        """The saved result of a completed run; None before ``finish``."""
         if not (self.directory / CONFIG).exists():
             return None
-        found = Calibration.load(self.directory)
+        calibration = Calibration.load(self.directory)
         shutil.rmtree(self.directory / _BLOCKS, ignore_errors=True)
-        return found
+        return calibration
 
-    def finish(self, found: Calibration) -> None:
+    def finish(self, calibration: Calibration) -> None:
         """Save the result, and remove the blocks."""
         with resumable(self.directory):
-            found.save(self.directory)
+            calibration.save(self.directory)
         shutil.rmtree(self.directory / _BLOCKS, ignore_errors=True)
 
 
 class _OnDisk(Mapping[str, Quantized]):
-    """Weights in directories that Calibrations were saved to; those of the last directory stay in memory."""
+    """Weights of saved Calibrations. The weights of the last directory stay in memory."""
 
-    def __init__(self, where: dict[str, Path]) -> None:
-        self.where = where
+    def __init__(self, directories: dict[str, Path]) -> None:
+        self.directories = directories
         self.last: tuple[Path | None, Mapping[str, Quantized]] = None, {}
 
     def __getitem__(self, name: str) -> Quantized:
-        directory = self.where[name]
+        directory = self.directories[name]
         if self.last[0] != directory:
             self.last = directory, Calibration.load(directory).weights
         return self.last[1][name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.where)
+        return iter(self.directories)
 
     def __len__(self) -> int:
-        return len(self.where)
+        return len(self.directories)

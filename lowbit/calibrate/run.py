@@ -1,4 +1,4 @@
-"""calibrate: codes and scales of a model's weights, chosen with data, one block of the model after the other."""
+"""calibrate: chooses quantized weights and static input scales with data, block by block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from lowbit.calibrate.blockwise import Blockwise
 from lowbit.calibrate.calibration import Calibration
-from lowbit.calibrate.choice import planned
+from lowbit.calibrate.choice import resolve
 from lowbit.calibrate.identity import digest
 from lowbit.calibrate.methods import Method
 from lowbit.calibrate.resume import Finished, run_of
@@ -41,34 +41,41 @@ def calibrate(
     loss: Loss | None = None,
     progress: Progress | bool | None = None,
 ) -> Calibration:
-    """Choose codes and scales for the weights of ``model``, which stays as it is, and return them.
+    """Choose quantized weights and static input scales for ``model``, which is not changed.
 
-    ``recipe``, ``skip``: as for ``quantize_``.
-    ``batches``: what the model is called with: a tensor as it is, a tuple by position, a dict by keyword. A few
-    thousand tokens, or some hundred images, of what the model will see. Where a dict's ``attention_mask`` [B, T] is 0,
-    tokens are padding and do not count. None: only for methods that need no data.
-    ``method``: a name or several. Of weights one of ``lowbit.calibrate.METHODS``; None: the best known, with data
-    ``guided-gptq`` (``gptq`` for a model whose loss has no gradient), without that of ``quantize_``.
-    Of static input scales one of ``OBSERVERS``; by default ``minmax``. Before them any of ``TRANSFORMS``, in the order
-    given: ``("smoothquant", "gptq")``.
-    ``directory``: where each block is saved when it is finished, and the result at the end. A call with the same model,
-    recipe, method, data and loss goes on after the last finished block, and finds the same bits. A loss or a Method of
-    one's own is the same where its code is, and what the code closes over or reaches by global names.
-    ``loss(output, batch)``: what ``guided-gptq`` differentiates, a scalar; by default the cross-entropy of the next
-    token where the model answers with logits of token ids, else a random projection of its outputs.
-    ``progress(what, done, total)`` is called before each block. None: a bar where standard error is a terminal; False:
-    nothing.
+    A model with a stack of blocks is calibrated block by block. Each block sees the inputs that the quantized blocks
+    before it produce, and the inputs of only one block are in memory. Other models are calibrated as a whole.
+    ``guided-gptq`` first runs the model forward and backward, one batch at a time, with checkpointed blocks.
 
-    A model that is a stack of blocks is taken one block after the other. The inputs that a block's layers are measured
-    by are those that the quantized blocks before it give, and no more than one block's are held. Other models are taken
-    whole. ``guided-gptq`` first runs the whole model forward and backward, one batch at a time, its blocks
-    checkpointed.
+    Warns of layers that no batch reaches. Their weights are quantized without data.
 
-    Raises ValueError: as ``quantize_``; for a directory of another run; with a directory, for data, a loss or a method
-    that cannot be told from others, such as what pickle cannot write; for a method or static scales that need data
-    without any; for a method that has nothing to offer for a weight; for NaN or Inf in a layer's inputs. TypeError for
-    batches of other types, and for batches in the place of the recipe.
-    Warns of layers that no batch reaches; their weights are chosen without data.
+    Args:
+        model: The model in high precision.
+        recipe: As for ``quantize_``.
+        batches: Inputs of the model: each a tensor, a tuple of positional or a dict of keyword arguments. Use a few
+            thousand tokens, or a few hundred images, from the model's domain. Tokens with 0 in a dict's
+            ``attention_mask`` [B, T] are padding and do not count. None: only for methods without data.
+        method: One or several names: a method for weights from ``METHODS``, an observer for static input scales from
+            ``OBSERVERS`` (default ``"minmax"``), and ``TRANSFORMS``, applied in the given order:
+            ``("smoothquant", "gptq")``. The default method is ``"guided-gptq"`` with data (``"gptq"`` if the loss has
+            no gradient), and the default of ``quantize_`` without.
+        skip: As for ``quantize_``.
+        directory: Each finished block is saved here, and the result at the end. A call with the same model, recipe,
+            method, data and loss resumes after the last finished block, with a bit-identical result. A custom loss or
+            Method counts as unchanged if its code, closure and referenced globals are unchanged.
+        loss: ``loss(output, batch)`` returns a scalar, which ``guided-gptq`` differentiates. Default: the next-token
+            cross-entropy if the model returns logits of token ids, otherwise a random projection of its outputs.
+        progress: ``progress(what, done, total)`` is called before each block. None: a bar if standard error is a
+            terminal. False: nothing.
+
+    Returns:
+        The Calibration for ``quantize_(model, recipe, calibration=...)``.
+
+    Raises:
+        ValueError: As ``quantize_``; ``directory`` holds another run; with ``directory``, the data, loss or method has
+            no digest (for example because it cannot be pickled); a method or static scales need data and there is none;
+            the method does not support a weight's scheme; the inputs of a layer have NaN or Inf.
+        TypeError: A batch has another type, or batches are passed as the recipe.
     """
     started = time.perf_counter()
     check_model(model)
@@ -77,23 +84,23 @@ def calibrate(
             f"calibrate: the recipe comes before the batches, calibrate(model, recipe, batches); the recipe is a "
             f"{type(recipe).__name__}"
         )
-    chosen, choice = planned(recipe, method, "calibrate")
+    recipes, choice = resolve(recipe, method, "calibrate")
     data = batches_in(batches)
     if batches is not None and not data:
-        raise ValueError("calibrate: there are no batches (an iterator gives them once); give some, or None")
+        raise ValueError("calibrate: there are no batches (an iterator yields them only once); give batches, or None")
     skip = patterns_in(skip, "skip")
     model = uncompiled(model)
     with nullcontext() if directory is None else exclusive(Path(directory), "calibrate"):
         finished = None
         if directory is not None:
-            finished = Finished(directory, run_of(digest(model.state_dict()), chosen, choice, skip, data, loss))
-            whole = finished.whole()
-            if whole is not None:
-                return whole
-        run = Blockwise(model, data, chosen, choice, skip, finished, loss)
+            finished = Finished(directory, run_of(digest(model.state_dict()), recipes, choice, skip, data, loss))
+            calibration = finished.result()
+            if calibration is not None:
+                return calibration
+        run = Blockwise(model, data, recipes, choice, skip, finished, loss)
         with reporting(progress, "calibrating") as progress:
             run.all(progress)
-        run.found.seconds = time.perf_counter() - started
+        run.calibration.seconds = time.perf_counter() - started
         if finished is not None:
-            finished.finish(run.found)
-        return run.found
+            finished.finish(run.calibration)
+        return run.calibration

@@ -1,4 +1,4 @@
-"""What calibration keeps of a layer's inputs: its size does not depend on how many batches were seen."""
+"""Statistics of a layer's inputs, whose size does not depend on the number of batches."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from lowbit.ops.conv import Window
 
 __all__ = ["NEEDS", "Statistics"]
 
-#: What a method may ask for, from cheap to dear: nothing; E[x^2], E|x| and max|x| of each column; E[x x^T]; and that
-#: with the inputs that the unquantized model has.
+#: The levels of statistics, from cheap to expensive: nothing; E[x^2], E|x| and max|x| of each column; E[x x^T]; and
+#: E[p x^T] with the inputs p of the unquantized model.
 NEEDS = ("nothing", "squares", "gram", "cross")
 
 
 class Statistics:
-    """Sums over all rows ``x`` [features] that a layer was given; of a convolution rows are patches of all groups.
+    """Sums over all input rows ``x`` [features] of a layer. The rows of a convolution are patches of all groups.
 
-    ``need``: one of ``NEEDS``; what comes before it in ``NEEDS`` is there too. ``rows``: how many were seen.
-    ``ranges``: what static input scales are made of; None where there are none.
+    Attributes:
+        need: One of ``NEEDS``, which includes the levels before it.
+        rows: The number of rows so far.
+        ranges: Ranges for static input scales; None without.
     """
 
     def __init__(
@@ -44,22 +46,27 @@ class Statistics:
         importance: Tensor | None = None,
         window: Window | None = None,
     ) -> None:
-        """Add rows ``x`` [..., features], or with ``window`` the patches of ``x`` [N, *S, C]; ``plain``: what the
-        unquantized model has in their place; ``importance`` [...], or [N, *S']: how often each row counts, in sums of
-        products. Ranges are those of ``x`` itself.
+        """Add rows.
 
-        Raises ValueError for NaN and Inf.
+        Args:
+            x: The rows [..., features], or with ``window`` the input [N, *S, C] of a convolution.
+            plain: The same rows in the unquantized model.
+            importance: Weights of the rows in the sums of products, [...] or [N, *S']. Ranges do not use them.
+            window: The window of a convolution.
+
+        Raises:
+            ValueError: ``x`` has NaN or Inf.
         """
-        given = x.detach().float()
-        x = self._rows(given, window)
+        input = x.detach().float()
+        x = self._rows(input, window)
         weight = None if importance is None else _factors(importance, x.shape[0])
         counted = x if weight is None else x * weight
         squares = counted.square().sum(0, dtype=torch.float64)
         if not bool(squares.isfinite().all()):
-            raise ValueError("an input holds NaN or Inf; look for them in the calibration data, or in the model")
+            raise ValueError("an input has NaN or Inf; look for them in the calibration data, or in the model")
         self.rows += x.shape[0]
         if self.ranges is not None:
-            self.ranges.update(given)
+            self.ranges.update(input)
         if self._squares is not None and self._magnitude is not None and self._largest is not None:
             self._squares += squares
             magnitude = x.abs()
@@ -70,8 +77,8 @@ class Statistics:
             self._gram.addmm_(counted.t(), counted)
         if self._cross is not None:
             assert plain is not None
-            before = self._rows(plain.detach().float(), window)
-            self._cross.addmm_((before if weight is None else before * weight).t(), counted)
+            p = self._rows(plain.detach().float(), window)
+            self._cross.addmm_((p if weight is None else p * weight).t(), counted)
 
     def _rows(self, x: Tensor, window: Window | None) -> Tensor:
         if window is not None and self.need != "nothing":
@@ -109,23 +116,23 @@ class Statistics:
         return self._cross / max(self.rows, 1)
 
     @staticmethod
-    def reduce(several: Iterable[Statistics]) -> None:
-        """Make each the sum over the processes of ``torch.distributed``, where there are several of these."""
+    def reduce(items: Iterable[Statistics]) -> None:
+        """All-reduce the statistics over the processes of ``torch.distributed``."""
         if processes() == 1:
             return
-        for one in several:
-            rows = torch.tensor(one.rows, dtype=torch.int64, device=exchange_device())
-            for total in (rows, one._squares, one._magnitude, one._gram, one._cross):
+        for item in items:
+            rows = torch.tensor(item.rows, dtype=torch.int64, device=exchange_device())
+            for total in (rows, item._squares, item._magnitude, item._gram, item._cross):
                 if total is not None:
                     dist.all_reduce(total)
-            if one._largest is not None:
-                dist.all_reduce(one._largest, dist.ReduceOp.MAX)
-            one.rows = int(rows)
-            if one.ranges is not None:
-                one.ranges.reduce()
+            if item._largest is not None:
+                dist.all_reduce(item._largest, dist.ReduceOp.MAX)
+            item.rows = int(rows)
+            if item.ranges is not None:
+                item.ranges.reduce()
 
 
 def _factors(importance: Tensor, rows: int) -> Tensor:
-    """The square root of how often each of ``rows`` counts: [rows, 1]; all groups of a convolution count the same."""
-    found = importance.reshape(-1, 1).sqrt()
-    return found.repeat_interleave(rows // max(found.shape[0], 1), 0)
+    """The square roots of the weights of the rows: [rows, 1]. All groups of a convolution have the same weight."""
+    roots = importance.reshape(-1, 1).sqrt()
+    return roots.repeat_interleave(rows // max(roots.shape[0], 1), 0)

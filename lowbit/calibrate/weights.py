@@ -1,4 +1,4 @@
-"""Where the weights of a model are while it is calibrated."""
+"""InMemory: access to the weights of a model during calibration."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ __all__ = ["InMemory"]
 
 
 class InMemory:
-    """The weights of a model that holds them all, all the time."""
+    """The weights of a model that is in memory. ``out_of_core`` has a subclass that reads them from files."""
 
-    #: Whether what was found for one block is let go of when the next one begins.
+    #: Whether the quantized weights of a block are released when the next block begins.
     forgets = False
 
     def load(self, model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-        """Take up all tensors of ``model`` outside of ``blocks``, for good."""
+        """Load all tensors of ``model`` outside of ``blocks``, permanently."""
 
     def held(self, *modules: nn.Module) -> AbstractContextManager[None]:
-        """Inside, ``modules`` have their tensors."""
+        """Load the tensors of ``modules`` in this context."""
         return nullcontext()
 
     def paged(self, blocks: Iterable[nn.Module]) -> AbstractContextManager[None]:
-        """Inside, each of ``blocks`` has its tensors while it is called."""
+        """Load the tensors of each of ``blocks`` while it is called in this context."""
         return nullcontext()

@@ -1,4 +1,4 @@
-"""Codes and scales of a weight without data: candidates for the scale of a block, and the rules made of them."""
+"""Data-free quantization methods for weights."""
 
 from lowbit.datafree.methods import DATA_FREE, DEFAULT, DataFreeMethod, default_data_free, find_data_free
 

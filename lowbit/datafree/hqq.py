@@ -1,7 +1,7 @@
-"""HQQ: scales and zero points by half-quadratic splitting, with a norm that lets few weights be far off.
+"""HQQ: scales and zero points by half-quadratic splitting, with a norm that is robust to outliers.
 
 Source: Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023. There zero points are
-floating-point numbers and scales stay as they are; lowbit's zero points are integers, so the scales are fitted too.
+floating-point numbers and scales are fixed. lowbit's zero points are integers, so it fits the scales too.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from lowbit.tensor.quantized import Quantized, Scales
 
 __all__ = ["solve", "unfit"]
 
-#: The exponent of the norm, the penalty of the splitting and its growth, and how many rounds: the publication's.
+#: The exponent of the norm, the penalty of the splitting and its growth, and the number of rounds, as published.
 _P, _BETA, _KAPPA, _ROUNDS = 0.7, 10.0, 1.01, 20
 
 
 def unfit(scheme: Scheme) -> str | None:
-    """Why the method has nothing to offer for a scheme."""
+    """Why the method does not support a scheme; None if it does."""
     if scheme.format.kind != "integer" or scheme.scale_format.dtype == "uint8":
-        return f"{scheme} is not of integers with floating-point scales"
+        return f"{scheme} does not have integers with floating-point scales"
     return None
 
 
 def solve(weight: Tensor, scheme: Scheme) -> Quantized:
-    """Codes and the outliers that they leave out, in turns; of each block the scale with the least norm is kept."""
+    """Alternate between codes and outliers, and keep the scale of each block with the least norm."""
     rows, cols = weight.shape
     block = scheme.block_of(rows, cols)
 
-    def norm(given: Scales) -> Tensor:
-        return in_blocks((weight - fake_quantize(weight, scheme, *given)).abs() ** _P, scheme).sum((1, 3))
+    def norm(scales: Scales) -> Tensor:
+        return in_blocks((weight - fake_quantize(weight, scheme, *scales)).abs() ** _P, scheme).sum((1, 3))
 
     best = current = scales.nearest(weight, scheme) if scheme.affine else scales.signed(weight, scheme)
     least, beta = norm(best), _BETA
     for _ in range(_ROUNDS):
         steps = spread(current.scale.float(), block, rows, cols)
         codes = fake_quantize(weight, scheme, *current) / steps  # without the zero point
-        wrong = weight / steps - codes
-        magnitude = wrong.abs()
-        outliers = wrong.sign() * (magnitude - magnitude.clamp(min=1e-12) ** (_P - 1) / beta).clamp(min=0)
+        error = weight / steps - codes
+        magnitude = error.abs()
+        outliers = error.sign() * (magnitude - magnitude.clamp(min=1e-12) ** (_P - 1) / beta).clamp(min=0)
         current = _fitted(codes, weight - outliers * steps, current, scheme)
         loss = norm(current)
         less = loss < least
@@ -56,22 +56,20 @@ def solve(weight: Tensor, scheme: Scheme) -> Quantized:
 
 
 def _fitted(codes: Tensor, target: Tensor, current: Scales, scheme: Scheme) -> Scales:
-    """Scales and zero points by which ``codes``, which are without the zero points of ``current``, fit ``target`` best
-    by least squares.
-    """
+    """The least-squares scales and zero points for ``target``. ``codes`` are without the zero points of ``current``."""
 
-    def total(of: Tensor) -> Tensor:
-        return in_blocks(of, scheme).sum((1, 3))
+    def total(values: Tensor) -> Tensor:
+        return in_blocks(values, scheme).sum((1, 3))
 
     rows, cols = codes.shape
     zero = current.zero_point
     if zero is not None:
         count, mean = total(torch.ones_like(codes)), total(codes)
-        spread_of = total(codes.square()) - mean.square() / count
-        slope = (total(codes * target) - mean * total(target) / count) / spread_of
-        moved = (mean - total(target) / slope) / count  # how much of the codes stands for zero
+        variance = total(codes.square()) - mean.square() / count
+        slope = (total(codes * target) - mean * total(target) / count) / variance
+        offset = (mean - total(target) / slope) / count  # of zero, in codes
         format = scheme.format
-        wanted = (zero.float() + moved.nan_to_num(0, 0, 0)).round().clamp(format.qmin, format.qmax)
-        codes = codes - spread(wanted - zero.float(), scheme.block_of(rows, cols), rows, cols)
-        current = current._replace(zero_point=wanted.to(zero.dtype))
+        new = (zero.float() + offset.nan_to_num(0, 0, 0)).round().clamp(format.qmin, format.qmax)
+        codes = codes - spread(new - zero.float(), scheme.block_of(rows, cols), rows, cols)
+        current = current._replace(zero_point=new.to(zero.dtype))
     return scales.rescaled(current, total(codes * target) / total(codes.square()))

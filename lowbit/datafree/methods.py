@@ -1,4 +1,4 @@
-"""Rules by which a weight becomes codes and scales without data, and which of them is the best for a scheme."""
+"""The table of data-free methods for weights, and the best one for each scheme."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ __all__ = ["DATA_FREE", "DEFAULT", "DataFreeMethod", "default_data_free", "find_
 
 
 class DataFreeMethod(NamedTuple):
-    """``solve(weight, scheme)``: the codes and scales of ``weight`` fp32 [out, in]. ``refuses(scheme)``: why the rule
-    has nothing to offer for weights of this scheme, or None.
+    """How a weight is quantized without data.
+
+    Attributes:
+        name: The name for ``method=``.
+        about: One line of prose.
+        solve: ``solve(weight, scheme)`` returns the Quantized of ``weight`` fp32 [out, in].
+        refuses: ``refuses(scheme)`` returns the reason why the method does not support a scheme, or None.
     """
 
     name: str
@@ -28,19 +33,19 @@ class DataFreeMethod(NamedTuple):
 
 
 def _signed(weight: Tensor, scheme: Scheme) -> Quantized:
-    """The element of largest magnitude of each block takes the least code, which has no positive counterpart."""
+    """The element of largest magnitude of each block gets the least code, which has no positive counterpart."""
     return quantize(weight, scheme, *scales.signed(weight, scheme))
 
 
 def _unsigned(scheme: Scheme) -> str | None:
-    """Why weights of a scheme have no use for scales of either sign."""
+    """Why a scheme does not support scales of either sign; None if it does."""
     if scheme.format.kind != "integer" or scheme.affine or scheme.scale_format.dtype == "uint8":
-        return f"{scheme} is not of signed integers with floating-point scales"
+        return f"{scheme} does not have signed integers with floating-point scales"
     return None
 
 
 def _by_magnitude(weight: Tensor, scheme: Scheme) -> Quantized:
-    """The error of a large weight counts more: what models lose most by is the clipping of those."""
+    """Errors of large weights count more, because clipping them costs the most accuracy."""
     return quantize(weight, scheme, *scales.search(weight, scheme, weight.abs(), coarse=True))
 
 
@@ -48,7 +53,7 @@ def _least_squares(weight: Tensor, scheme: Scheme) -> Quantized:
     return quantize(weight, scheme, *scales.search(weight, scheme))
 
 
-#: Every rule. Names are API.
+#: All data-free methods. Names are API.
 DATA_FREE: dict[str, DataFreeMethod] = {
     row.name: row
     for row in (
@@ -65,22 +70,32 @@ DATA_FREE: dict[str, DataFreeMethod] = {
 }  # fmt: skip
 
 
-#: What ``default_data_free`` chooses, in words.
+#: The choices of ``default_data_free`` in words.
 DEFAULT = "magnitude for signed integers below 8 bits, mse for mxfp4 and nvfp4, else nearest"
 
 
 def default_data_free(scheme: Scheme) -> DataFreeMethod:
-    """The best known rule for weights of this scheme, by bench/results/calibrate; ``DEFAULT`` says it in words."""
-    if _unsigned(scheme) is None and scheme.format.bits < 8:  # with 256 codes one more is worth nothing
+    """Return the best known data-free method for a scheme, according to bench/results/calibrate.
+
+    Args:
+        scheme: The scheme of a weight.
+    """
+    if _unsigned(scheme) is None and scheme.format.bits < 8:  # with 256 codes the least code gains nothing
         return DATA_FREE["magnitude"]
-    coded = scheme.format.kind == "float" and scheme.format.bits == 4 and scheme.scale_format.dtype == "uint8"
-    return DATA_FREE["mse" if coded else "nearest"]
+    coded_scales = scheme.format.kind == "float" and scheme.format.bits == 4 and scheme.scale_format.dtype == "uint8"
+    return DATA_FREE["mse" if coded_scales else "nearest"]
 
 
 def find_data_free(name: str | None, caller: str) -> DataFreeMethod | None:
-    """The rule of that name; None for None, which stands for the default of each scheme.
+    """Return the data-free method with this name.
 
-    Raises ValueError for an unknown name, TypeError for what is no name.
+    Args:
+        name: The name. None, for the default of each scheme, returns None.
+        caller: The calling function, for the messages.
+
+    Raises:
+        ValueError: The name is unknown.
+        TypeError: The name is not a string.
     """
     if name is None:
         return None
@@ -89,8 +104,8 @@ def find_data_free(name: str | None, caller: str) -> DataFreeMethod | None:
     method = DATA_FREE.get(spelled(name))
     if method is None:
         raise ValueError(
-            f"{caller} takes methods without data, one of {', '.join(DATA_FREE)}; got {name!r}"
-            f"{did_you_mean(name, DATA_FREE)}. For those that need data call "
+            f"{caller} needs a data-free method, one of {', '.join(DATA_FREE)}; got {name!r}"
+            f"{did_you_mean(name, DATA_FREE)}. For methods with data call "
             f"lowbit.calibrate(model, recipe, batches, {name!r})"
         )
     return method

@@ -1,7 +1,7 @@
-"""The scale of a block that loses least: candidates for every kind of scheme, tried one after the other.
+"""Searches the scale of each block with the least squared error, among candidates for each kind of scheme.
 
-The loss of a block is ``sum_j h_j (w_j - s Q(w_j / s))^2``, with ``h`` the importance of each column, such as E[x^2] of
-the inputs that it multiplies, or of each weight.
+The loss of a block is ``sum_j h_j (w_j - s Q(w_j / s))^2``. ``h`` is the importance of each column, such as E[x^2] of
+its inputs, or of each weight.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from lowbit.tensor.quantized import Scales
 
 __all__ = ["nearest", "rescaled", "search", "signed", "signed_extreme"]
 
-#: Elements that are worked on at a time: with the error beside it this stays in a second-level cache.
+#: Elements per piece, which with their errors stay in a second-level cache.
 _PIECE = 1 << 17
 
-#: How far an integer's largest element may lie beyond the last code, in tenths of a step; and fewer of these, which
-#: find nearly as much in a quarter of the time.
+#: How far the largest element may exceed the last integer code, in tenths of a step; and a coarser grid, which gains
+#: nearly as much in a quarter of the time.
 _TENTHS, _COARSE_TENTHS = range(-5, 41), range(-4, 41, 4)
 
-#: Fractions of the amax that other formats are scaled to.
+#: Fractions of the amax for other formats.
 _FRACTIONS = tuple(1.04 - 0.01 * k for k in range(45))
 
-#: How far from the nearest E4M3 code of a block's scale another one is tried, and E8M0 exponents.
+#: Offsets from the nearest E4M3 code of a block's scale, and from the E8M0 exponent.
 _E4M3_CODES, _E8M0_CODES = range(-8, 8), (-1, 1)
 
-#: How often the least-squares scale of fixed codes is taken.
+#: Rounds of the least-squares fit of scales to codes.
 _ROUNDS = 2
 
 
 def nearest(weight: Tensor, scheme: Scheme) -> Scales:
-    """The scales that ``quantize`` makes."""
+    """The scales of ``quantize``."""
     return Scales.of(quantize(weight, scheme))
 
 
 def signed(weight: Tensor, scheme: Scheme) -> Scales:
-    """Scales of either sign, by which the element of largest magnitude of each block takes an integer's least code."""
+    """Scales of either sign, so that the element of largest magnitude of each block gets an integer's least code."""
     return rescaled(nearest(weight, scheme), signed_extreme(weight, scheme) / float(scheme.format.qmin))
 
 
@@ -53,23 +53,24 @@ def signed_extreme(weight: Tensor, scheme: Scheme) -> Tensor:
 
 
 def search(weight: Tensor, scheme: Scheme, importance: Tensor | None = None, coarse: bool = False) -> Scales:
-    """The best scales of ``weight`` [N, K] that the candidates have; never worse than those of ``quantize``.
+    """The best candidate scales of ``weight`` [N, K], never worse than the scales of ``quantize``.
 
-    ``importance``: of each column, fp32 [K], or of each weight [N, K]. ``coarse``: try fewer scales of integers.
+    ``importance``: of each column fp32 [K], or of each weight [N, K]. ``coarse``: try fewer scales of integers.
     """
     rows, cols = weight.shape
     block = scheme.block[0]
     step = rows if block is None else max(1, _PIECE // max(cols, 1) // block) * block
-    whole = nearest(weight, scheme).global_scale
+    global_scale = nearest(weight, scheme).global_scale
     parts = []
     for start in range(0, rows, max(step, 1)):
         piece = weight[start : start + step]
-        above = whole if whole is None or whole.shape[0] == 1 else whole[start : start + step]
+        shared = global_scale is None or global_scale.shape[0] == 1
+        above = global_scale if shared else global_scale[start : start + step]  # type: ignore[index]
         by_column = importance is None or importance.dim() == 1
         counts = importance if by_column else importance[start : start + step]  # type: ignore[index]
         parts.append(_search(piece, scheme, counts, above, _COARSE_TENTHS if coarse else _TENTHS))
-    zero = None if parts[0].zero_point is None else torch.cat([one.zero_point for one in parts])  # type: ignore[misc]
-    return Scales(torch.cat([one.scale for one in parts]), zero, whole)
+    zero = None if parts[0].zero_point is None else torch.cat([part.zero_point for part in parts])  # type: ignore[misc]
+    return Scales(torch.cat([part.scale for part in parts]), zero, global_scale)
 
 
 def _search(weight: Tensor, scheme: Scheme, importance: Tensor | None, above: Tensor | None, tenths: range) -> Scales:
@@ -81,9 +82,7 @@ def _search(weight: Tensor, scheme: Scheme, importance: Tensor | None, above: Te
 
 
 def _refined(weight: Tensor, scheme: Scheme, best: Scales, importance: Tensor | None) -> Scales:
-    """The scales that fit the codes best by least squares, where that loses less; schemes with stored codes of scales,
-    and with zero points, stay as they are.
-    """
+    """The least-squares scales of the codes, if they are better. Scales stored as codes, and zero points, stay."""
     if scheme.affine or not best.scale.is_floating_point():
         return best
     loss = _loss(weight, scheme, best, importance)
@@ -91,8 +90,8 @@ def _refined(weight: Tensor, scheme: Scheme, best: Scales, importance: Tensor | 
         step = _spread(best.scale.float(), weight, scheme)
         code = fake_quantize(weight, scheme, *best) / step
         h = 1.0 if importance is None else importance
-        above, below = (_sums(h * code * other, scheme) for other in (weight, code))
-        fitted = torch.where(below > 0, above / below, best.scale.float())
+        numerator, denominator = (_sums(h * code * factor, scheme) for factor in (weight, code))
+        fitted = torch.where(denominator > 0, numerator / denominator, best.scale.float())
         best, loss = _better(weight, scheme, importance, best, loss, rescaled(best, fitted))
     return best
 
@@ -100,20 +99,19 @@ def _refined(weight: Tensor, scheme: Scheme, best: Scales, importance: Tensor | 
 def _better(
     weight: Tensor, scheme: Scheme, importance: Tensor | None, best: Scales, loss: Tensor, candidate: Scales
 ) -> tuple[Scales, Tensor]:
-    """Of each block the scale that loses less."""
-    other = _loss(weight, scheme, candidate, importance)
-    less = other < loss
+    """For each block the scale with the smaller loss, and that loss."""
+    new_loss = _loss(weight, scheme, candidate, importance)
+    less = new_loss < loss
     zero = best.zero_point
     if zero is not None and candidate.zero_point is not None:
         zero = torch.where(less, candidate.zero_point, zero)
-    return best._replace(scale=torch.where(less, candidate.scale, best.scale), zero_point=zero), torch.where(
-        less, other, loss
-    )
+    best = best._replace(scale=torch.where(less, candidate.scale, best.scale), zero_point=zero)
+    return best, torch.where(less, new_loss, loss)
 
 
 def _loss(weight: Tensor, scheme: Scheme, scales: Scales, importance: Tensor | None) -> Tensor:
-    wrong = fake_quantize(weight, scheme, *scales).sub_(weight).square_()
-    return _sums(wrong if importance is None else wrong.mul_(importance), scheme)
+    squares = fake_quantize(weight, scheme, *scales).sub_(weight).square_()
+    return _sums(squares if importance is None else squares.mul_(importance), scheme)
 
 
 def _sums(values: Tensor, scheme: Scheme) -> Tensor:
@@ -131,7 +129,7 @@ def _spread(per_block: Tensor, like: Tensor, scheme: Scheme) -> Tensor:
 
 
 def rescaled(best: Scales, scale: Tensor) -> Scales:
-    """``best`` with floating-point scales in the dtype that it stores; where that holds no usable number, its own."""
+    """``best`` with other floating-point scales in its dtype, except those that are not finite and normal there."""
     stored = scale.to(best.scale.dtype)
     usable = stored.isfinite() & (stored.abs() >= torch.finfo(stored.dtype).tiny)
     return best._replace(scale=torch.where(usable, stored, best.scale))
@@ -139,7 +137,7 @@ def rescaled(best: Scales, scale: Tensor) -> Scales:
 
 # -- candidates -------------------------------------------------------------------------------------------------------
 def _candidates(weight: Tensor, scheme: Scheme, best: Scales, tenths: range) -> Iterator[Scales]:
-    """Scales to try, other than the scheme's own; ``tenths``: of integers."""
+    """Candidates besides the scheme's default scales. ``tenths``: the grid for integers."""
     if scheme.affine:
         yield from _narrowed(weight, scheme, best)
     elif not best.scale.is_floating_point():
@@ -155,18 +153,19 @@ def _candidates(weight: Tensor, scheme: Scheme, best: Scales, tenths: range) -> 
 
 
 def _codes(scheme: Scheme, best: Scales) -> Iterator[Scales]:
-    """Neighbours among the codes of the scheme's scale format."""
+    """Neighbouring codes of the scheme's scale format."""
     e8m0 = scheme.scale_format.name == "e8m0"
     offsets, most = (_E8M0_CODES, 254) if e8m0 else (_E4M3_CODES, 126)
     least = 0 if e8m0 else 1
     magnitude = best.scale.int() if e8m0 else best.scale.int() & 0x7F
     for offset in offsets:
-        moved = (magnitude + offset).clamp(least, most)
-        yield best._replace(scale=(moved if e8m0 else moved | (best.scale.int() & 0x80)).to(torch.uint8))
+        code = (magnitude + offset).clamp(least, most)
+        yield best._replace(scale=(code if e8m0 else code | (best.scale.int() & 0x80)).to(torch.uint8))
 
 
 def _narrowed(weight: Tensor, scheme: Scheme, best: Scales) -> Iterator[Scales]:
-    """Of schemes with zero points: ranges between fractions of a block's minimum and maximum."""
+    """For schemes with zero points: ranges between fractions of a block's minimum and maximum."""
+
     blocks, format = in_blocks(weight, scheme), scheme.format
     low, high = blocks.amin((1, 3)).clamp(max=0), blocks.amax((1, 3)).clamp(min=0)
     for fraction in _FRACTIONS:

@@ -1,4 +1,4 @@
-"""Models larger than memory: a checkpoint is converted while little of it is loaded."""
+"""Quantizes checkpoints of models larger than memory."""
 
 from lowbit.out_of_core.quantize import quantize_files
 

@@ -1,4 +1,4 @@
-"""quantize_files: a checkpoint larger than memory in, a quantized one out, one weight after the other."""
+"""quantize_files: quantizes a checkpoint larger than memory, weight by weight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowbit.calibrate.blockwise import Blockwise
 from lowbit.calibrate.calibration import Calibration, Edit
-from lowbit.calibrate.choice import Choice, planned
+from lowbit.calibrate.choice import Choice, resolve
 from lowbit.calibrate.methods import Method
 from lowbit.calibrate.resume import Finished, run_of
 from lowbit.convert.maker import Allocated, Calibrated, Ruled, Source, decibel
@@ -38,7 +38,7 @@ from lowbit.tensor.quantized import Quantized
 
 __all__ = ["quantize_files"]
 
-#: Where in ``out`` the finished blocks are while a model is calibrated.
+#: The folder in ``out`` with the finished blocks of a calibration.
 _CALIBRATION = "calibration"
 
 
@@ -56,32 +56,44 @@ def quantize_files(
     shard_bytes: int = 1 << 30,
     progress: Progress | bool | None = None,
 ) -> Report:
-    """Quantize a checkpoint of safetensors files to ``out``, with little of it in memory at a time. The bits are those
-    of ``calibrate``, ``quantize_`` and ``save_model``.
+    """Quantize a checkpoint of safetensors files to ``out``, with little of it in memory at a time.
 
-    Without ``batches`` that is the largest tensor, and what quantizing it takes. With them it is what is outside of the
-    model's blocks, one block in its own dtype and as codes, and of each batch what goes from block to block; the blocks
-    have to be a chain, as those of a transformer are.
+    The result is bit-identical to ``calibrate``, ``quantize_`` and ``save_model``. Peak memory without ``batches`` is
+    the largest tensor and its quantization. With ``batches`` it is the tensors outside of the model's blocks, one block
+    (float and quantized), and each batch's hidden state. The blocks must be a chain, as in a transformer.
 
-    ``directory``: ``model.safetensors``, or several files with an index, as ``save_pretrained`` writes them.
-    ``recipe``, ``skip``: as for ``quantize_``. ``method``, ``batches``, ``loss``: as for ``calibrate``. ``guided-gptq``
-    reads each block twice more for every batch.
-    ``model``: what the checkpoint is of, on the meta device, where it stays; weights are converted to its dtypes. None:
-    it is built from the ``config.json`` of transformers. ``load_model`` reads ``out``, given such a model where this
-    was; so does ``from_pretrained`` of a transformers that ``lowbit.integrations.transformers`` serves.
-    ``shard_bytes``: of a file in ``out``, at most, unless one tensor is larger. ``progress(what, done, total)`` is
-    called before each block that is calibrated, and before each file. None: a bar where standard error is a terminal;
-    False: nothing.
-    A call that was stopped goes on after the last finished block or file, and ends with the same bits.
+    A stopped call resumes after the last finished block or file, with a bit-identical result. ``load_model`` and a
+    supported transformers' ``from_pretrained`` read ``out``.
 
-    Raises: as ``calibrate`` and ``quantize_``; FileNotFoundError for missing files; FileExistsError where ``out`` holds
-    something else; ValueError for another run that was stopped there, a damaged file, a checkpoint that does not fit
-    the model, batches for a model that is no chain of blocks; ImportError without transformers.
+    Args:
+        directory: Contains ``model.safetensors``, or several files with an index, as from ``save_pretrained``.
+        recipe: As for ``quantize_``.
+        out: The output directory.
+        method: As for ``calibrate``. ``guided-gptq`` reads each block twice more for every batch.
+        batches: As for ``calibrate``.
+        model: The model of the checkpoint on the meta device. It is not changed, and weights are converted to its
+            dtypes. None: built from the ``config.json`` of transformers.
+        skip: As for ``quantize_``.
+        loss: As for ``calibrate``.
+        shard_bytes: Maximum bytes of a file in ``out``, unless one tensor is larger.
+        progress: ``progress(what, done, total)`` is called before each block to calibrate and before each file. None:
+            a bar if standard error is a terminal. False: nothing.
+
+    Returns:
+        The report of ``quantize_``.
+
+    Raises:
+        ValueError: As ``calibrate`` and ``quantize_``; ``out`` has another stopped run; a file is damaged; the
+            checkpoint does not fit the model; batches for a model that is not a chain of blocks.
+        TypeError: As ``calibrate`` and ``quantize_``.
+        FileNotFoundError: A file is missing.
+        FileExistsError: ``out`` has other content.
+        ImportError: transformers is needed and not installed.
     """
     directory, out = Path(directory), Path(out)
     if shard_bytes < 1:
         raise ValueError(f"quantize_files: shard_bytes must be 1 or more, got {shard_bytes}")
-    chosen, choice = planned(recipe, method, "quantize_files")
+    recipes, choice = resolve(recipe, method, "quantize_files")
     data = batches_in(batches)
     skip = patterns_in(skip, "skip")
     checkpoint = Checkpoint(directory)
@@ -89,30 +101,30 @@ def quantize_files(
     stored = Stored(model, checkpoint)
     dtypes = sorted({str(tensor.dtype) for tensor in model.state_dict().values()})
     about = {
-        **run_of(checkpoint.digest(), chosen, choice, skip, data, loss),
+        **run_of(checkpoint.digest(), recipes, choice, skip, data, loss),
         "dtypes": " ".join(dtypes), "shard_bytes": str(shard_bytes),
     }  # fmt: skip
     with exclusive(out, "quantize_files"):
         if data:
             written = Written(out, about)
-            if (out / CONFIG).exists():  # every file is there, and the calibration half removed
-                found = Calibration()
+            if (out / CONFIG).exists():  # all files are written, and the calibration may be partly removed
+                calibration = Calibration()
             else:
                 finished = Finished(out / _CALIBRATION, about)
                 opened = finished.opened()
                 if opened is None:
-                    run = Blockwise(model, data, chosen, choice, skip, finished, loss, stored)
-                    with reporting(progress, "calibrating") as calibrated:
-                        opened = run.all(calibrated)
-                found = opened
-            work = _Work(model, stored, chosen, Calibrated(found), skip, found.edits)
+                    run = Blockwise(model, data, recipes, choice, skip, finished, loss, stored)
+                    with reporting(progress, "calibrating") as report_block:
+                        opened = run.all(report_block)
+                calibration = opened
+            work = _Work(model, stored, recipes, Calibrated(calibration), skip, calibration.edits)
         else:
-            work = _Work(model, stored, chosen, _without_data(chosen, choice, loss), skip)
+            work = _Work(model, stored, recipes, _without_data(recipes, choice, loss), skip)
             written = Written(out, about)
         files = pack(work.groups(), shard_bytes)
-        with reporting(progress, "quantizing") as quantized:
+        with reporting(progress, "quantizing") as report_file:
             for index, groups in enumerate(files):
-                quantized("file", index, len(files))
+                report_file("file", index, len(files))
                 if index >= len(written.files):
                     layout = {name: work.tensors[name] for names, _ in groups for name in names}
                     file = f"model-{index + 1:05}-of-{len(files):05}.safetensors"
@@ -128,58 +140,58 @@ def quantize_files(
         return work.reported(written.told)
 
 
-def _without_data(chosen: LayerRecipes, choice: Choice, loss: Loss | None) -> Source:
-    """The Source of a choice, where there are no batches."""
+def _without_data(recipes: LayerRecipes, choice: Choice, loss: Loss | None) -> Source:
     if loss is not None:
         raise ValueError("quantize_files: a loss is for method='guided-gptq', which needs data; give batches=")
     if choice.transforms:
         raise ValueError(f"quantize_files: {choice.transforms[0].name} needs data; give batches=")
     source = Ruled(None if choice.weights is None else choice.weights.rule("quantize_files"))
-    for one in chosen.recipes:
-        source.input_scales("", torch.empty(0, device="meta"), one)  # refuses static scales
+    for row in recipes.recipes:
+        source.input_scales("", torch.empty(0, device="meta"), row)  # raises for static scales
     return source
 
 
 class _Job(NamedTuple):
-    """A weight to quantize: what ``source`` calls it, and on the meta device, which part of which tensor it is."""
+    """A weight to quantize."""
 
-    name: str
-    matrix: Tensor
+    name: str  # in the source
+    matrix: Tensor  # the weight, or a part of a stored tensor, on the meta device
     recipe: Recipe
 
 
 class _Planned(Allocated):
-    """Allocates weights on the meta device, and notes what each is to be made of, by the storage of its codes."""
+    """Allocates weights on the meta device, and records a job for each, by the storage of its codes."""
 
     def __init__(self) -> None:
         self.jobs: dict[int, _Job] = {}
 
     def weight(self, name: str, matrix: Tensor, recipe: Recipe) -> tuple[Quantized, None]:
-        made, _ = super().weight(name, matrix, recipe)
-        self.jobs[storage(made.codes)] = _Job(name, matrix, recipe)
-        return made, None
+        weight, _ = super().weight(name, matrix, recipe)
+        self.jobs[storage(weight.codes)] = _Job(name, matrix, recipe)
+        return weight, None
 
 
 class _Work:
-    """What is to be done: ``model``, on the meta device, is quantized; its tensors are made when they are asked for.
+    """The quantized ``model`` on the meta device, and the jobs that make its tensors.
 
-    ``tensors``: of the quantized model, each once; ``tied``: the other names of those that have several.
+    Attributes:
+        tensors: The tensors of the quantized model, each once.
+        tied: The first name of each further name of a tensor.
     """
 
     def __init__(
         self,
         model: nn.Module,
         stored: Stored,
-        chosen: LayerRecipes,
+        recipes: LayerRecipes,
         source: Source,
         skip: Skip,
         edits: Iterable[Edit] = (),
     ) -> None:
         self.stored, self.source = stored, source
         self.edits = {edit.name: edit.value for edit in edits}
-        chosen = source.recipes(chosen)
         planned = _Planned()
-        self.report = quantize_from(model, chosen, planned, skip)
+        self.report = quantize_from(model, source.recipes(recipes), planned, skip)
         self.tensors, self.tied = distinct(model.state_dict())
         self.layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
         self.jobs = {name: planned.jobs[storage(layer.codes)] for name, layer in self.layers.items()}
@@ -188,22 +200,24 @@ class _Work:
         }
         for name, tensor in self.tensors.items():
             if tensor.is_meta and name.rpartition(".")[2] not in (*PARTS, *INPUT_PARTS) and not self.stored.has(tensor):
-                raise ValueError(f"{name} is made of a part of a tensor, which is only done in memory; use quantize_")
+                raise ValueError(
+                    f"{name} is made of a part of a tensor, which needs the model in memory; use quantize_"
+                )
 
     def groups(self) -> list[Group]:
-        """The tensors that are made together, in the order of the model."""
-        found: dict[str, list[str]] = {}
+        """Groups of tensors that are made together, in the order of the model."""
+        groups: dict[str, list[str]] = {}
         for name in self.tensors:
             layer = name.rpartition(".")[0]
-            found.setdefault(layer if self._is_part(name) else name, []).append(name)
-        return [(tuple(names), sum(self.tensors[name].nbytes for name in names)) for names in found.values()]
+            groups.setdefault(layer if self._is_part(name) else name, []).append(name)
+        return [(tuple(names), sum(self.tensors[name].nbytes for name in names)) for names in groups.values()]
 
     def _is_part(self, name: str) -> bool:
         layer, _, part = name.rpartition(".")
         return layer in self.layers and part in (*PARTS, *INPUT_PARTS)
 
-    def make(self, groups: Iterable[Group], told: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a file, each made when it is asked for; ``told`` gets the energies of weights and errors."""
+    def make(self, groups: Iterable[Group], energies: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a file, made one after the other. Adds the energies of weights and errors."""
         for names, _ in groups:
             layer = names[0].rpartition(".")[0]
             if not self._is_part(names[0]):
@@ -211,16 +225,16 @@ class _Work:
                 yield names[0], self.stored.read(self.tensors[names[0]]) if edit is None else edit
                 continue
             try:
-                made, told[layer] = self._quantized(self.jobs[layer])
+                state, energies[layer] = self._quantized(self.jobs[layer])
             except (ValueError, TypeError) as error:
                 raise type(error)(f"layer {layer!r}: {error}") from error
-            yield from ((name, made[name.rpartition(".")[2]]) for name in names)
+            yield from ((name, state[name.rpartition(".")[2]]) for name in names)
 
     def _quantized(self, job: _Job) -> tuple[dict[str, Tensor], list[float]]:
         matrix = self.stored.read(job.matrix)
-        made, pair = self.source.weight(job.name, matrix, job.recipe)
+        weight, pair = self.source.weight(job.name, matrix, job.recipe)
         assert pair is not None
-        layer = QuantLinear(made, None, job.recipe, self.source.input_scales(job.name, matrix, job.recipe))
+        layer = QuantLinear(weight, None, job.recipe, self.source.input_scales(job.name, matrix, job.recipe))
         return layer.state_dict(), pair.tolist()
 
     def reported(self, energies: Mapping[str, list[float]]) -> Report:

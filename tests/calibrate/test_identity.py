@@ -151,11 +151,11 @@ def importing(output, batch):
         (lambda: (one for one in ()), "pickle cannot write a builtins.generator"),
         (lambda: partial(loss, batch=threading.Lock()), "pickle cannot write a _thread.lock"),
         (lambda: importing, "it imports support when it is called"),
-        (lambda: Plain(sys.modules[__name__]), f"it holds all of the module {__name__}"),
+        (lambda: Plain(sys.modules[__name__]), f"it refers to the module {__name__} as a whole"),
     ],
 )
 def test_what_has_no_digest_is_named(value, told):
-    with pytest.raises(ValueError, match=f"the loss cannot be told from others: {told}; use plain data, tensors"):
+    with pytest.raises(ValueError, match=f"the loss has no digest to identify it: {told}; use plain data, tensors"):
         digest(value(), "the loss")
 
 
@@ -175,7 +175,7 @@ def test_another_loss_or_method_is_another_run(tmp_path):
         calibrated(loss=cubed)
     with pytest.raises(ValueError, match=r"of another run: its loss is '[0-9a-f]+', here it is None"):
         calibrated()
-    with pytest.raises(ValueError, match="the loss cannot be told from others: pickle cannot write"):
+    with pytest.raises(ValueError, match="the loss has no digest to identify it: pickle cannot write"):
         lb.calibrate(
             model, "int8", batches, directory=tmp_path / "new", loss=partial(loss, other=threading.Lock())
         )  # fmt: skip

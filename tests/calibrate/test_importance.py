@@ -161,9 +161,9 @@ def test_a_run_that_saves_its_blocks_finds_the_same_bits(tmp_path):
 
 def test_what_is_refused():
     model = Model()
-    with pytest.raises(ValueError, match="only method='guided-gptq' looks at a loss"):
+    with pytest.raises(ValueError, match="only method='guided-gptq' uses a loss"):
         lb.calibrate(model, RECIPE, batches(), "gptq", loss=next_tokens)
-    with pytest.raises(ValueError, match=r"gradient of the loss at layer 'first' holds NaN or Inf in batch 0"):
+    with pytest.raises(ValueError, match=r"gradient of the loss at layer 'first' has NaN or Inf in batch 0"):
         lb.calibrate(model, RECIPE, batches(), "guided-gptq", skip=(), loss=lambda y, x: (y.sum() - y.sum()).sqrt())
     with pytest.raises(ValueError, match="needs data"):
         lb.calibrate(model, RECIPE, None, "guided-gptq")
@@ -184,14 +184,14 @@ class Into(Block):
 def test_what_torch_cannot_differentiate_is_said_with_what_to_do(method):
     model = Stack()
     model.blocks = nn.ModuleList(Into(32) for _ in range(2))
-    with pytest.raises(RuntimeError, match=f"{method} takes gradients of the model.*out=.*; method='gptq' takes none"):
+    with pytest.raises(RuntimeError, match=f"{method} needs gradients of the model.*out=.*; method='gptq' needs none"):
         lb.calibrate(model, RECIPE, batches(), method, skip=())
 
 
 def test_without_a_gradient_the_default_is_gptq():
     torch.manual_seed(0)
     model = Detached()
-    with pytest.warns(UserWarning, match="gptq takes the place of guided-gptq"):
+    with pytest.warns(UserWarning, match="using gptq instead of guided-gptq"):
         made = lb.calibrate(model, RECIPE, batches(), skip=())
     plain = lb.calibrate(model, RECIPE, batches(), "gptq", skip=())
     assert {row.method for row in made.rows.values()} == {"gptq"}

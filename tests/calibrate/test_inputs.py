@@ -72,9 +72,9 @@ def test_tied_layers_have_input_scales_of_their_own():
 
 def test_static_recipes_need_data_and_their_calibration():
     plain, x = model(), torch.randn(64, 24)
-    with pytest.raises(ValueError, match="'int8-static' quantizes inputs by scales that come from data"):
+    with pytest.raises(ValueError, match="'int8-static' has static input scales, which need calibration data"):
         lb.quantize_(plain, "int8-static")
-    with pytest.raises(ValueError, match=r"'int8-static' quantizes inputs by scales.*give batches"):
+    with pytest.raises(ValueError, match=r"'int8-static' has static input scales.*give batches"):
         lb.calibrate(plain, "int8-static", None, "search")
 
     class Aside(nn.Sequential):

@@ -254,7 +254,7 @@ def test_a_method_of_a_third_party_is_known_by_name():
         changed = copy.deepcopy(model)
         lb.quantize_(changed, "int8", method="mine_half")
         assert torch.equal(changed[0].weight.codes, expected.codes), "data-free methods serve quantize_"
-        with pytest.raises(ValueError, match=r"takes methods without data.*mine-half.*lowbit\.calibrate"):
+        with pytest.raises(ValueError, match=r"needs a data-free method.*mine-half.*lowbit\.calibrate"):
             lb.quantize_(nn.Sequential(nn.Linear(8, 8)), "int8", method="mine-data")
         with pytest.raises(ValueError, match=r"unknown method 'mine-hlaf' \(did you mean mine-half\?\)"):
             choose("mine-hlaf")

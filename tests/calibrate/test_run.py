@@ -230,7 +230,7 @@ def test_blocks_that_are_no_chain_are_taken_whole():
     expected = METHODS["gptq"].solve(weight, lb.scheme("int4:group16"), inputs)
     assert torch.equal(calibration.weights["blocks.0.up"].codes, expected.codes)
     for method in ("ls-gptq", "signround"):
-        with pytest.raises(ValueError, match=rf"{method} compares blocks.*use method='gptq'"):
+        with pytest.raises(ValueError, match=rf"{method} compares each block.*use method='gptq'"):
             lb.calibrate(model, "int4-weight-only:group16", [x], method)
 
 
@@ -307,7 +307,7 @@ def test_damaged_and_strange_files_are_refused(tmp_path):
 def test_another_model_recipe_or_choice_of_layers_is_named():
     model = Stack()
     made = lb.calibrate(model, "int4-weight-only:group32", tokens())
-    with pytest.raises(ValueError, match=r"calibration of 'blocks.0.up' is for .*group32.* quantize_ is to use nf4"):
+    with pytest.raises(ValueError, match=r"calibration of 'blocks.0.up' is for .*group32.* the recipe is nf4"):
         lb.quantize_(model, "nf4", made)
     other = copy.deepcopy(model)
     other.blocks[1].gate.weight.data[3, 4] += 1
@@ -381,7 +381,7 @@ def test_a_layer_that_no_batch_reaches_is_chosen_without_data():
 def test_numbers_that_are_none_are_refused_by_layer_and_batch():
     model, batches = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [torch.ones(3, 4) for _ in range(3)]
     batches[1][2, 3] = torch.nan
-    with pytest.raises(ValueError, match=r"layer '0', batch 1: an input holds NaN or Inf"):
+    with pytest.raises(ValueError, match=r"layer '0', batch 1: an input has NaN or Inf"):
         lb.calibrate(model, "int8-weight-only", batches)
     model[1].weight.data[0, 0] = torch.inf
     with pytest.raises(ValueError, match=r"layer '1': 1 of the weight's 16 elements are NaN or Inf"):
@@ -392,11 +392,11 @@ def test_what_cannot_be_calibrated_is_refused():
     model = Stack()
     with pytest.raises(ValueError, match="method 'gptq' needs data; give batches, or one of nearest"):
         lb.calibrate(model, "int8", None, "gptq")
-    with pytest.raises(ValueError, match=r"there are no batches \(an iterator gives them once\)"):
+    with pytest.raises(ValueError, match=r"there are no batches \(an iterator yields them only once\)"):
         lb.calibrate(model, "int8", iter([]))
     with pytest.raises(TypeError, match=r"the model must be an nn.Module, got str"):
         lb.calibrate("int8", model, tokens())
-    with pytest.raises(ValueError, match=r"method 'hqq' cannot serve it: nf4.* is not of integers"):
+    with pytest.raises(ValueError, match=r"method 'hqq' does not support this weight: nf4.* does not have integers"):
         lb.calibrate(model, "nf4", tokens(), "hqq")
     with pytest.raises(TypeError, match=r"a batch is a tensor, a tuple.*got str"):
         lb.calibrate(model, "int8", ["text"], "gptq")
@@ -510,7 +510,7 @@ def test_a_directory_of_another_run_is_refused(tmp_path):
             lb.calibrate(m, r, b, how, directory=tmp_path / "a")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "thesis.txt").write_text("")
-    with pytest.raises(ValueError, match="not empty and holds no run"):
+    with pytest.raises(ValueError, match="not empty and has no run"):
         lb.calibrate(model, "int8", batches, "gptq", directory=tmp_path / "b")
 
 
@@ -527,7 +527,7 @@ def test_what_a_kill_in_the_first_write_leaves_is_no_other_run(tmp_path):
     assert not list((tmp_path / "run").glob(".*"))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / ".thesis.txt.tmp").write_text("")
-    with pytest.raises(ValueError, match="not empty and holds no run"):
+    with pytest.raises(ValueError, match="not empty and has no run"):
         lb.calibrate(model, "int8", None, "search", directory=tmp_path / "other")
 
 

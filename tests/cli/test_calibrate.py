@@ -173,7 +173,7 @@ def test_arguments_are_checked_before_the_model_is_loaded(run, llama, monkeypatc
         (("--bits", "1.5"), "--bits 1.5: the smallest recipe, int4-weight-only, has 4.250 bits per weight"),
         (("--bits", "nan"), "expect a finite number"),
         (("none", "--bits", "8"), "at least one recipe other than none"),
-        (("--bits", "5", "--method", "gptq"), "methods without data, one of nearest, signed"),
+        (("--bits", "5", "--method", "gptq"), "a data-free method, one of nearest, signed"),
     ):
         assert message in run("quantize", model, *arguments, *text, code=1)
 

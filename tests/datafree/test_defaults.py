@@ -92,7 +92,7 @@ def test_methods_that_quantize_cannot_take():
     model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8))
     found = lb.calibrate(model, "int4-weight-only", None)
     for arguments, error, match in (
-        ({"method": "gptq"}, ValueError, r"quantize_ takes methods without data, one of nearest, .*lowbit.calibrate"),
+        ({"method": "gptq"}, ValueError, r"quantize_ needs a data-free method, one of nearest, .*lowbit.calibrate"),
         ({"method": "neerest"}, ValueError, "did you mean nearest"),
         ({"method": 3}, TypeError, "method must be a name"),
         ({"calibration": found, "method": "mse"}, ValueError, "give one of the two"),

@@ -294,7 +294,7 @@ def test_what_it_refuses_and_warns_of():
         ([None], [x], {}, "give recipes to choose from"),
         (["int8"], [], {}, "give batches"),
         (["int8-static"], [x], {}, "static"),
-        (["int8"], [x], {"method": "gptq"}, "methods without data"),
+        (["int8"], [x], {"method": "gptq"}, "a data-free method"),
         (["int8"], [x], {"method": "signed"}, None),
         (["nf4"], [x], {"method": "hqq"}, "layer '0': method 'hqq' does not support this weight"),
         (["int8"], [x], {"loss": lambda y, batch: y.sum() * math.nan}, "the loss is nan"),

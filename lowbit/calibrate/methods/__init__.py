@@ -1,4 +1,4 @@
-"""The table of methods that choose codes and scales for a weight. One file here is one method (or a family)."""
+"""The table of methods that quantize weights. Each file is one method or family."""
 
 from lowbit.calibrate.methods.base import METHODS, Method, default_method
 

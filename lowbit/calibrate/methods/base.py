@@ -1,4 +1,4 @@
-"""What a method is, and the table of them."""
+"""Method: how a weight is quantized, and the table of methods."""
 
 from __future__ import annotations
 
@@ -21,12 +21,17 @@ __all__ = ["METHODS", "Method", "default_method"]
 class Method(NamedTuple):
     """How the weight of a layer is quantized.
 
-    ``solve(weight, scheme, statistics)``: ``weight`` fp32 [out, in]; ``statistics`` of the layer's inputs, or None
-    without data. ``need``: the statistics that it requires, one of ``statistics.NEEDS``; ``uses``: those that it takes
-    where there is data. ``refuses(scheme)``: the reason why it does not support weights of this scheme, or None.
-    ``guided``: whether rows of the inputs count by what they do to the model's loss (``importance``).
-    ``tune(layers, run, targets)``: of methods that learn the layers of a block together; ``solve`` is for the layers
-    outside of blocks.
+    Attributes:
+        name: The name for ``calibrate``.
+        about: One line of prose.
+        solve: ``solve(weight, scheme, statistics)`` returns the Quantized of ``weight`` fp32 [out, in]. ``statistics``
+            of the layer's inputs is None without data.
+        need: The statistics that the method requires, one of ``statistics.NEEDS``.
+        uses: The statistics that it uses if there is data.
+        refuses: ``refuses(scheme)`` returns the reason why the method does not support a scheme, or None.
+        guided: Whether input rows are weighted by the gradient of the model's loss.
+        tune: ``tune(layers, run, targets)`` learns the layers of a block together. ``solve`` is then for layers outside
+            of blocks.
     """
 
     name: str
@@ -39,30 +44,32 @@ class Method(NamedTuple):
     tune: Callable[[Sequence[Observed], Callable[[int], Tensor], Sequence[Tensor]], None] | None = None
 
     def rule(self, caller: str) -> DataFreeMethod:
-        """The method without data. Raises ValueError where it needs some."""
+        """Return the method as a data-free method. Raises ValueError if it needs data."""
         if self.need != "nothing":
-            raise ValueError(f"{caller} takes methods without data, one of {', '.join(DATA_FREE)}; got {self.name!r}")
+            raise ValueError(f"{caller} needs a data-free method, one of {', '.join(DATA_FREE)}; got {self.name!r}")
         return DataFreeMethod(
             self.name, self.about, lambda weight, scheme: self.solve(weight, scheme, None), self.refuses
         )
 
 
 def _search(weight: Tensor, scheme: Scheme, statistics: Statistics | None = None) -> Quantized:
-    """The least squared error of the weights, weighted with E[x^2]."""
+    """Least squared error of the weights, weighted with E[x^2]."""
     importance = statistics.squares if statistics is not None and statistics.rows else None
     return quantize(weight, scheme, *scales.search(weight, scheme, importance))
 
 
-def _without_data(rule: DataFreeMethod) -> Method:
-    """A rule as a method, which looks at no statistics."""
-    return Method(rule.name, rule.about, lambda weight, scheme, _: rule.solve(weight, scheme), refuses=rule.refuses)
+def _without_data(method: DataFreeMethod) -> Method:
+    """A data-free method as a Method."""
+    return Method(
+        method.name, method.about, lambda weight, scheme, _: method.solve(weight, scheme), refuses=method.refuses
+    )
 
 
-#: Every method: the rules that need no data, and those that look at it. Names are API; ``register_method`` adds one.
+#: All methods, data-free ones included. Names are API; ``register_method`` adds one.
 METHODS: dict[str, Method] = {
     row.name: row
     for row in (
-        *(_without_data(rule) for rule in DATA_FREE.values() if rule.name != "search"),
+        *(_without_data(method) for method in DATA_FREE.values() if method.name != "search"),
         Method("search", DATA_FREE["search"].about, _search, uses="squares"),
         Method(
             "gptq", "columns one after the other, each making up for the errors before it (arXiv 2210.17323)",
@@ -85,7 +92,5 @@ METHODS: dict[str, Method] = {
 
 
 def default_method(scheme: Scheme, data: bool, gradient: bool = True) -> Method:
-    """The best known method for weights of this scheme, with data or without; ``gradient``: whether the model's loss
-    can be differentiated.
-    """
+    """The best known method for a scheme, with or without data. ``gradient``: whether the loss has a gradient."""
     return METHODS["guided-gptq" if gradient else "gptq"] if data else METHODS[default_data_free(scheme).name]

@@ -1,8 +1,8 @@
-"""GPTQ: columns are rounded one after the other, and what is not rounded yet makes up for the errors.
+"""GPTQ: rounds column by column, and adjusts the later columns to compensate for the errors.
 
-Columns come in the order of falling E[x^2]; the scales are chosen before, for the columns in their own order, so that
-no index is needed at run time. Source: Frantar et al., arXiv 2210.17323. Then, where scales are floating-point numbers,
-those that fit the codes best are found by least squares and columns are rounded again, as long as rows lose less.
+Columns are rounded in the order of falling E[x^2]. Scales are chosen first, for the columns in their original order, so
+that no index is needed at run time. Source: Frantar et al., arXiv 2210.17323. Floating-point scales are then fitted to
+the codes by least squares, and columns are rounded again. Rows with a smaller error are kept.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ from lowbit.user_warnings import warn
 
 __all__ = ["damped", "solve", "solve_corrected"]
 
-#: What is added to the diagonal of the Gram matrix, as a fraction of its mean; and how often ten times as much is
-#: tried where it has no Cholesky factor.
+#: The damping of the Gram matrix, as a fraction of its mean diagonal; and the number of tries, each with ten times as
+#: much, if it has no Cholesky factor.
 _DAMPING, _TRIES = 0.01, 6
 
-#: How often scales are fitted to the codes, and what keeps the fit solvable, as a fraction of its mean diagonal.
+#: How often scales are fitted to the codes, and the ridge of the fit, as a fraction of its mean diagonal.
 _FITS, _RIDGE = 2, 1e-6
 
-#: Numbers in the equations that are solved at a time.
+#: Elements of the equation systems that are solved at a time.
 _EQUATIONS = 1 << 24
 
-#: Columns whose errors are applied together to the columns behind them.
+#: Columns whose errors are applied together to later columns.
 _COLUMNS = 128
 
 
 def solve(weight: Tensor, scheme: Scheme, statistics: Statistics | None) -> Quantized:
-    """The weight with each column's error made up for by the columns after it."""
+    """GPTQ of the weight."""
     assert statistics is not None
     return _solve(weight, scheme, statistics.gram)
 
 
 def solve_corrected(weight: Tensor, scheme: Scheme, statistics: Statistics | None) -> Quantized:
-    """GPTQ of ``W (G + d I) (H + d I)^-1``: on the inputs that the quantized layers before give (``H = E[x x^T]``) it
-    comes closest to what ``W`` computes of the inputs ``p`` of the unquantized model (``G = E[p x^T]``).
+    """GPTQ of ``W (G + d I) (H + d I)^-1``, the least-squares target on inputs x from quantized layers.
+
+    It comes closest to ``W p`` for the inputs p of the unquantized model, with ``H = E[x x^T]`` and ``G = E[p x^T]``.
     """
     assert statistics is not None
     gram, cross = statistics.gram, statistics.cross
@@ -54,16 +55,13 @@ def solve_corrected(weight: Tensor, scheme: Scheme, statistics: Statistics | Non
 
 
 def damped(gram: Tensor) -> tuple[float, Tensor]:
-    """What was added to the diagonal of ``gram``, and the lower Cholesky factor of the sum.
-
-    Raises ValueError where there is none.
-    """
+    """The damping of ``gram``, and the lower Cholesky factor with it. Raises ValueError if there is no factor."""
     mean = float(gram.diagonal().mean())
     damping = _DAMPING * mean if mean > 0 else 1.0
     eye = torch.eye(gram.shape[0], dtype=gram.dtype, device=gram.device)
     for attempt in range(_TRIES):
-        factor, wrong = torch.linalg.cholesky_ex(gram + damping * eye)
-        if int(wrong) == 0 and bool(factor.isfinite().all()):
+        factor, failed = torch.linalg.cholesky_ex(gram + damping * eye)
+        if int(failed) == 0 and bool(factor.isfinite().all()):
             if attempt:
                 warn(
                     f"the inputs' Gram matrix [{gram.shape[0]}, {gram.shape[0]}] has no Cholesky factor with the usual "
@@ -71,7 +69,7 @@ def damped(gram: Tensor) -> tuple[float, Tensor]:
                 )
             return damping, factor
         damping *= 10
-    raise ValueError("the Gram matrix of the inputs has no Cholesky factor even with much damping; use method='search'")
+    raise ValueError("the inputs' Gram matrix has no Cholesky factor even with high damping; use method='search'")
 
 
 def _solve(weight: Tensor, scheme: Scheme, gram: Tensor) -> Quantized:
@@ -79,44 +77,44 @@ def _solve(weight: Tensor, scheme: Scheme, gram: Tensor) -> Quantized:
     order = gram.diagonal().argsort(descending=True, stable=True)
     damping, factor = damped(gram[order][:, order])
     upper = torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True)
-    best = found = _rounded_all(weight, scheme, chosen, order, upper)
+    best = current = _rounded_all(weight, scheme, chosen, order, upper)
     if scheme.affine or not chosen.scale.is_floating_point() or scheme.block[0] != 1:
         return best
     full = gram + damping * torch.eye(gram.shape[0], dtype=gram.dtype, device=gram.device)
     least = _losses(best, weight, full)
     for _ in range(_FITS):
-        found = _rounded_all(weight, scheme, _fitted(found, weight, full), order, upper)
-        loss = _losses(found, weight, full)
+        current = _rounded_all(weight, scheme, _fitted(current, weight, full), order, upper)
+        loss = _losses(current, weight, full)
         less = (loss < least)[:, None]
         least = torch.minimum(loss, least)
         best = replace(
-            best, codes=torch.where(less, found.codes, best.codes), scale=torch.where(less, found.scale, best.scale)
+            best, codes=torch.where(less, current.codes, best.codes), scale=torch.where(less, current.scale, best.scale)
         )
     return best
 
 
 def _losses(q: Quantized, weight: Tensor, gram: Tensor) -> Tensor:
-    """What each row loses: [N]."""
-    wrong = q.dequantize(torch.float32).sub_(weight)
-    return ((wrong @ gram) * wrong).sum(1)
+    """The squared output error of each row: [N]."""
+    error = q.dequantize(torch.float32).sub_(weight)
+    return ((error @ gram) * error).sum(1)
 
 
 def _fitted(q: Quantized, weight: Tensor, gram: Tensor) -> Scales:
-    """For each row the scales of its blocks that fit its codes best: those of least squares in the inputs' measure."""
+    """The scales with the least squared output error of each row's codes."""
     rows, cols = weight.shape
     block = q.scheme.block_of(rows, cols)
     codes = q.dequantize(torch.float32).div_(spread(q.scale.float(), block, rows, cols))
     member = torch.arange(cols, device=weight.device) // block[1]
     piece = max(1, _EQUATIONS // (q.scale.shape[1] ** 2))
     fitted = [
-        _least_squares(one, target, gram, member)
-        for one, target in zip(codes.split(piece), weight.split(piece), strict=True)
+        _least_squares(rows, target, gram, member)
+        for rows, target in zip(codes.split(piece), weight.split(piece), strict=True)
     ]
     return scales.rescaled(Scales.of(q), torch.cat(fitted))
 
 
 def _least_squares(codes: Tensor, weight: Tensor, gram: Tensor, member: Tensor) -> Tensor:
-    """The scales [N, C] by which ``codes`` come closest to ``weight``; ``member`` [K]: the block of each column."""
+    """The least-squares scales [N, C] of ``codes``. ``member`` [K]: the block of each column."""
     blocks = int(member[-1]) + 1
 
     def sums(values: Tensor) -> Tensor:
@@ -125,12 +123,12 @@ def _least_squares(codes: Tensor, weight: Tensor, gram: Tensor, member: Tensor) 
     left = torch.stack([sums((codes[:, member == i] @ gram[member == i]) * codes) for i in range(blocks)], 1)
     ridge = _RIDGE * left.diagonal(dim1=1, dim2=2).mean(1)
     left.diagonal(dim1=1, dim2=2).add_(ridge[:, None] + torch.finfo(left.dtype).tiny)
-    found: Tensor = torch.linalg.solve(left, sums((weight @ gram) * codes))
-    return found
+    solution: Tensor = torch.linalg.solve(left, sums((weight @ gram) * codes))
+    return solution
 
 
 def _rounded_all(weight: Tensor, scheme: Scheme, chosen: Scales, order: Tensor, upper: Tensor) -> Quantized:
-    """The weight with each column's error made up for by the columns after it in ``order``, by these scales."""
+    """GPTQ in ``order`` with fixed scales."""
     rows, cols = weight.shape
     block = scheme.block_of(rows, cols)
     steps = spread(scale_value(chosen.scale, scheme, chosen.global_scale), block, rows, cols)[:, order].t().contiguous()
@@ -144,7 +142,7 @@ def _rounded_all(weight: Tensor, scheme: Scheme, chosen: Scales, order: Tensor, 
 
 
 def _columns(left: Tensor, steps: Tensor, zeros: Tensor | None, upper: Tensor, scheme: Scheme) -> Tensor:
-    """The weights as they are when they are rounded, one column a row: [K, N]. Overwrites ``left``."""
+    """The transposed weights [K, N] as they are when they are rounded. Overwrites ``left``."""
     for start in range(0, left.shape[0], _COLUMNS):
         stop = min(start + _COLUMNS, left.shape[0])
         piece, errors = left[start:stop], torch.empty_like(left[start:stop])
@@ -161,7 +159,7 @@ def _columns(left: Tensor, steps: Tensor, zeros: Tensor | None, upper: Tensor, s
 
 
 def _rounded(column: Tensor, step: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
-    """The nearest numbers that codes stand for."""
+    """The nearest decoded values."""
     format, units = scheme.format, column / step
     if format.kind != "integer":
         return decode(encode(units, format.name), format.name) * step

@@ -1,7 +1,7 @@
-"""SignRound: which way each weight is rounded, and the scale of each block, learned by signed gradient descent.
+"""SignRound: learns the rounding of each weight and the scale of each block by signed gradient descent.
 
-The layers of a block of the model are learned together, so that the block's outputs come closest to what the
-unquantized model has there. Source: Cheng et al., arXiv 2309.05516.
+The layers of a model's block are learned together, to minimize the error of the block's outputs against the
+unquantized model. Source: Cheng et al., arXiv 2309.05516.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from lowbit.tensor.quantized import Quantized, Scales
 
 __all__ = ["ITERATIONS", "tune"]
 
-#: Steps, batches in each, how far from its place a weight may be moved (in steps between codes), and how far a scale.
+#: Steps, batches per step, the maximum shift of a weight (in steps between codes), and the range of a scale's factor.
 ITERATIONS, _BATCHES, _REACH, _SCALES = 200, 2, 0.5, (0.5, 1.2)
 
-#: How fast scales are learned, to the speed of weights: at the same speed they swing, and the loss stays high.
+#: Learning rate of scales relative to weights. With equal rates scales oscillate, and the loss stays high.
 _SCALE_SPEED = 0.1
 
 
 def tune(
     layers: Sequence[Observed], run: Callable[[int], Tensor], targets: Sequence[Tensor], iterations: int = ITERATIONS
 ) -> None:
-    """Set ``layer.tuned`` of each layer. ``run(number)``: the block's output for a batch; ``targets``: what it should
-    be, by batch.
+    """Set ``layer.tuned`` of each layer. ``run(number)`` returns the block's output for a batch, ``targets`` are the
+    desired outputs.
     """
     roundings = {layer.weight_name: _Rounding(layer) for layer in layers}
     for layer in layers:
@@ -49,7 +49,7 @@ def tune(
 def _descend(
     roundings: list[_Rounding], run: Callable[[int], Tensor], targets: Sequence[Tensor], iterations: int
 ) -> None:
-    """Keep of all steps the one whose batches lose least; the first one is the start."""
+    """Run the descent, and keep the step with the smallest loss. The first step is the unchanged start."""
     generator = torch.Generator().manual_seed(0)
     order = torch.cat([torch.randperm(len(targets), generator=generator) for _ in range(1 + iterations * _BATCHES)])
     learned = [row for rounding in roundings for row in rounding.learned]
@@ -62,9 +62,9 @@ def _descend(
         for number in batches:
             loss = (run(number).float() - targets[number].float()).square().mean()
             total += float(loss.detach()) / float(targets[number].float().square().mean().clamp(min=1e-30))
-            for slope, found in zip(slopes, torch.autograd.grad(loss, tensors, allow_unused=True), strict=True):
-                if found is not None:
-                    slope += found
+            for slope, grad in zip(slopes, torch.autograd.grad(loss, tensors, allow_unused=True), strict=True):
+                if grad is not None:
+                    slope += grad
         if least is None or total < least:
             least = total
             for rounding in roundings:
@@ -78,8 +78,11 @@ def _descend(
 
 
 class _Rounding:
-    """The rounding of one weight: ``shift`` [out, in] in steps between codes, ``factor`` of each block's scale, where
-    scales are floating-point numbers.
+    """The learned rounding of one weight.
+
+    Attributes:
+        shift: The shift of each weight [out, in], in steps between codes.
+        factor: The factor of each block's scale; None if scales are not floating-point.
     """
 
     def __init__(self, layer: Observed) -> None:
@@ -96,7 +99,7 @@ class _Rounding:
 
     @property
     def learned(self) -> list[tuple[Tensor, float]]:
-        """What is learned, with how fast."""
+        """The learned tensors, with their relative learning rates."""
         return [(self.shift, 1.0), *([] if self.factor is None else [(self.factor, _SCALE_SPEED)])]
 
     def clamp(self) -> None:
@@ -105,7 +108,7 @@ class _Rounding:
             self.factor.clamp_(*_SCALES)
 
     def keep(self) -> None:
-        """Remember what is learned so far."""
+        """Save the current state as the best."""
         self.best = self.shift.detach().clone(), None if self.factor is None else self.factor.detach().clone()
 
     def _scales(self, factor: Tensor | None) -> Scales:
@@ -114,7 +117,7 @@ class _Rounding:
         return scales.rescaled(self.start, self.start.scale.float() * factor)
 
     def __call__(self) -> Tensor:
-        """The rounded weight, whose gradient passes straight through the rounding to shifts and factors."""
+        """The rounded weight, with a straight-through gradient for shift and factor."""
         moved = self.weight + self.shift * self.gaps
         factor = None if self.factor is None else self.factor.detach()
         rounded = fake_quantize(moved.detach(), self.scheme, *self._scales(factor))
@@ -132,9 +135,9 @@ class _Rounding:
         return quantize(self.weight + shift * self.gaps, self.scheme, *self._scales(factor))
 
 
-def _gaps(weight: Tensor, scheme: Scheme, given: Scales) -> Tensor:
-    """The distance between the two numbers with a code that each weight lies between."""
-    step = spread(scale_value(given.scale, scheme, given.global_scale), scheme.block_of(*weight.shape), *weight.shape)
+def _gaps(weight: Tensor, scheme: Scheme, start: Scales) -> Tensor:
+    """The distance between the two decoded values around each weight."""
+    step = spread(scale_value(start.scale, scheme, start.global_scale), scheme.block_of(*weight.shape), *weight.shape)
     if scheme.format.kind == "integer":
         return step
     table = torch.tensor(sorted({value for value in scheme.format.table if math.isfinite(value)}))

@@ -1,4 +1,4 @@
-"""The table of transforms: what is done to a model, without changing what it computes, so that it quantizes better."""
+"""Transforms that make a model easier to quantize without changing its output."""
 
 from lowbit.calibrate.transforms.base import TRANSFORMS, Transform, transform_
 from lowbit.calibrate.transforms.maps import MAPS, Map

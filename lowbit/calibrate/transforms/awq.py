@@ -1,6 +1,6 @@
-"""AWQ: columns are scaled by a power of their mean activation, the one by which rounded weights lose least.
+"""AWQ: scales columns by the power of their mean activation with the least output error.
 
-Source: Lin et al., arXiv 2306.00978. The loss of outputs is computed of E[x x^T], so that no inputs are kept.
+Source: Lin et al., arXiv 2306.00978. The output error is computed from E[x x^T], so no inputs are stored.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from lowbit.functional import fake_quantize
 
 __all__ = ["factors"]
 
-#: Powers are tried in so many steps from 0 to 1.
+#: Steps of the power from 0 to 1.
 _STEPS = 20
 
 
 def factors(layers: list[Observed], statistics: Statistics) -> Tensor:
-    """``mean|x_j|^r``, with the ``r`` of the least squared error of the layers' outputs."""
+    """``mean|x_j|^r``, with the ``r`` of the least squared output error."""
     magnitude = statistics.magnitude
     magnitude = torch.where(magnitude > 0, magnitude, magnitude.max())
     best, least = torch.ones_like(magnitude), None
@@ -37,5 +37,5 @@ def factors(layers: list[Observed], statistics: Statistics) -> Tensor:
 def _loss(layer: Observed, scale: Tensor, gram: Tensor) -> float:
     weight = layer.weight.float()
     rounded = layer.rotated(fake_quantize(layer.rotated(weight * scale), layer.recipe.weight))
-    wrong = rounded / scale - weight
-    return float(((wrong @ gram) * wrong).sum(dtype=torch.float64))
+    error = rounded / scale - weight
+    return float(((error @ gram) * error).sum(dtype=torch.float64))

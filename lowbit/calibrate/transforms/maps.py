@@ -1,9 +1,8 @@
-"""Which modules of a block feed which linear layers, by the name of the block's class.
+"""Maps of which modules of a block feed which linear layers, by the name of the block's class.
 
-Columns of the inputs of ``after`` can be divided by a factor where they are made, in the output of ``before``, and the
-weights that they meet multiplied with it: a norm whose output goes to these layers and nowhere else, or a linear layer
-whose output reaches them through nothing but sums and products of whole columns (values through attention, ``up``
-through a gate).
+Columns of the output of ``before`` are divided by factors, and weight columns of ``after`` multiplied by them. So
+``before`` must be a norm whose output goes only to these layers, or a linear layer whose output reaches them only
+through sums and products of full columns (values through attention, ``up`` through a gate).
 """
 
 from __future__ import annotations
@@ -14,9 +13,12 @@ __all__ = ["MAPS", "Map"]
 
 
 class Map(NamedTuple):
-    """``before``: the name of a norm or a linear layer in the block; ``after``: those of the linear layers it feeds.
+    """A module and the linear layers that it feeds.
 
-    ``part``: which rows of a linear layer ``before`` are meant: ``(2, 3)`` is the last of three equal parts.
+    Attributes:
+        before: The name of a norm or linear layer in the block.
+        after: The names of the linear layers that it feeds.
+        part: The rows of a linear layer ``before``: ``(2, 3)`` is the last of three equal parts.
     """
 
     before: str
@@ -31,7 +33,7 @@ _LLAMA = (
     Map("mlp.up_proj", ("mlp.down_proj",)),
 )
 
-#: By the name of a block's class; add to it for other models: ``lowbit.calibrate.transforms.MAPS["MyBlock"] = ...``.
+#: Maps by class name of a block. Add rows for other models: ``lowbit.calibrate.transforms.MAPS["MyBlock"] = ...``.
 MAPS: dict[str, tuple[Map, ...]] = {
     "LlamaDecoderLayer": _LLAMA,
     "MistralDecoderLayer": _LLAMA,

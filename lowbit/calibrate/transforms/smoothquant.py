@@ -1,4 +1,4 @@
-"""SmoothQuant: half of what a column of activations is larger than others is given to the weights that it meets.
+"""SmoothQuant: moves half of the range of large activation columns to the weights.
 
 Source: Xiao et al., arXiv 2211.10438, equation 4.
 """
@@ -13,12 +13,12 @@ from lowbit.calibrate.statistics import Statistics
 
 __all__ = ["factors"]
 
-#: How much of the difference goes to the weights.
+#: The share of the range that moves to the weights.
 _ALPHA = 0.5
 
 
 def factors(layers: list[Observed], statistics: Statistics) -> Tensor:
-    """``max|x_j|^a / max|w_j|^(1 - a)`` of each column; 1 where either is 0."""
+    """``max|x_j|^a / max|w_j|^(1 - a)`` of each column; 1 if either is 0."""
     weights = torch.stack([layer.weight.float().abs().amax(0) for layer in layers]).amax(0)
-    found = statistics.largest**_ALPHA / weights ** (1 - _ALPHA)
-    return torch.where(found.isfinite() & (found > 0), found, 1.0)
+    ratio = statistics.largest**_ALPHA / weights ** (1 - _ALPHA)
+    return torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0)
