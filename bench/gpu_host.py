@@ -61,7 +61,7 @@ def stubbed() -> Iterator[None]:
         stack.enter_context(gpu_trace.pretended())
         table = registry._table | {(op, "cpu"): registry._table[op, "cuda"] for op in OPS}
         for where, name, value in (
-            (registry, "_table", table), (registry, "kind_of", registry.look_of), (registry, "prepared", {}),
+            (registry, "_table", table), (registry, "call_key", registry.call_signature), (registry, "prepared", {}),
             (gpu_trace.triton, "capability", lambda device: (9, 0)),
             (torch.cuda, "get_device_capability", lambda device: (9, 0)), (torch.cuda, "current_device", lambda: 0),
             (start, "_compiled", _Compiled()),

@@ -1,4 +1,4 @@
-"""``python -m lowbit``: the command without its installed script."""
+"""The command line as ``python -m lowbit``."""
 
 from lowbit.cli import main
 

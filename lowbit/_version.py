@@ -1,3 +1,3 @@
-"""The version; it stands here alone."""
+"""The version, defined only here."""
 
 __version__ = "0.2.0.dev0"

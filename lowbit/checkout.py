@@ -1,6 +1,6 @@
-"""Folders of a source checkout that are subpackages once installed: ``kernels/`` and ``bench/`` stand at its top.
+"""Makes ``kernels/`` and ``bench/`` of a source checkout importable as ``lowbit.kernels`` and ``lowbit.bench``.
 
-They have no ``__init__.py``. If the checkout is on ``sys.path``, a folder with one would hide an installed package of
+They have no ``__init__.py``. With the checkout on ``sys.path``, a folder with one would hide an installed package of
 the same name, such as Hugging Face's ``kernels``.
 """
 
@@ -15,7 +15,6 @@ __all__: list[str] = []
 
 
 def _adopt() -> None:
-    """In a checkout, whether installed or not, make ``lowbit.bench`` and ``lowbit.kernels`` its folders."""
     root = Path(__file__).parents[1]
     for name in ("bench", "kernels"):
         full = f"lowbit.{name}"

@@ -1,6 +1,6 @@
-"""Techniques that cannot be combined: which, why, and what to do instead. Errors and docs/memory.md have these words.
+"""The table of techniques that cannot be combined, with reasons and remedies; source of errors and docs/memory.md.
 
-The code that refuses a pair raises ``refusal(name, who)``; a pair that it cannot notice says so in the table.
+Code that detects a pair raises an error with ``refusal(name, who)``.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ __all__ = ["COMBINATIONS", "Combination", "refusal"]
 
 
 class Combination(NamedTuple):
-    """``noticed``: whether the second technique raises where the first is on; else nothing tells."""
+    """Two techniques that cannot be combined."""
 
     first: str
     second: str
     why: str
+    #: The remedy.
     instead: str
+    #: Whether an error is raised.
     noticed: bool = True
 
     @property
     def words(self) -> str:
+        """The error message without its caller."""
         return f"{self.first} cannot be combined with {self.second}: {self.why}; {self.instead}"
 
 
@@ -29,32 +32,33 @@ _IN_BACKWARD = "an optimizer that steps in the backward pass (lb.optim.in_backwa
 COMBINATIONS = {
     "in_backward ddp": Combination(
         _IN_BACKWARD, "DistributedDataParallel",
-        "gradients are reduced after they are complete, and a step would see one process' gradients",
-        "shard the model with FSDP2 (fully_shard), whose gradients are complete when reduced",
+        "the step would run before gradients are reduced over processes",
+        "shard the model with FSDP2 (fully_shard), which reduces gradients before the step",
     ),
     "in_backward processes": Combination(
-        _IN_BACKWARD, "whole parameters in several processes", "each would step by one process' gradient",
+        _IN_BACKWARD, "unsharded parameters in several processes",
+        "each process would step with its own gradient only",
         "shard the model with FSDP2 (fully_shard) first",
     ),
     "in_backward offload": Combination(
         _IN_BACKWARD, "lb.optim.offload_", "states are moved around step(), which does nothing here",
-        "use one of them; offload_(optimizer, where, gradients=True) moves gradients too",
+        "use one of them; offload_(optimizer, to, gradients=True) also offloads gradients",
     ),
     "in_backward scaler": Combination(
-        _IN_BACKWARD, "LossScaler", "parameters have moved by scaled gradients before anything can look at these",
+        _IN_BACKWARD, "LossScaler", "parameters are updated before scaled gradients can be checked",
         "train in bf16, which needs no scaler, or step after the backward pass",
     ),
     "in_backward clip": Combination(
-        _IN_BACKWARD, "lb.optim.clip_grad_norm_", "gradients are gone when their norm is asked for",
-        "step after the backward pass, with lb.optim.offload_(optimizer, where, gradients=True) where memory is short",
+        _IN_BACKWARD, "lb.optim.clip_grad_norm_", "gradients are freed before their norm is computed",
+        "step after the backward pass, with lb.optim.offload_(optimizer, to, gradients=True) if memory is short",
     ),
     "in_backward torch clip": Combination(
-        _IN_BACKWARD, "torch.nn.utils.clip_grad_norm_", "it finds no gradients, and answers 0",
+        _IN_BACKWARD, "torch.nn.utils.clip_grad_norm_", "it finds no gradients, and returns 0",
         "use lb.optim.clip_grad_norm_, which raises, and step after the backward pass", noticed=False,
     ),
     "in_backward accumulation": Combination(
-        _IN_BACKWARD, "accumulation of gradients", "each backward pass is a step",
-        "step after the backward pass, or take smaller batches with a smaller learning rate",
+        _IN_BACKWARD, "gradient accumulation", "each backward pass is a step",
+        "step after the backward pass, or use smaller batches with a smaller learning rate",
     ),
     "offload dtensor": Combination(
         "lb.optim.offload_", "DTensors (FSDP2)", "their states are sharded already",
@@ -62,109 +66,110 @@ COMBINATIONS = {
     ),
     "offload shard": Combination(
         "lb.optim.offload_", "lb.distributed.shard_ by zero1, zero2, zero3 or hsdp", "states are sharded instead",
-        "call lb.optim.unoffload_ first, and shard_(..., offload=True) to keep shares in host memory",
+        "call lb.optim.unoffload_ first; shard_(..., offload=True) keeps shards in host memory",
     ),
     "tied blocks": Combination(
         "a weight that several blocks share, or a block and the rest of the model",
         "lb.distributed.shard_ by zero2, zero3 or hsdp",
-        "each block is gathered and freed on its own, and would free the other's weight",
-        "take strategy='ddp' or 'zero1', or give blocks=[...] of which one module holds all that share the weight "
-        "(blocks=[]: the model is one)",
+        "each block is gathered and freed separately, and would free the weight of the other",
+        "use strategy='ddp' or 'zero1', or pass blocks=[...] with a module that contains all users of the weight "
+        "(blocks=[]: the whole model)",
     ),
     "offload gradients torch clip": Combination(
         "lb.optim.offload_(gradients=True) on CUDA", "torch.nn.utils.clip_grad_norm_",
-        "gradients are on the host, and it finds none", "use lb.optim.clip_grad_norm_", noticed=False,
+        "gradients are in host memory, and it finds none", "use lb.optim.clip_grad_norm_", noticed=False,
     ),
     "offload activations shard": Combination(
         "lb.memory.offload_activations", "lb.distributed.shard_ by zero2, zero3 or hsdp",
-        "no plan predicts what FSDP2 gathers while activations come back",
-        "take strategy='ddp' or 'zero1', or keep activations in memory",
+        "plans do not predict the memory of FSDP2's all-gathers while activations are loaded",
+        "use strategy='ddp' or 'zero1', or keep activations in memory",
     ),
     "stream processes": Combination(
-        "lb.memory.stream_blocks_", "several processes of a plan", "each would move the whole model",
-        "share it with strategy='zero3', whose blocks are gathered one at a time, or plan for a single process",
+        "lb.memory.stream_blocks_", "a plan for several processes", "each process would move the whole model",
+        "shard it with strategy='zero3', which gathers one block at a time, or plan for a single process",
     ),
     "stochastic fp32": Combination(
-        "master='stochastic'", "weights in fp32", "it is of weights in bf16, which random bits round",
-        "require 'bf16' or a recipe with it",
+        "master='stochastic'", "weights in fp32", "stochastic rounding is for weights in bf16",
+        "require 'bf16' or a recipe with bf16 weights",
     ),
     "stochastic fp16": Combination(
-        "master='stochastic'", "weights in fp16", "of these the optimizer keeps masters in fp32 alone",
-        "leave 'stochastic' out, or call model.bfloat16() first",
+        "master='stochastic'", "weights in fp16", "for fp16 weights the optimizer only supports fp32 masters",
+        "drop 'stochastic', or call model.bfloat16() first",
     ),
     "stream dtensor": Combination(
-        "lb.memory.stream_blocks_", "DTensors (FSDP2)", "their shards are gathered and freed by FSDP2 itself",
+        "lb.memory.stream_blocks_", "DTensors (FSDP2)", "FSDP2 gathers and frees their shards itself",
         "use fully_shard(..., offload_policy=CPUOffloadPolicy())",
     ),
     "segments compile": Combination(
         'segments of checkpoints ("sqrt", "segments:k") and checkpoint_(to=...)',
         "torch.compile(fullgraph=True)",
-        "compiled code recomputes one module at a time, and moves nothing (without fullgraph=True they run uncompiled)",
+        "compiled code recomputes one module at a time, without offload (without fullgraph=True they run uncompiled)",
         'use a policy of single modules such as "block", without to=..., or uncheckpoint_ before torch.compile',
     ),
     "checkpoint func": Combination(
         "lb.memory.checkpoint_", "torch.func (grad, vmap, jvp, jacrev and so on) and forward-mode derivatives",
-        "the second run of a block is outside of the transform, whose tensors are gone by then",
-        "call lb.memory.uncheckpoint_(model) first, or take gradients by backward(), torch.autograd.grad or "
-        "torch.autograd.functional; under torch.no_grad() vmap runs",
+        "blocks are recomputed after the transform has ended",
+        "call lb.memory.uncheckpoint_(model) first, or compute gradients with backward(), torch.autograd.grad or "
+        "torch.autograd.functional; vmap works under torch.no_grad()",
     ),
     "wrapped estimate": Combination(
         "DistributedDataParallel or FullyShardedDataParallel", "lb.estimate",
-        "they exchange gradients with data, and an estimate has none",
-        "estimate the module within, model.module; DistributedDataParallel holds one more copy of the gradients, "
-        "unless gradient_as_bucket_view=True",
+        "they exchange gradients, which have no data in an estimate",
+        "estimate model.module; DistributedDataParallel allocates one more copy of the gradients, unless "
+        "gradient_as_bucket_view=True",
     ),
     "dtensor estimate": Combination(
-        "DTensors (FSDP2, tensor parallelism)", "lb.estimate", "an estimate is one of whole tensors",
-        "estimate the model before fully_shard or parallelize_module; of what is sharded each process holds its part",
+        "DTensors (FSDP2, tensor parallelism)", "lb.estimate", "an estimate needs unsharded tensors",
+        "estimate the model before fully_shard or parallelize_module; each process then holds its share of sharded "
+        "tensors",
     ),
     "stream estimate": Combination(
-        "lb.memory.stream_blocks_", "lb.estimate", "no estimate follows weights that come and go",
-        "estimate the model without it, and take off the weights of all its blocks but two",
+        "lb.memory.stream_blocks_", "lb.estimate", "an estimate does not track weights that are loaded and freed",
+        "estimate the model without it, and subtract the weights of all blocks except two",
     ),
     "offload estimate": Combination(
-        "lb.optim.offload_", "lb.estimate", "an estimate has no states with data, which could be moved",
-        "estimate with the plain optimizer, and take off its states (by_kind says their bytes)",
+        "lb.optim.offload_", "lb.estimate", "states have no data in an estimate, so they cannot be moved",
+        "estimate with the plain optimizer, and subtract its states (by_kind has their bytes)",
     ),
     "memory strategy": Combination(
         "lowbit train --memory", "--strategy, several processes", "it plans a run in one process",
-        "train in one process, without torchrun; lowbit fit --gpus plans runs of several",
+        "train in one process, without torchrun; lowbit fit --gpus plans runs in several processes",
     ),
     "tail strategy": Combination(
-        "lowbit train --tail", "--strategy, several processes", "it changes what a state holds in the last steps",
-        "leave --tail out, or train in one process, without torchrun",
+        "lowbit train --tail", "--strategy, several processes", "it changes the training state in the last steps",
+        "drop --tail, or train in one process, without torchrun",
     ),
     "watch strategy": Combination(
-        "lowbit train --watch", "--strategy, several processes", "it looks at the casts of one process",
-        "leave --watch out, or train in one process, without torchrun",
+        "lowbit train --watch", "--strategy, several processes", "it watches the casts of one process",
+        "drop --watch, or train in one process, without torchrun",
     ),
     "profile strategy": Combination(
         "lowbit train --profile-memory", "--strategy, several processes", "it profiles one process",
-        "leave --profile-memory out, or train in one process, without torchrun",
+        "drop --profile-memory, or train in one process, without torchrun",
     ),
     "checkpointing memory": Combination(
-        "lowbit train --checkpointing", "--memory", "checkpointing is what a plan chooses",
-        "leave --checkpointing out",
+        "lowbit train --checkpointing", "--memory", "the plan chooses checkpointing",
+        "drop --checkpointing",
     ),
     "tail memory": Combination(
-        "lowbit train --tail", "--memory", "it computes the last steps without codes, in more memory than is planned",
-        "leave one of the two out",
+        "lowbit train --tail", "--memory", "its last steps are not quantized and need more memory than is planned",
+        "drop one of the two",
     ),
     "watch memory": Combination(
-        "lowbit train --watch", "--memory", "steps that are watched hold more than is planned",
-        "leave one of the two out",
+        "lowbit train --watch", "--memory", "watched steps need more memory than is planned",
+        "drop one of the two",
     ),
     "explain memory": Combination(
-        "lowbit train --explain", "--memory", "it is of runs without a plan",
-        "leave --memory out, or ask lowbit fit demo --memory",
+        "lowbit train --explain", "--memory", "it explains runs without a plan",
+        "drop --memory, or run lowbit fit demo --memory",
     ),
     "profile profiler": Combination(
-        "lb.memory.profile", "torch.profiler or another lb.memory.profile", "torch's profiler cannot run twice",
-        "end the other one first",
+        "lb.memory.profile", "torch.profiler or another lb.memory.profile", "torch's profiler cannot be nested",
+        "end the other profiler first",
     ),
 }  # fmt: skip
 
 
 def refusal(name: str, who: str) -> str:
-    """The words of an error that ``who`` raises for a pair of the table."""
+    """The error message that ``who`` raises for a pair of the table."""
     return f"{who}: {COMBINATIONS[name].words}"

@@ -1,4 +1,4 @@
-"""The processes of ``torch.distributed`` that look at data together."""
+"""Helpers for data that all processes of ``torch.distributed`` compare or exchange."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ __all__ = ["everywhere", "exchange_device", "gather_flat", "gathered", "processe
 
 
 def processes() -> int:
-    """How many processes of ``torch.distributed`` run together."""
+    """The world size of ``torch.distributed``; 1 if it is not initialized."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def exchange_device() -> torch.device:
-    """Where a tensor has to be for the default process group to exchange it: the CPU, unless the group serves none.
+    """The device of tensors that the default process group exchanges: the CPU, if the group supports it.
 
-    A group made for ``"nccl"`` alone exchanges CUDA tensors only; one made for ``"cpu:gloo,cuda:nccl"`` takes both.
+    A group made for ``"nccl"`` only exchanges CUDA tensors; one made for ``"cpu:gloo,cuda:nccl"`` supports both.
     """
     devices = [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
     return torch.device("cpu" if "cpu" in devices else devices[0])
 
 
 def everywhere(holds: bool) -> bool:
-    """Whether ``holds`` is true in every process."""
+    """Whether ``holds`` is true in all processes."""
     if processes() == 1:
         return holds
     votes = torch.tensor([holds], dtype=torch.int32, device=exchange_device())
@@ -33,7 +33,7 @@ def everywhere(holds: bool) -> bool:
 
 
 def gathered(x: Tensor) -> list[Tensor]:
-    """``x`` of each process, in their order."""
+    """``x`` of each process, by rank."""
     if processes() == 1:
         return [x]
     copies = [torch.empty_like(x) for _ in range(processes())]
@@ -42,8 +42,8 @@ def gathered(x: Tensor) -> list[Tensor]:
 
 
 def gather_flat(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The flat ``x`` of each process, one after the other; all have as many elements."""
-    found = x.new_empty(dist.get_world_size(group) * len(x))
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name from torch 2.13 on
-    gather(found, x, group=group)
-    return found
+    """The flat ``x`` of all processes, concatenated by rank; all must have the same length."""
+    out = x.new_empty(dist.get_world_size(group) * len(x))
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    gather(out, x, group=group)
+    return out

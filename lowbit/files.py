@@ -1,7 +1,7 @@
-"""Files that are written whole or not at all, and read with suspicion.
+"""Atomic writes and validated reads of files, and locks of directories.
 
-A new file is written under a random name that no other process can hold or have prepared (``O_EXCL``), flushed to disk
-and renamed. JSON files may be edited by hand; who reads one checks what it holds.
+A new file is written under a random name that did not exist before (``O_EXCL``), flushed to disk and renamed. Users may
+edit JSON files, so readers validate them.
 """
 
 from __future__ import annotations
@@ -40,37 +40,37 @@ __all__ = [
     "write_record",
 ]
 
-#: No JSON file of lowbit comes near this many bytes.
+#: Limit of JSON files, far above the size of any that lowbit writes.
 MOST_JSON = 64 << 20
 
-#: What a checked file begins with; the digest, a newline and the payload follow.
+#: Header of a checked file; the digest, a newline and the payload follow.
 _MAGIC = b"lowbit-checked-1 sha256:"
 
-#: How much of a file is read at a time.
+#: Bytes that are read at a time.
 _PIECE = 1 << 20
 
-#: What ``replaced`` calls a file that is not finished.
+#: Names of unfinished files of ``replaced``.
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp")
 
-#: What the system says where a disk has no locks for directories.
+#: Errors of file systems that cannot lock directories.
 _NO_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 80
 
-#: What a file holds, for a message: cut where it is long or deep.
+#: A value for a message, shortened if it is long or deep.
 shown: Callable[[Any], str] = _short.repr
 
 
 @contextmanager
 def resumable(directory: Path) -> Iterator[None]:
-    """An error of the system inside says what remains of a run in ``directory``."""
+    """Adds to an OSError raised inside that finished parts in ``directory`` remain and the call can be repeated."""
     try:
         yield
     except OSError as error:
         text = (
-            f"{error.strerror or error}; what was finished in {directory} is whole: mend that, and the same call goes "
-            f"on from there"
+            f"{error.strerror or error}; finished parts in {directory} are intact: fix the error, and repeat the call "
+            f"to continue from there"
         )
         if error.errno is None:
             raise OSError(text) from error
@@ -79,14 +79,14 @@ def resumable(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A new, empty file beside ``path``, which takes its place once it is filled; a failure leaves the old file.
+    """Yields a new, empty file in the folder of ``path``, which replaces ``path`` at the end.
 
-    Of several writers at once the last one wins. Raises: OSError, with the name of ``path``.
+    A failure leaves the old file. Among concurrent writers the last one wins. Raises OSError with the name of ``path``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        temporary.open("xb").close()  # never an existing file, never through a link
+        temporary.open("xb").close()  # exclusive: never an existing file or a link
         try:
             yield temporary
             os.replace(temporary, path)
@@ -97,30 +97,30 @@ def replaced(path: Path) -> Iterator[Path]:
     except OSError as error:
         if error.errno is None or error.filename is not None:
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from error  # of a full disk the system names no file
+        raise OSError(error.errno, error.strerror, str(path)) from error  # errors of a full disk name no file
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Let ``write`` fill the file that is ``replaced``. Raises: OSError."""
+    """Writes a file with ``write``, atomically and flushed to disk. Raises OSError."""
     with replaced(path) as temporary, open(temporary, "wb") as file:
         write(file)
         flush(file)
 
 
 def left_behind(directory: Path, name: str | None = None) -> list[Path]:
-    """What killed writers of ``directory / name``, or of any file, have left beside it."""
-    found = ((path, _TEMPORARY.fullmatch(path.name)) for path in directory.iterdir())
-    return [path for path, match in found if match and name in (None, match["name"])]
+    """Unfinished files that killed writers of ``directory / name``, or of any file, have left."""
+    matches = ((path, _TEMPORARY.fullmatch(path.name)) for path in directory.iterdir())
+    return [path for path, match in matches if match and name in (None, match["name"])]
 
 
 def flush(file: BinaryIO) -> None:
-    """Bring what was written to ``file`` to the disk."""
+    """Flushes ``file`` to disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_directory(directory: Path) -> None:
-    """Bring the names in ``directory`` to the disk; where directories cannot be opened they need no flush."""
+    """Flushes the file names in ``directory`` to disk; only POSIX systems need this."""
     if os.name == "posix":
         handle = os.open(directory, os.O_RDONLY)
         try:
@@ -130,46 +130,50 @@ def sync_directory(directory: Path) -> None:
 
 
 def check_regular(path: Path, most: int | None = None) -> int:
-    """The size of a file. Raises: FileNotFoundError; ValueError for a folder, pipe or device, or more bytes than
-    ``most``.
+    """The size of a file in bytes.
+
+    Raises:
+        FileNotFoundError: It does not exist.
+        ValueError: It is a folder, pipe or device, or has more than ``most`` bytes.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path} is not a regular file; remove it, or give another directory")
     if most is not None and status.st_size > most:
-        raise ValueError(f"{path} has {status.st_size} bytes and may have {most} at most; copy or save it again")
+        raise ValueError(f"{path} has {status.st_size} bytes, expected at most {most}; copy or save it again")
     return status.st_size
 
 
 def is_file_name(text: Any) -> bool:
-    """Whether ``text`` can be the name of a file in a directory, as another file gives it."""
+    """Whether ``text``, read from another file, is a plain file name without a folder."""
     return isinstance(text, str) and text.isprintable() and 0 < len(text.encode()) <= 255 and Path(text).name == text
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal. Raises: OSError."""
-    total = hashlib.sha256()
+    """The SHA-256 of a file in hexadecimal. Raises OSError."""
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
         while piece := file.read(_PIECE):
-            total.update(piece)
-    return total.hexdigest()
+            digest.update(piece)
+    return digest.hexdigest()
 
 
-# -- one process a directory -------------------------------------------------------------------------------------------
+# -- one process per directory -----------------------------------------------------------------------------------------
 class DirectoryLock:
-    """A directory that no other process, and no other lock of this one, has at the same time.
+    """An exclusive lock of a directory, against other processes and other locks of this process.
 
-    The system releases it however the process ends, and nothing is written. Where a disk has no locks there is none.
+    The system releases it when the process ends, even if it is killed. It writes no file. Some file systems do not
+    support locks.
 
     Args:
-        directory: It must exist.
-        who: The caller, for the message.
+        directory: An existing directory.
+        who: The calling function, for the message.
 
     Attributes:
-        held: Whether the directory is locked; False where the disk has no locks.
+        held: Whether the directory is locked; False if the file system does not support locks.
 
     Raises:
-        BlockingIOError: Something else has the lock.
+        BlockingIOError: The directory is locked already.
     """
 
     def __init__(self, directory: Path, who: str) -> None:
@@ -195,13 +199,13 @@ class DirectoryLock:
             os.close(handle)
             raise BlockingIOError(
                 errno.EWOULDBLOCK,
-                f"{who}: another run writes to this directory; wait until it has ended, or give another one",
+                f"{who}: another run writes to this directory; wait until it has ended, or pass another directory",
                 str(directory),
             )
         self._handle, self.held = handle, True
 
     def release(self) -> None:
-        """Let others have the directory; again is no error."""
+        """Releases the lock; may be called twice."""
         handle, self._handle, self.held = self._handle, None, False
         if handle is not None:
             os.close(handle)
@@ -209,31 +213,38 @@ class DirectoryLock:
 
 @contextmanager
 def exclusive(directory: Path, who: str) -> Iterator[None]:
-    """Within, ``directory`` is locked. It is made, and goes again where it stays empty.
+    """Context with a ``DirectoryLock`` of ``directory``, which is created, and removed again if it stays empty.
 
-    Raises: BlockingIOError, as ``DirectoryLock``; OSError.
+    Raises:
+        BlockingIOError: The directory is locked already.
+        OSError: It cannot be created.
     """
-    made = not directory.exists()
+    is_new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
     lock = DirectoryLock(directory, who)
     try:
         yield
     finally:
-        if made:
-            with suppress(OSError):  # it holds something now
+        if is_new:
+            with suppress(OSError):  # not empty
                 directory.rmdir()
         lock.release()
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write ``value`` to ``path``, atomically. Raises: OSError."""
+    """Writes ``value`` to ``path``, atomically. Raises OSError."""
     text = json.dumps(value, indent=2).encode() + b"\n"
     write_atomically(path, lambda file: file.write(text))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises: FileNotFoundError; ValueError for anything but a JSON object."""
+    """The object in a JSON file.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        ValueError: It does not contain a JSON object.
+    """
     check_regular(path, MOST_JSON)
     try:
         value = json.loads(path.read_bytes())
@@ -242,7 +253,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(f"{path} is damaged: it is nested too deeply; copy or save it again") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path} is damaged: it holds a JSON {type(value).__name__}, not an object; copy it again")
+        raise ValueError(f"{path} is damaged: expected a JSON object, got a {type(value).__name__}; copy it again")
     return value
 
 
@@ -284,13 +295,18 @@ def _record(line: str) -> tuple[str | None, dict[str, Any]]:
 
 # -- bytes with a checksum ---------------------------------------------------------------------------------------------
 def write_checked(path: Path, payload: bytes) -> None:
-    """Write ``payload`` behind its checksum, atomically. Raises: OSError."""
+    """Writes ``payload`` after its checksum, atomically. Raises OSError."""
     head = _MAGIC + hashlib.sha256(payload).hexdigest().encode() + b"\n"
     write_atomically(path, lambda file: (file.write(head), file.write(payload)))
 
 
 def read_checked(path: Path) -> bytes:
-    """The payload of ``write_checked``. Raises: FileNotFoundError; ValueError for any other content."""
+    """Reads a payload that ``write_checked`` wrote.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        ValueError: It has any other content.
+    """
     check_regular(path)
     with open(path, "rb") as file:
         head = file.read(len(_MAGIC) + 65)

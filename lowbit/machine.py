@@ -1,4 +1,4 @@
-"""The machine that a result is measured on, and the time of a call."""
+"""Facts about the machine for measured results, and the time of a call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["cpu_name", "fastest", "float_precision", "multiplies", "provenance",
 
 
 def cpu_name() -> str:
-    """The processor's name as the system gives it."""
+    """The processor's name as the system reports it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -31,22 +31,22 @@ def cpu_name() -> str:
 
 
 def float_precision() -> str:
-    """``"bf16"`` where the processor multiplies bf16 numbers itself; else ``"fp32"``, which is then the faster one."""
+    """The faster of ``"bf16"`` and ``"fp32"`` on this processor: bf16 if it has instructions that multiply bf16."""
     return "bf16" if multiplies("bf16") else "fp32"
 
 
 def multiplies(precision: str) -> bool:
     """Whether the processor has instructions that multiply numbers in ``"bf16"`` or ``"fp16"``."""
-    asked = getattr(torch.cpu, "get_capabilities", None)
-    if asked is not None:
-        return any(has for name, has in asked().items() if precision in name)
-    if platform.machine() in ("aarch64", "arm64"):  # elsewhere this is true where it is emulated too
+    get_capabilities = getattr(torch.cpu, "get_capabilities", None)
+    if get_capabilities is not None:
+        return any(supported for name, supported in get_capabilities().items() if precision in name)
+    if platform.machine() in ("aarch64", "arm64"):  # on other processors this is also true for emulation
         return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{precision}_supported")())
     return precision == "bf16" and multiplies_bf16()
 
 
 def version(package: str) -> str:
-    """The version of an optional package, or that it is not there."""
+    """The version of an optional package, or ``"not installed"``."""
     try:
         return str(importlib.import_module(package).__version__)
     except (ImportError, AttributeError):
@@ -56,9 +56,12 @@ def version(package: str) -> str:
 def provenance(
     command: str | None = None, packages: Iterable[str] = (), kernels: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """The machine, the versions (those of ``packages`` too), the commit and the hour behind a result.
+    """The machine, versions, commit and time of a measured result.
 
-    ``kernels``: what lowbit's kernels see of the machine (``lowbit.backends.cpu.processor``).
+    Args:
+        command: The command that measured it.
+        packages: Further packages whose versions are included.
+        kernels: The machine as lowbit's kernels see it (``lowbit.backends.cpu.processor``).
     """
     versions = {"lowbit": __version__, "torch": torch.__version__, "Python": platform.python_version()}
     versions |= {name: version(name) for name in packages}
@@ -79,19 +82,19 @@ def provenance(
 def _commit() -> str:
     git = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        told = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
+        run = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
-        return "unknown (git is not there)"
-    return told.stdout.strip() or "unknown (not a git checkout)"
+        return "unknown (git is not installed)"
+    return run.stdout.strip() or "unknown (not a git checkout)"
 
 
 def fastest(run: Callable[[], object], device: torch.device | None = None, times: int = 5) -> float:
-    """The seconds of the fastest of so many runs, which a CUDA ``device`` ends."""
-    found = []
+    """Seconds of the fastest of several runs; a CUDA ``device`` is synchronized after each."""
+    seconds = []
     for _ in range(times):
         begin = time.perf_counter()
         run()
         if device is not None and device.type == "cuda":
             torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - begin)
-    return min(found)
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)

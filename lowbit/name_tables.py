@@ -1,4 +1,4 @@
-"""Tables of named rows: how a name is spelled, what an unknown one may stand for, how a row is added."""
+"""Tables of named rows: spelling of names, suggestions for unknown names, and registration of rows."""
 
 from __future__ import annotations
 
@@ -21,22 +21,28 @@ Row = TypeVar("Row", bound=Named)
 
 
 def spelled(name: str) -> str:
-    """``name`` as tables have it: in lower case, with dashes, which underscores stand for too."""
+    """``name`` in the spelling of tables: lower case, with dashes in place of underscores."""
     return name.lower().replace("_", "-")
 
 
 def did_you_mean(name: str, known: Iterable[str], suffix: str = "") -> str:
-    """The known name that is closest to ``name``, with ``suffix``, in brackets after a space; empty where none is."""
+    """The text " (did you mean NAME?)" with the closest known name and ``suffix``; empty if none is close."""
     names = {spelled(row): row for row in known}
     close = get_close_matches(spelled(name), names, n=1)
     return f" (did you mean {names[close[0]]}{suffix}?)" if close else ""
 
 
 def register(table: MutableMapping[str, Row], row: Row, taken: Iterable[str], what: str) -> None:
-    """Add ``row`` to ``table``, a ``what`` in messages.
+    """Adds ``row`` to ``table``.
 
-    Raises ValueError for a name that is taken, in the table or in ``taken``, and for one that is not spelled with lower
-    case letters, digits and single dashes, as lookups spell it.
+    Args:
+        table: Rows by name.
+        row: The new row. Its name must consist of lower case letters, digits and single dashes.
+        taken: Further names that are not available.
+        what: A noun for the row in messages.
+
+    Raises:
+        ValueError: The name is misspelled or taken.
     """
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", row.name):
         raise ValueError(

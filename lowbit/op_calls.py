@@ -1,8 +1,7 @@
-"""Calls of ``torch.ops.lowbit.*``, with errors of their own type.
+"""Calls of ``torch.ops.lowbit.*`` that raise the original Python errors.
 
-The CPU's kernels are C++ and pass on to Python what they do not serve (csrc/ops_entry.h). An error that Python raises
-there comes back through C++ as its text: a ValueError or RuntimeError for whoever calls the op itself. Here the
-original is raised in its place.
+CPU kernels are in C++ and pass unsupported calls on to Python (csrc/ops_entry.h). C++ only forwards the text of an
+error that Python raises there, as a ValueError or RuntimeError. The functions here raise the original error instead.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ __all__ = ["OVERLOADS", "call", "failed", "fill", "original"]
 
 
 class _Failure(threading.local):
-    """The error of the last call that C++ passed on, and that failed in Python."""
+    """The error of the last call that C++ passed on and that failed in Python."""
 
     error: BaseException | None = None
 
@@ -29,22 +28,22 @@ _failure = _Failure()
 
 
 def failed(error: BaseException) -> None:
-    """Note what was raised in Python, below C++."""
+    """Stores an error that was raised in Python, below C++."""
     _failure.error = error
 
 
 def original(error: Exception) -> BaseException:
-    """What was raised in Python, if ``error`` is its text come back through C++; else ``error`` itself."""
-    own, _failure.error = _failure.error, None
-    return own if own is not None and str(own) == str(error) else error
+    """The stored Python error if ``error`` has its text, else ``error`` itself."""
+    stored, _failure.error = _failure.error, None
+    return stored if stored is not None and str(stored) == str(error) else error
 
 
-#: The overload of every op by its name; lowbit.backends.dispatch fills it.
+#: Overloads of ops by name; lowbit.backends.dispatch fills it.
 OVERLOADS: dict[str, Callable[..., Any]] = {}
 
 
 def call(name: str, *args: Any) -> Any:
-    """``torch.ops.lowbit.NAME(*args)``; without grad mode, straight below autograd, whose kernels are Python."""
+    """Calls ``torch.ops.lowbit.NAME(*args)``. Without grad mode it skips the autograd kernels, which are in Python."""
     try:
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return OVERLOADS[name](*args)
@@ -55,16 +54,17 @@ def call(name: str, *args: Any) -> Any:
 
 
 def fill(name: str, *args: Any, **outs: Tensor) -> None:
-    """``torch.ops.lowbit.NAME_out``: fills ``outs`` and raises their version, so that backward sees what was lost.
+    """Calls ``torch.ops.lowbit.NAME_out``, which fills ``outs``, and increments their versions for autograd's checks.
 
-    Raises RuntimeError for an output that requires grad.
+    Raises:
+        RuntimeError: An output requires grad.
     """
     if torch.is_grad_enabled():
         for label, out in outs.items():
             if out.requires_grad:
                 raise RuntimeError(
-                    f"lowbit.{name}: {label} requires grad, and autograd would miss that it is overwritten; "
-                    "give a detached tensor, or work under torch.no_grad()"
+                    f"lowbit.{name}: {label} requires grad, and autograd would not notice that it is overwritten; "
+                    "pass a detached tensor, or call it under torch.no_grad()"
                 )
     try:
         OVERLOADS[name + "_out"](*args, **outs)

@@ -1,4 +1,4 @@
-"""What takes minutes says how far it is: to a callable, as a bar on a terminal, or else in the log."""
+"""Progress of long functions: to a callable, as a progress bar on a terminal, or in the log."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from lowbit.sizes import amount
 
 __all__ = ["Progress", "bar", "reporting"]
 
-#: Called with what is being done, how much of it is done, and how much there is.
+#: Called with the current item, the number of finished items, and their total.
 Progress = Callable[[str, int, int], None]
 
 _LOGGER = logging.getLogger(__name__)
 
-#: Seconds from one line of the log to the next.
+#: Minimum seconds between lines of the log.
 _LOG_SECONDS = 5.0
 
 
 @contextmanager
 def reporting(progress: Progress | bool | None, description: str) -> Iterator[Progress]:
-    """What to call inside: ``progress`` itself, a bar for True, nothing for False; for None a bar if standard error is
-    a terminal, and else lines of the log.
+    """Context that yields the function to call for progress.
+
+    Args:
+        progress: A function; True for a progress bar; False for nothing. None shows a bar if standard error is a
+            terminal, else lines of the log.
+        description: The task, for bar and log.
     """
     if progress is None and not (sys.stderr is not None and sys.stderr.isatty()):
         yield _paced(description, _LOGGER.info)
@@ -34,14 +38,14 @@ def reporting(progress: Progress | bool | None, description: str) -> Iterator[Pr
     if not isinstance(progress, bool):
         yield progress
     elif progress:
-        with bar(description) as shown:
-            yield shown
+        with bar(description) as update:
+            yield update
     else:
         yield lambda what, done, total: None
 
 
 def _paced(description: str, say: Callable[[str], object]) -> Progress:
-    """Say what is being done in a line, at most once in ``_LOG_SECONDS``, the first time at once."""
+    """A Progress that calls ``say`` with a line at most every ``_LOG_SECONDS``."""
     last = -float("inf")
 
     def log(what: str, done: int, total: int) -> None:
@@ -55,23 +59,24 @@ def _paced(description: str, say: Callable[[str], object]) -> Progress:
 
 @contextmanager
 def bar(description: str) -> Iterator[Progress]:
-    """Inside, a bar on standard error of what is done, with the time that is left and the most memory so far. Blocks of
-    a model are alike, so that the first tells of all. If standard error is no terminal, some lines instead.
+    """Context with a progress bar on standard error that shows the remaining time and peak memory.
+
+    If standard error is not a terminal, it prints lines instead.
     """
-    from rich import progress as rich  # imported when it is needed: the library imports without it
+    from rich import progress as rich  # here, so that lowbit imports without rich
     from rich.console import Console
 
     console = Console(stderr=True, markup=False)
     if not console.is_terminal:
         yield _paced(description, console.print)
         return
-    shown = rich.Progress(
+    display = rich.Progress(
         rich.TextColumn("{task.description}", markup=False), rich.BarColumn(None), rich.MofNCompleteColumn(),
         rich.TimeElapsedColumn(), rich.TextColumn("left:"), rich.TimeRemainingColumn(),
         rich.TextColumn("peak memory {task.fields[peak]}"), console=console,
     )  # fmt: skip
-    with shown:
-        task = shown.add_task(description, total=None, peak=amount(peak_bytes()))
-        yield lambda what, done, total: shown.update(
+    with display:
+        task = display.add_task(description, total=None, peak=amount(peak_bytes()))
+        yield lambda what, done, total: display.update(
             task, description=f"{description}: {what}", completed=done, total=total, peak=amount(peak_bytes())
         )

@@ -1,4 +1,4 @@
-"""Numbers of bytes, read from text and written for people, and changes in words: ``46% less``, ``1.50 MiB more``."""
+"""Sizes in bytes: parsing and printing of sizes, budgets, and changes such as ``46% less`` or ``1.50 MiB more``."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["Budget", "amount", "amount_changed", "budget_in", "bytes_in", "is_by
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
-#: A number of bytes below this is no budget but a number whose unit was forgotten: no model trains or generates in it.
+#: A smaller number of bytes is not a budget: its unit was forgotten.
 _LEAST_BUDGET = 1000
 
 
 def bytes_in(text: str) -> int:
-    """The bytes that a size such as ``80MB`` or ``1.5GiB`` stands for.
+    """Parses a size such as ``80MB`` or ``1.5GiB`` to bytes.
 
     Raises:
-        ValueError: For another text, and for a number without a unit.
+        ValueError: ``text`` is not a size, or has no unit.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]*)", text.strip(), re.ASCII | re.IGNORECASE)
     unit = None if match is None else next((unit for unit in _UNITS if unit.lower() == match[2].lower()), None)
@@ -31,26 +31,26 @@ def bytes_in(text: str) -> int:
 
 
 class Budget(NamedTuple):
-    """A limit of memory: ``size`` in bytes, or where that is None a ``share`` of a whole that is not known yet."""
+    """A memory limit: ``size`` in bytes, or if that is None a ``share`` of a total that is known later."""
 
     size: int | None
     share: float = 1.0
 
-    def of(self, whole: int) -> int:
-        """The limit in bytes, if it is a share one of ``whole`` bytes."""
-        return self.size if self.size is not None else max(int(whole * self.share), 1)
+    def of(self, total: int) -> int:
+        """The limit in bytes; a share is taken of ``total`` bytes."""
+        return self.size if self.size is not None else max(int(total * self.share), 1)
 
 
 def budget_in(value: str | int, who: str, shares: bool = True) -> Budget:
-    """The budget that a caller gave. Callers read it before they plan anything, which may take minutes.
+    """Parses a budget. Call it before planning, which may take minutes.
 
     Args:
         value: Bytes, a size such as ``"6GiB"``, or a share such as ``"60%"``.
-        who: The function that was called, for errors.
-        shares: Whether a share serves.
+        who: The calling function, for errors.
+        shares: Whether a share is supported.
 
     Raises:
-        ValueError: For anything else, and for a number so small that its unit must be missing.
+        ValueError: ``value`` is none of these, or so small that its unit must be missing.
     """
     share = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value.strip(), re.ASCII) if isinstance(value, str) and shares else None
     if share is not None and 0 < float(share[1]) < math.inf:
@@ -71,12 +71,12 @@ def budget_in(value: str | int, who: str, shares: bool = True) -> Budget:
 
 
 def is_bytes(value: Any) -> bool:
-    """Whether ``value`` is a number of bytes: a whole one from 0, and no bool."""
+    """Whether ``value`` is an integer of at least 0, and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
 def amount(size: int) -> str:
-    """A number of bytes in the binary unit that suits it."""
+    """A number of bytes as text with a binary unit."""
     unit = next((unit for unit in ("GiB", "MiB", "KiB") if abs(size) >= _UNITS[unit]), "B")
     return f"{size} B" if unit == "B" else f"{size / _UNITS[unit]:.2f} {unit}"
 
@@ -85,7 +85,7 @@ def amount_changed(change: int) -> str:
     """A change of bytes in words.
 
     Args:
-        change: The bytes after, less those before.
+        change: Bytes after minus bytes before.
 
     Returns:
         ``"1.50 MiB less"``, ``"1.50 MiB more"`` or ``"the same"``.
@@ -97,11 +97,11 @@ def share_changed(change: float, digits: int = 0) -> str:
     """A relative change in words.
 
     Args:
-        change: The change as a fraction of what it is relative to: -0.46 for 54 in place of 100.
-        digits: Digits after the point of the percentage.
+        change: Relative change: -0.46 for 54 instead of 100.
+        digits: Decimal places of the percentage.
 
     Returns:
-        ``"46% less"``, ``"12% more"``, or ``"the same"`` for what rounds to 0%. Of NaN ``"unknown"``.
+        ``"46% less"``, ``"12% more"``, ``"the same"`` if it rounds to 0%, or ``"unknown"`` for NaN.
     """
     if math.isnan(change):
         return "unknown"

@@ -1,6 +1,6 @@
-"""One writer of tables: as Markdown, as aligned text, as CSV, and as a table of rich for a terminal.
+"""Tables as Markdown, aligned text, CSV, or rich tables for a terminal.
 
-Rows are iterables of cells; ``numbers`` are the columns that are aligned to the right, counted from 0.
+Rows are iterables of cells. ``numbers`` are the indices of right-aligned columns.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["aligned", "csv_text", "markdown", "rich_table"]
 
 
 def markdown(head: Sequence[str], rows: Iterable[Iterable[object]], numbers: Collection[int] = ()) -> str:
-    """A Markdown table without a final newline. A ``|`` in a cell is escaped."""
+    """A Markdown table without a final newline; ``|`` in cells is escaped."""
     rule = ("---:" if index in numbers else "---" for index in range(len(head)))
     lines = (" | ".join(str(cell).replace("|", "\\|") for cell in row) for row in (head, rule, *rows))
     return "\n".join(f"| {line.strip()} |" for line in lines)
 
 
 def aligned(rows: Iterable[Sequence[str]], numbers: Collection[int] = (), gap: int = 2) -> str:
-    """Plain text whose columns are as wide as their longest cell and ``gap`` spaces apart."""
+    """Plain text with aligned columns, ``gap`` spaces apart."""
     table = list(rows)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return "\n".join(
@@ -39,7 +39,7 @@ def aligned(rows: Iterable[Sequence[str]], numbers: Collection[int] = (), gap: i
 
 
 def csv_text(rows: Iterable[Mapping[str, object]], last: str | None = None) -> str:
-    """The rows as CSV. The columns stand in the order in which the rows name them, ``last`` after all others."""
+    """The rows as CSV. Columns are in the order of first appearance, with ``last`` at the end."""
     table = list(rows)
     names = dict.fromkeys(name for row in table for name in row if name != last)
     text = io.StringIO()
@@ -52,8 +52,9 @@ def csv_text(rows: Iterable[Mapping[str, object]], last: str | None = None) -> s
 def rich_table(
     head: Sequence[str], rows: Iterable[Iterable[object]], numbers: Collection[int] = (), boxed: bool = False
 ) -> Table:
-    """A table of rich, without a line of titles where ``head`` is empty. Markup in cells is not interpreted; cells that
-    are a ``Text`` keep their style. What is too long for the terminal is folded, never cut off.
+    """A rich table, without a header if ``head`` is empty.
+
+    Markup in cells is not interpreted; ``Text`` cells keep their style. Long cells are folded, not cut off.
     """
     from rich.box import HEAVY_HEAD
     from rich.table import Table

@@ -1,10 +1,9 @@
-"""Everything that lowbit uses of torch and torch does not document, in one file: seen in torch 2.10 to 2.13.
+"""All undocumented functions of torch that lowbit uses, as of torch 2.10 to 2.13.
 
-A torch that renames or changes one of these is served by a change here; ``tests/test_torch_private.py`` calls each. Not
-here, and used directly: ``torch.utils._pytree`` and ``TorchDispatchMode``, which torch's documentation names; operators
-of ``torch.ops.aten``; attributes that torch has had under one name for years and that loops over tensors and modules
-read (``_version``, ``_cdata``, ``_schema``, ``_parameters``, ``_buffers``, ``_modules``); methods that subclasses
-override (``_apply``, ``_load_from_state_dict``).
+If torch renames or changes one of these, only this file changes; ``tests/test_torch_private.py`` calls each. These are
+used directly instead: ``torch.utils._pytree`` and ``TorchDispatchMode``, which torch's documentation names; operators
+of ``torch.ops.aten``; attributes that have been stable for years (``_version``, ``_cdata``, ``_schema``,
+``_parameters``, ``_buffers``, ``_modules``); methods that subclasses override (``_apply``, ``_load_from_state_dict``).
 """
 
 from __future__ import annotations
@@ -85,43 +84,43 @@ __all__ = [
     "without_modes",
 ]
 
-# -- torch's own functions, under another name: they run once an op, where a Python call would add to the op's time ----
+# -- aliases, not wrappers: they run once per op, and a Python call would take time ------------------------------------
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the backward pass that this thread runs; -1 outside of one."""
+"""The number of this thread's backward pass; -1 outside of one."""
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node  # type: ignore[attr-defined]
-"""The node of autograd that runs; None between nodes. Its ``_sequence_nr()`` is what ``sequence_number`` counts."""
+"""The running autograd node; None between nodes. Its ``_sequence_nr()`` is a ``sequence_number``."""
 
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""The number that the next node of autograd gets in this thread."""
+"""The number of the next autograd node in this thread."""
 
 below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd
-"""Within, ops skip autograd's kernels."""
+"""Context in which ops skip autograd's kernels."""
 
 below_torch_dispatch: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch  # type: ignore[attr-defined]
-"""Within, ops skip ``__torch_dispatch__`` of tensors and of modes."""
+"""Context in which ops skip ``__torch_dispatch__`` of tensors and modes."""
 
 make_subclass: Callable[..., Any] = Tensor._make_subclass
 """``make_subclass(cls, tensor, requires_grad=False, ...)``: a tensor of a subclass with the same storage."""
 
 refuse_data_pointer: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
-"""Let a tensor raise where a kernel asks for the address of its numbers to write there, as fake tensors do."""
+"""Make a tensor raise if a kernel requests its data pointer for writing, as fake tensors do."""
 
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
-"""``__torch_function__`` of a subclass whose ops are seen by ``__torch_dispatch__`` alone."""
+"""``__torch_function__`` of a subclass that only uses ``__torch_dispatch__``."""
 
 fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")
-"""Where fake tensors log ops that raise."""
+"""The logger to which fake tensors report ops that raise."""
 
 
 # -- autograd ----------------------------------------------------------------------------------------------------------
 def after_backward(run: Callable[[], None]) -> None:
-    """Call ``run`` at the end of the backward pass that is running."""
+    """Calls ``run`` at the end of the current backward pass."""
     torch.autograd.Variable._execution_engine.queue_callback(run)
 
 
 def single_level_function() -> type:
-    """The base of ``torch.autograd.Function`` for one level of autograd, which transforms of torch.func leave alone."""
+    """The base of ``torch.autograd.Function`` for a single level of autograd, which torch.func does not transform."""
     return torch.autograd.function._SingleLevelFunction
 
 
@@ -131,7 +130,7 @@ def gradient_hooks(param: Tensor) -> dict[int, Any]:
 
 
 def set_gradient_hooks(param: Tensor, hooks: dict[int, Any]) -> None:
-    """Replace the hooks of ``register_post_accumulate_grad_hook``; {} for none, since None would leave them on."""
+    """Replaces the hooks of ``register_post_accumulate_grad_hook``; {} removes all, None would not."""
     param._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
 
 
@@ -141,12 +140,12 @@ def saved_tensors_hooks() -> Any:
 
 
 def push_saved_tensors_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-    """Begin ``torch.autograd.graph.saved_tensors_hooks``, by objects that may be entered again."""
+    """Enters ``torch.autograd.graph.saved_tensors_hooks``, without an object that can be entered only once."""
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def pop_saved_tensors_hooks() -> None:
-    """End what ``push_saved_tensors_hooks`` began."""
+    """Leaves the context of ``push_saved_tensors_hooks``."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
@@ -156,76 +155,76 @@ def profiling() -> bool:
 
 
 def with_version_of(tensor: Tensor) -> Tensor:
-    """The same numbers and the same version counter without a graph; ``detach`` alone begins a counter."""
+    """``tensor.detach()`` that shares the version counter; ``detach`` alone starts a new one."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
 # -- torch.func and forward mode ---------------------------------------------------------------------------------------
 def functorch_level() -> int | None:
-    """The level of the innermost transform of torch.func (grad, vmap), whose tensors wrap others; None outside."""
+    """The level of the innermost transform of torch.func (grad, vmap); None outside."""
     level: int | None = torch._C._functorch.maybe_current_level()
     return level
 
 
 def transforms_tensors() -> tuple[bool, bool]:
-    """Whether a transform of torch.func is under way, and whether a level of forward mode is open."""
+    """Whether a transform of torch.func is active, and whether forward-mode AD is."""
     return torch._C._functorch.peek_interpreter_stack() is not None, forward_ad._current_level >= 0
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 def storage_holders(tensor: Tensor) -> int:
-    """How many tensors and other objects hold the storage of ``tensor``."""
+    """Number of tensors and other objects that share the storage of ``tensor``."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def local_part(param: Any) -> Tensor:
-    """The shard of a DTensor in this process itself; ``to_local`` returns an alias of it."""
+    """This process's shard of a DTensor; ``to_local`` would return an alias."""
     part: Tensor = param._local_tensor
     return part
 
 
 def set_local_part(param: Any, part: Tensor) -> None:
-    """Replace the shard of a DTensor in this process."""
+    """Replaces this process's shard of a DTensor."""
     param._local_tensor = part
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
 def int_mm(a: Tensor, b: Tensor) -> Tensor:
-    """``a [M, K] @ b [K, N]`` of int8, in int32; by cuBLAS."""
+    """``a [M, K] @ b [K, N]`` of int8, in int32, with cuBLAS."""
     return torch._int_mm(a, b)
 
 
 def scaled_mm(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """``a [M, K] @ b [K, N]`` of FP8 with scales; by cuBLAS."""
+    """``a [M, K] @ b [K, N]`` of FP8 with scales, with cuBLAS."""
     return torch._scaled_mm(a, b, *args, **kwargs)
 
 
 def foreach_add_(tensors: list[Tensor], number: float) -> None:
-    """Add a number to each tensor, in one call."""
+    """Adds a number to each tensor, in one call."""
     torch._foreach_add_(tensors, number)
 
 
 def foreach_copy_(tensors: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its tensor, in one call."""
+    """Copies each source into its tensor, in one call."""
     torch._foreach_copy_(tensors, sources)
 
 
 def assert_async(holds: Tensor, message: str = "") -> None:
-    """Raise RuntimeError unless a boolean tensor is true; on CUDA and in graphs without waiting for it."""
+    """Raises RuntimeError unless a boolean tensor is true; on CUDA and in graphs without synchronization."""
     torch._assert_async(holds, message)
 
 
 def has_foreach_kernels(device: torch.device) -> bool:
-    """Whether torch's optimizers compute on lists of parameters on such a device unless told otherwise."""
+    """Whether torch's optimizers use foreach kernels on this device by default."""
     return device.type in _foreach_utils._get_foreach_kernels_supported_devices()
 
 
 def dispatches_to(op: str, key: str) -> bool:
-    """Whether a kernel is registered for ``"namespace::op"`` under a dispatch key such as ``"CUDA"``."""
+    """Whether ``"namespace::op"`` has a kernel for a dispatch key such as ``"CUDA"``."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
 
 
 def multiplies_bf16() -> bool:
-    """Whether an x86 processor multiplies bf16 numbers (AVX512_BF16), for a torch without ``get_capabilities``."""
+    """Whether an x86 processor has AVX512_BF16, for a torch without ``get_capabilities``."""
     return bool(torch.cpu._is_avx512_bf16_supported())

@@ -1,4 +1,4 @@
-"""Backends: tables of kernels. A backend is one module here with ``IMPLS`` and ``unavailable()``."""
+"""Backends: tables of kernels. Each backend is a module with ``IMPLS`` and ``unavailable()``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib import import_module
 
 from lowbit.backends import dispatch, native, registry, steps
 
-#: Modules of this package, each a backend.
+#: Names of the backends, which are modules of this package.
 BACKENDS = ("reference", "cpu", "cuda", "triton", "delegated")
 
 

@@ -1,9 +1,8 @@
-"""Makes every ``OpSpec`` a torch op: ``torch.ops.lowbit.NAME`` and ``NAME_out``, with fakes, on every device.
+"""Registration of every ``OpSpec`` as the torch ops ``lowbit::NAME`` and ``NAME_out``, with fakes, on all devices.
 
-On the CPU most calls end in C++, which checks, allocates and computes (csrc/ops_entry.h). All others come to the
-kernels here, which check with words, ask the registry which implementation serves, allocate and run it: directly on
-other devices, as ``torch.ops.lowbit_table.NAME`` where the C++ kernel passes a call on. C++ asks here, too, for what
-names of formats and schemes stand for.
+On the CPU most calls run entirely in C++, which checks, allocates and computes (csrc/ops_entry.h). Other calls reach
+the kernels here, which check, select an implementation, allocate and run it. C++ passes calls on to them as
+``torch.ops.lowbit_table.NAME``, and also asks here for the parameters of formats and schemes.
 """
 
 from __future__ import annotations
@@ -47,19 +46,19 @@ def register_all() -> None:
 
 
 def _entries() -> frozenset[str]:
-    """The ops whose CPU kernel is C++, once the native library is loaded."""
+    """The ops whose CPU kernel is in C++; none if the native library is not loaded."""
     unusable = native.loading_error()
     if not hasattr(torch.ops.lowbit_native, "entries"):
         return frozenset()
     registry.announce = torch.ops.lowbit_native.choose_elsewhere.default
-    if unusable is not None:  # loaded, but of another table of formats: Python serves every call
+    if unusable is not None:  # built from another table of formats: Python handles every call
         registry.announce(1)
     return frozenset(torch.ops.lowbit_native.entries())
 
 
 # -- what C++ asks ----------------------------------------------------------------------------------------------------
 def _params_of(name: str, find: Callable[[str], formats.Format | scaling.Scheme]) -> list[int]:
-    """The integers of a format or scheme; none where there is no such name, which the op then words."""
+    """The integers of a format or scheme; empty for an unknown name, for which the op then raises."""
     try:
         return list(find(name).params())
     except ValueError:
@@ -79,8 +78,10 @@ for _name, _schema, _answer in (
 
 
 def _define_table(spec: OpSpec, name: str, kernel: Callable[..., Any]) -> None:
-    """``lowbit_table::NAME``: the op for C++ to call. It answers the outputs, or (``_out``) that it filled them; where
-    it fails, none of them, since an exception would not reach the caller."""
+    """Defines ``lowbit_table::NAME`` for C++. It returns the outputs, or for ``_out`` True.
+
+    On failure it returns an empty list or False and stores the error, because an exception would lose its type in C++.
+    """
     filled = name.endswith("_out")
     _table.define(f"{name}({spec.positional[filled]}) -> {'bool' if filled else 'Tensor[]'}")
 
@@ -90,8 +91,8 @@ def _define_table(spec: OpSpec, name: str, kernel: Callable[..., Any]) -> None:
                 cut = len(args) - len(spec.returns)
                 kernel(*args[:cut], **dict(zip(spec.returns, args[cut:], strict=True)))
                 return True
-            made = kernel(*args)
-            return [made] if isinstance(made, Tensor) else list(made)
+            outs = kernel(*args)
+            return [outs] if isinstance(outs, Tensor) else list(outs)
         except BaseException as error:
             failed(error)
             torch.ops.lowbit_native.refuse(isinstance(error, (ValueError, TypeError)), str(error))
@@ -112,21 +113,19 @@ def _device_of(spec: OpSpec, call: Any) -> torch.device:
     return device
 
 
-#: Kinds of calls that are remembered.
+#: Capacity of the cache of calls.
 _MOST = 4096
 
 
 @dataclass
 class _Prepared:
-    """What serves a kind of call, its outputs, and how often one was run; from the third one on by ``replay``.
-
-    ``empty``: no output has an element.
-    """
+    """A checked call with its implementation. If cached, calls after the second use ``replay``."""
 
     impl: registry.Impl
     outs: list[Out]
+    #: Whether no output has an element.
     empty: bool
-    remembered: bool = False
+    cached: bool = False
     runs: int = 0
     replay: Replay | None = None
 
@@ -135,35 +134,36 @@ class _Prepared:
             self.replay(outs, call)
             return
         self.runs += 1
-        if self.runs != _WATCHED or not self.remembered:
+        if self.runs != _WATCHED or not self.cached:
             self.impl.run(outs, call)
             return
-        with watched(outs, call) as found:
+        with watched(outs, call) as replays:
             self.impl.run(outs, call)
-        self.replay = found[0] if found else None
+        self.replay = replays[0] if replays else None
 
 
-#: The run that is watched; the first makes what is remembered, such as compiled kernels and tables.
+#: The run that is recorded for replay. The first one differs, because it compiles kernels and builds tables.
 _WATCHED = 2
 
 
 def _prepare(spec: OpSpec, call: Any) -> _Prepared:
-    """Checks the call; what serves it, and its outputs."""
-    key = registry.kind_of(spec.name, call)
-    known: _Prepared | None = registry.prepared.get(key)
-    if known is not None:
-        return known
+    """Checks the call and selects its implementation, or returns the cached result."""
+    key = registry.call_key(spec.name, call)
+    prepared: _Prepared | None = registry.prepared.get(key)
+    if prepared is not None:
+        return prepared
     device = _device_of(spec, call)
     spec.check(call)
     outs = spec.outputs(call)
     sizes = [torch.Size(shape).numel() for shape, _ in outs]
     impl = registry.select(spec.name, device.type, call, empty=call[0].numel() == 0 or sizes[0] == 0)
-    if key is None or impl.name == "reference":  # of which it is said each time
-        return _Prepared(impl, outs, not any(sizes))
-    if len(registry.prepared) >= _MOST:
-        registry.prepared.clear()
-    found = registry.prepared[key] = _Prepared(impl, outs, not any(sizes), remembered=True)
-    return found
+    prepared = _Prepared(impl, outs, not any(sizes))
+    if key is not None and impl.name != "reference":  # the reference must warn in each call
+        if len(registry.prepared) >= _MOST:
+            registry.prepared.clear()
+        prepared.cached = True
+        registry.prepared[key] = prepared
+    return prepared
 
 
 def _empty(outs: list[Out], device: torch.device) -> tuple[Tensor, ...]:
@@ -173,10 +173,10 @@ def _empty(outs: list[Out], device: torch.device) -> tuple[Tensor, ...]:
 def _new_kernel(spec: OpSpec) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         call = spec.args(*args, **kwargs)
-        known = _prepare(spec, call)
-        outs = _empty(known.outs, call[0].device)
-        if not known.empty:
-            known.run(outs, call)
+        prepared = _prepare(spec, call)
+        outs = _empty(prepared.outs, call[0].device)
+        if not prepared.empty:
+            prepared.run(outs, call)
         return outs if len(outs) > 1 else outs[0]
 
     return kernel
@@ -186,13 +186,13 @@ def _out_kernel(spec: OpSpec) -> Callable[..., None]:
     def kernel(*args: Any, **kwargs: Any) -> None:
         outs = tuple([kwargs.pop(name) for name in spec.returns])
         call = spec.args(*args, **kwargs)
-        known = _prepare(spec, call)
-        _check_outs(spec, known.outs, call[0].device, outs)
-        straight = tuple([out.contiguous() for out in outs])  # the very tensor where it is contiguous already
-        _check_overlap(spec, call, straight)
-        if not known.empty:
-            known.impl.run(straight, call)
-        for out, filled in zip(outs, straight, strict=True):
+        prepared = _prepare(spec, call)
+        _check_outs(spec, prepared.outs, call[0].device, outs)
+        contiguous = tuple([out.contiguous() for out in outs])
+        _check_overlap(spec, call, contiguous)
+        if not prepared.empty:
+            prepared.impl.run(contiguous, call)
+        for out, filled in zip(outs, contiguous, strict=True):
             if out is not filled:
                 out.copy_(filled)
 
@@ -200,8 +200,6 @@ def _out_kernel(spec: OpSpec) -> Callable[..., None]:
 
 
 def _fake(spec: OpSpec) -> Callable[..., Any]:
-    """Checks and outputs are all there is."""
-
     def kernel(*args: Any, **kwargs: Any) -> Any:
         _refuse_onnx(spec)
         call = spec.args(*args, **kwargs)
@@ -226,14 +224,14 @@ def _fake_out(spec: OpSpec) -> Callable[..., None]:
 
 
 def _refuse_onnx(spec: OpSpec) -> None:
-    """Raise where ``torch.onnx.export`` traces: it would fail later, in words that name no remedy."""
+    """Raises if ``torch.onnx.export`` is tracing, which would fail later without naming a remedy."""
     onnx = sys.modules.get("torch.onnx")
     if onnx is not None and onnx.is_in_onnx_export():
         raise RuntimeError(no_onnx(spec.name))
 
 
 def no_onnx(op: str) -> str:
-    """Why ``torch.onnx.export`` fails at an op, and what to do."""
+    """The error for an op in ``torch.onnx.export``."""
     return (
         f"lowbit.{op}: expected a model of torch's own ops, since torch.onnx.export has no ONNX operator for this one, "
         f"got a model of lowbit layers; export lowbit.dequantize_(model), whose layers are plain and hold the decoded "
@@ -253,16 +251,16 @@ def _check_outs(spec: OpSpec, shapes: list[Out], device: torch.device, outs: tup
 
 
 def _span(t: Tensor) -> int:
-    """How many bytes lie between where the first element of a tensor begins and where the last ends."""
+    """Bytes from the first element of a tensor to the end of the last."""
     if t.is_contiguous():
         return t.nbytes
     return t.element_size() * (1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)))
 
 
 def _check_overlap(spec: OpSpec, call: Any, outs: tuple[Tensor, ...]) -> None:
-    """Raises where an output that is filled in place shares bytes with an input or another output."""
-    given = zip(call._fields, call, strict=True)
-    taken = [(name, t.data_ptr(), _span(t)) for name, t in given if isinstance(t, Tensor) and t.numel()]
+    """Raises ValueError if an output shares memory with an input or another output."""
+    arguments = zip(call._fields, call, strict=True)
+    taken = [(name, t.data_ptr(), _span(t)) for name, t in arguments if isinstance(t, Tensor) and t.numel()]
     for name, out in zip(spec.returns, outs, strict=True):
         start, span = out.data_ptr(), out.nbytes
         for other, first, length in taken:
@@ -275,8 +273,8 @@ def _check_overlap(spec: OpSpec, call: Any, outs: tuple[Tensor, ...]) -> None:
 
 
 def _in_place(spec: OpSpec, call: Any, name: str, out: Tensor, other: str) -> bool:
-    """Whether an output is the argument that it may stand in place of."""
+    """Whether an output is the argument that it may replace in place."""
     if spec.in_place.get(name) != other:
         return False
-    given: Tensor = getattr(call, other)
-    return out.data_ptr() == given.data_ptr() and out.stride() == given.stride()
+    argument: Tensor = getattr(call, other)
+    return out.data_ptr() == argument.data_ptr() and out.stride() == argument.stride()

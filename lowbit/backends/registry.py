@@ -1,7 +1,7 @@
-"""Which kernel runs: a table of implementations, and a pure function of the call that picks one.
+"""Kernel selection: the table of implementations, and the rules that pick one for a call.
 
-Selection takes the first implementation in ``ORDER`` for the device whose ``supports`` returns no reason against.
-``use_backend`` narrows the table to one backend; where that one cannot serve, the call raises and says why.
+The first implementation in ``ORDER`` runs that exists for the device and whose ``supports`` returns None.
+``use_backend`` restricts the table to one backend; if that does not support a call, the call raises with the reasons.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lowbit.ops.spec import matrix_shape
 
 __all__ = ["ORDER", "BackendError", "Explanation", "Impl", "Refusal", "add", "impls", "place", "select", "use_backend"]
 
-#: Names of kernels, best first; bench/results/gpu.md has the times that decided. On a CPU Triton's are interpreted and
-#: come last (``place``).
+#: Names of kernels, best first, by the times in bench/results/gpu.md. On a CPU Triton kernels are interpreted and come
+#: last (``place``).
 ORDER = (
-    "triton_implicit",  # reads patches from images; all others lay patches out
+    "triton_implicit",  # reads patches from the image; all other kernels materialize patches
     "delegated_fp8_wide",
     "delegated_fp8",
     "delegated_fp8_blocks",
@@ -39,39 +39,44 @@ ORDER = (
     "triton",
     "triton_apart",
     "cuda",
-    "cpu_bf16",  # says no unless rounding of operands is allowed
+    "cpu_bf16",  # only if rounding of operands to bf16 is allowed
     "cpu",
     "cpu_patches",
     "reference",
 )
 
-#: Fills contiguous outputs that it is given.
+#: A kernel: fills the contiguous outputs.
 Run = Callable[[tuple[Tensor, ...], Any], None]
 
 
 @dataclass(frozen=True)
 class Impl:
-    """One kernel for one op, as ``run(outs, call)``; ``backend`` is its family.
+    """A kernel for an op."""
 
-    ``fewest_rows``: of the first argument as a matrix; with fewer rows, the kernels behind it come first.
-    """
-
+    #: Name of the op.
     op: str
+    #: Name of the kernel, an entry of ``ORDER``.
     name: str
+    #: Device types.
     devices: tuple[str, ...]
+    #: ``run(outs, call)`` fills the outputs.
     run: Run
+    #: ``supports(call)`` returns None, or the reason why the kernel cannot run the call.
     supports: Callable[[Any], str | None] = field(default=lambda call: None)
+    #: Precision in which a float matmul computes, which determines its error bound.
     numerics: Numerics = Numerics()
+    #: With fewer rows of the first argument, later kernels are preferred.
     fewest_rows: int = 1
 
     @property
     def backend(self) -> str:
+        """Name of its backend."""
         return self.name.split("_")[0]
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why an implementation would not serve a call."""
+    """An implementation that does not support a call, and the reason."""
 
     impl: Impl
     reason: str
@@ -79,13 +84,19 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What would run for a call, what refused it, what stands behind, and which backends are absent."""
+    """The result of ``explain``; ``print`` shows it as text."""
 
+    #: Name of the op.
     op: str
+    #: Device type.
     device: str
+    #: The implementation that would run; None if there is none.
     chosen: Impl | None
+    #: Implementations with a higher priority that do not support the call.
     refused: tuple[Refusal, ...]
+    #: Implementations with a lower priority.
     behind: tuple[Impl, ...]
+    #: Backends that are not available, with the reason.
     absent: dict[str, str]
 
     def __str__(self) -> str:
@@ -101,22 +112,22 @@ _absent: dict[str, str] = {}
 _known: set[str] = set()  # names of implementations, and of their backends
 _forced: ContextVar[str | None] = ContextVar("lowbit_backend", default=None)
 
-#: What ``dispatch`` has worked out for kinds of calls (``kind_of``); forgotten when kernels are added.
+#: Cache of ``dispatch`` by ``call_key``; cleared when kernels are added.
 prepared: dict[Any, Any] = {}
 
-#: Told +1 and -1 while a choice is open that kernels which choose for themselves must leave to this table.
+#: Called with +1 and -1 around contexts in which C++ must leave the selection of kernels to this table.
 announce: Callable[[int], object] = lambda change: None
 
-#: The ops that ``explaining`` asks about.
+#: The ops whose selection ``explaining`` intercepts.
 _asked: ContextVar[tuple[str, ...]] = ContextVar("lowbit_asked", default=())
 
 
 class BackendError(RuntimeError):
-    """No implementation can serve the call."""
+    """No implementation supports the call, or the backend is not available."""
 
 
 class _Answer(Exception):
-    """Carries the answer of ``explaining`` out of the op that was asked about."""
+    """Carries the Explanation out of the op."""
 
     def __init__(self, explanation: Explanation):
         super().__init__(str(explanation))
@@ -124,33 +135,32 @@ class _Answer(Exception):
 
 
 def place(impl: Impl, device: str) -> tuple[bool, int]:
-    """Where an implementation stands among those for a device; the least is the best."""
+    """Sort key of implementations for a device, best first."""
     interpreted = device == "cpu" and impl.backend == "triton"
     return interpreted, ORDER.index(impl.name)
 
 
 def add(rows: tuple[Impl, ...]) -> None:
-    """Add implementations to the table.
+    """Adds implementations to the table.
 
     Raises:
-        ValueError: For an unknown op, and for a name that ``ORDER`` does not have.
+        ValueError: The op is unknown, or the name is not in ``ORDER``.
     """
     for row in rows:
         if row.op not in OPS:
             raise ValueError(f"implementation {row.name!r} is for unknown op {row.op!r}; known: {', '.join(OPS)}")
         if row.name not in ORDER:
             raise ValueError(
-                f"implementation {row.name!r} of {row.op!r} has no place among the others; add it to ORDER of "
-                f"lowbit/backends/registry.py"
+                f"implementation {row.name!r} of {row.op!r} is not in ORDER; add it in lowbit/backends/registry.py"
             )
         prepared.clear()
         _known.update((row.name, row.backend))
         for device in row.devices:
-            listed = _table.setdefault((row.op, device), [])
-            listed.append(row)
-            listed.sort(key=partial(place, device=device))
-            if device == "cpu" and listed[0] is row and row.backend not in ("cpu", "reference"):
-                announce(1)  # for good: C++ chooses among the kernels of the backend "cpu" alone
+            rows_of_op = _table.setdefault((row.op, device), [])
+            rows_of_op.append(row)
+            rows_of_op.sort(key=partial(place, device=device))
+            if device == "cpu" and rows_of_op[0] is row and row.backend not in ("cpu", "reference"):
+                announce(1)  # permanently: C++ only selects among the kernels of the backend "cpu"
 
 
 def set_absent(backend: str, reason: str) -> None:
@@ -158,23 +168,34 @@ def set_absent(backend: str, reason: str) -> None:
 
 
 def absent() -> dict[str, str]:
-    """Backends that are not there, and how to get them."""
+    """Backends that are not available, with the reason and remedy."""
     return dict(_absent)
 
 
 def impls(op: str, device: str = "cpu") -> tuple[Impl, ...]:
-    """The implementations of ``op`` on a device type, best first. Raises ValueError for an unknown op."""
+    """Lists the implementations of an op.
+
+    Args:
+        op: Name of the op, such as ``"quantize"``.
+        device: Device type.
+
+    Returns:
+        The implementations for this device, best first.
+
+    Raises:
+        ValueError: The op is unknown.
+    """
     if op not in OPS:
         raise ValueError(f"unknown op {op!r}; expected one of {', '.join(OPS)}")
     return tuple(_table.get((op, device), ()))
 
 
-#: The backend that ``use_backend`` asked for, if any.
+#: The backend that ``use_backend`` set, or None.
 forced: Callable[[], str | None] = _forced.get
 
 
 def matmul_precision() -> str:
-    """torch's float32 matmul precision; ``highest`` where its newer settings differ from it, and it will not tell."""
+    """torch's float32 matmul precision; ``highest`` if torch raises because its newer settings disagree."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -182,17 +203,25 @@ def matmul_precision() -> str:
 
 
 def asking() -> bool:
-    """Whether ``explaining`` waits for an op to pick its kernel."""
+    """Whether ``explaining`` is running."""
     return bool(_asked.get())
 
 
 @contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
-    """Serve every lowbit op inside from one backend (``reference``, ``cpu``, ``cuda``, ``triton``,
-    ``delegated``), or raise.
+    """Context in which all lowbit ops run on one backend, or raise BackendError.
 
-    ``None`` gives the choice back. It holds for this thread (and asyncio task) alone: others choose for themselves, but
-    backward passes, whatever thread they run on, use the backend of their forward.
+    It applies to this thread (and asyncio task). Backward passes run on the backend of their forward, in any thread.
+
+    Args:
+        name: ``"reference"``, ``"cpu"``, ``"cuda"``, ``"triton"``, ``"delegated"`` or the name of a kernel. None
+            restores the automatic selection.
+
+    Raises:
+        BackendError: The backend is not available. Inside, calls raise it if the backend does not support them.
+
+    Example:
+        ``with lb.use_backend("reference"): y = lb.quantize(x, "mxfp8")``
     """
     if name is not None and name not in _known:
         why = _absent.get(name, f"known backends: {', '.join(sorted(_known | set(_absent)))}")
@@ -207,15 +236,17 @@ def use_backend(name: str | None) -> Iterator[None]:
 
 
 def candidates(op: str, device: str) -> list[Impl]:
+    """The implementations that ``use_backend`` permits, best first."""
     backend = _forced.get()
     rows = _table.get((op, device), [])
     return rows if backend is None else [impl for impl in rows if backend in (impl.backend, impl.name)]
 
 
 def select(op: str, device: str, call: Any, empty: bool) -> Impl:
-    """The implementation that serves ``call``. Raises BackendError, with every reason, if there is none.
+    """The implementation that runs ``call``. ``empty`` tensors always use the reference.
 
-    ``empty``: nothing is computed on, so that backends cannot differ; the reference serves, whichever is asked for.
+    Raises:
+        BackendError: No implementation supports the call; the message has all reasons.
     """
     rows = [i for i in _table.get((op, device), []) if i.name == "reference"] if empty else candidates(op, device)
     rows = _in_order(rows, call)
@@ -224,33 +255,35 @@ def select(op: str, device: str, call: Any, empty: bool) -> Impl:
     for impl in rows:
         if impl.supports(call) is None:
             if impl.name == "reference" and device != "cpu" and not empty and _forced.get() is None:
-                _say_slow(op, device, call, rows)
+                _warn_slow(op, device, call, rows)
             return impl
     raise BackendError(_why_none(op, device, call, rows))
 
 
-def _say_slow(op: str, device: str, call: Any, rows: list[Impl]) -> None:
-    """Warns that no kernel serves a call on a device, or raises where ``LOWBIT_STRICT=1`` asks for that."""
+def _warn_slow(op: str, device: str, call: Any, rows: list[Impl]) -> None:
+    """Warns that only the reference supports a call; raises BackendError with ``LOWBIT_STRICT=1``."""
     reasons = [f"{impl.name}: {impl.supports(call)}" for impl in rows if impl.name != "reference"]
     reasons += [f"{name}: {reason}" for name, reason in absent().items() if name != "cpu"]
     text = f"lowbit.{op} runs on its reference on {device}, which is hundreds of times slower than a kernel: "
-    text += "; ".join(reasons) or "there is none for it"
+    text += "; ".join(reasons) or "it has no kernel"
     if os.environ.get("LOWBIT_STRICT", "0") == "1":
         raise BackendError(f"{text}. LOWBIT_STRICT=1 forbids that; unset it, or use another format, shape or dtype")
     warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
-def kind_of(op: str, call: Any) -> Any:
-    """All that checks, outputs and choice of a call depend on: what its tensors look like, what is no tensor, and the
-    settings around it. None where nobody is to remember: on a CPU, where most calls are C++'s, and within ``explain``.
+def call_key(op: str, call: Any) -> Any:
+    """The key under which checks, outputs and selection of a call are cached, or None.
+
+    Not cached: calls on a CPU (most never reach Python), optimizer steps, whose factors change in each step, and calls
+    inside ``explain``.
     """
     if call[0].device.type == "cpu" or op.startswith("optimizer_step") or _asked.get():
-        return None  # an optimizer's factors are others in each step
-    return look_of(op, call)
+        return None
+    return call_signature(op, call)
 
 
-def look_of(op: str, call: Any) -> tuple[Any, ...]:
-    """What a call looks like: all but the numbers in its tensors, and their addresses but for their alignment."""
+def call_signature(op: str, call: Any) -> tuple[Any, ...]:
+    """A call and its settings without the data of tensors: their metadata and the alignment of their addresses."""
     values: list[Any] = [op, _forced.get(), matmul_precision()]
     for value in call:
         if isinstance(value, Tensor):
@@ -261,7 +294,7 @@ def look_of(op: str, call: Any) -> tuple[Any, ...]:
 
 
 def _in_order(rows: list[Impl], call: Any) -> list[Impl]:
-    """Best first for this call: those that pay off from more rows on come last."""
+    """The implementations sorted for this call: those that need more rows to be faster come last."""
     if all(row.fewest_rows == 1 for row in rows):
         return rows
     count = matrix_shape(call[0])[0]
@@ -269,7 +302,7 @@ def _in_order(rows: list[Impl], call: Any) -> list[Impl]:
 
 
 def explaining(ops: tuple[str, ...], run: Callable[[], Any]) -> Explanation:
-    """Call ``run`` up to the moment where one of ``ops`` would pick its kernel, and answer how it would pick."""
+    """Calls ``run`` until one of ``ops`` selects its kernel, and returns the Explanation of this selection."""
     token = _asked.set(ops)
     announce(1)
     try:
@@ -297,13 +330,11 @@ def _explain(op: str, device: str, call: Any, rows: list[Impl]) -> Explanation:
 
 def _why_none(op: str, device: str, call: Any, rows: list[Impl]) -> str:
     backend = _forced.get()
-    asked = f"backend {backend!r}" if backend else f"device {device!r}"
-    lines = [f"{asked} cannot run lowbit.{op} on {device}:"]
+    subject = f"backend {backend!r}" if backend else f"device {device!r}"
+    lines = [f"{subject} cannot run lowbit.{op} on {device}:"]
     lines += [f"  {impl.name}: {impl.supports(call)}" for impl in rows]
     if not rows:
-        others = ", ".join(impl.name for impl in _table.get((op, device), [])) or "none"
-        lines.append(f"  it has no kernel for this op on this device; implementations there are: {others}")
-    lines.append(
-        "leave out use_backend() to let lowbit choose" if backend else "move the tensors to a supported device"
-    )
+        names = ", ".join(impl.name for impl in _table.get((op, device), [])) or "none"
+        lines.append(f"  it has no kernel for this op on this device; implementations: {names}")
+    lines.append("remove use_backend() to let lowbit choose" if backend else "move the tensors to a supported device")
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """Calls that start what an earlier one of their kind started, at other addresses.
 
-Which kernels a call starts, with which tiles and numbers, depends on its kind alone (``registry.kind_of``). Working
+Which kernels a call starts, with which tiles and numbers, depends on its kind alone (``registry.call_key``). Working
 that out takes the host longer than most kernels take the device. So one call of a kind is watched. Each address that
 its kernels are given lies in an argument, in an output, in a tensor that is allocated for it, or in one that is kept,
 such as a table. Later calls replace these addresses and work out nothing. A call that computes with an op of torch is

@@ -1,7 +1,7 @@
-"""The numerics specification in code: slow, obvious, any device. Every other backend equals this in every bit.
+"""The numerics specification as simple, slow code for any device; other backends are bit-identical to it.
 
-Bits are handled as int64, so that no step overflows; real arithmetic is fp32, one rounding at a time, and divides by
-tensors only (a division by a Python number becomes a multiplication by its reciprocal on CUDA).
+Bit patterns are int64, so that no step overflows. Real arithmetic is fp32, one rounding at a time. It only divides by
+tensors, because on CUDA torch replaces a division by a Python number with a multiplication by its reciprocal.
 
 Legend: ``rows, cols`` of the matrix; ``r, c`` of a block; ``R, C`` numbers of blocks.  Source: docs/numerics.md.
 """

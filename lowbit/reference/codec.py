@@ -1,4 +1,4 @@
-"""Numbers and codes: bit patterns, the random bits of stochastic rounding, encode and decode (sections 1 to 4, 7)."""
+"""Reference of encode and decode: bit patterns, and random bits of stochastic rounding (sections 1 to 4, 7)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ F32_SIGN, F32_MAGNITUDE, F32_INF, F32_NAN = 0x80000000, 0x7FFFFFFF, 0x7F800000, 
 
 
 class Rng(NamedTuple):
-    """What stochastic rounding depends on (section 7); ``pitch`` is the row length of the whole tensor."""
+    """The inputs of stochastic rounding (section 7); ``pitch`` is the row length of the whole tensor."""
 
     seed: int
     step: int = 0
@@ -26,20 +26,22 @@ class Rng(NamedTuple):
 
 # -- bits (sections 1, 2) ------------------------------------------------------------------------------------------
 def to_bits(x: Tensor) -> Tensor:
-    """The fp32 bit patterns of ``x`` (fp32, bf16 or fp16), as int64 in ``[0, 2**32)``; a NaN keeps its sign."""
+    """The fp32 bit patterns of ``x`` (fp32, bf16 or fp16) as int64 in ``[0, 2**32)``; NaN keeps its sign."""
     bits = x.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF
     if x.dtype != torch.float16:
         return bits
-    return bits & F32_MAGNITUDE | (x.contiguous().view(torch.int16).long() & 0x8000) << 16  # torch drops NaN's sign
+    return (
+        bits & F32_MAGNITUDE | (x.contiguous().view(torch.int16).long() & 0x8000) << 16
+    )  # torch drops the sign of NaN
 
 
 def from_bits(bits: Tensor) -> Tensor:
-    """fp32 numbers from bit patterns held in int64."""
+    """fp32 numbers from int64 bit patterns."""
     return bits.where(bits < F32_SIGN, bits - (1 << 32)).to(torch.int32).view(torch.float32)
 
 
 def require_subnormals(x: Tensor) -> None:
-    """Raise where torch would flush subnormal numbers: no reference can be trusted there."""
+    """Raises RuntimeError if torch flushes subnormal numbers, which would change results."""
     tiny = torch.full((1,), 1e-39)
     if x.device.type == "cpu" and x.numel() and bool(tiny * 1 == 0):
         raise RuntimeError(
@@ -49,9 +51,9 @@ def require_subnormals(x: Tensor) -> None:
 
 
 def round_magnitude(magnitude: Tensor, format: Format, noise: Tensor | None = None) -> Tensor:
-    """Codes on the format's grid with unbounded exponent, for fp32 ``magnitude`` bits (sign cleared, NaN excluded).
+    """Codes of a float format with unbounded exponent, for fp32 ``magnitude`` bits (sign cleared, no NaN).
 
-    Nearest-even, or stochastic with ``noise`` (16 random bits an element).
+    Rounds to nearest even, or stochastically with ``noise`` (16 random bits per element).
     """
     field, fraction = magnitude >> 23, magnitude & 0x7FFFFF
     significand = fraction.where(field == 0, fraction | (1 << 23))
@@ -68,7 +70,7 @@ def round_magnitude(magnitude: Tensor, format: Format, noise: Tensor | None = No
 
 
 def encode_magnitude(bits: Tensor, format: Format, saturate: bool, noise: Tensor | None = None) -> Tensor:
-    """Codes of a float format for fp32 ``bits``, NaN, overflow and sign included (section 2)."""
+    """Codes of a float format for fp32 ``bits``, with NaN, overflow and sign (section 2)."""
     magnitude, negative = bits & F32_MAGNITUDE, bits >= F32_SIGN
     code = round_magnitude(magnitude.clamp(max=F32_INF), format, noise)
     over = format.max_code
@@ -82,7 +84,7 @@ def encode_magnitude(bits: Tensor, format: Format, saturate: bool, noise: Tensor
 
 
 def cast(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 to ``dtype``, nearest-even by integer arithmetic; every NaN becomes the canonical one (section 6)."""
+    """Rounds fp32 to ``dtype`` (nearest even) with integer arithmetic; every NaN becomes canonical (section 6)."""
     bits = to_bits(y)
     bits = torch.where((bits & F32_MAGNITUDE) > F32_INF, F32_NAN, bits)
     if dtype == torch.float32:
@@ -97,7 +99,7 @@ def cast(y: Tensor, dtype: torch.dtype) -> Tensor:
 
 # -- stochastic rounding (section 7) -------------------------------------------------------------------------------
 def philox4x32(counter: list[Tensor], key: tuple[int | Tensor, int | Tensor]) -> list[Tensor]:
-    """Philox4x32-10 of Salmon et al., SC 2011: four 32-bit words held in int64."""
+    """Philox4x32-10 of Salmon et al., SC 2011: four 32-bit words as int64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -110,7 +112,7 @@ def philox4x32(counter: list[Tensor], key: tuple[int | Tensor, int | Tensor]) ->
 
 
 def noise16(rows: int, cols: int, rng: Rng, device: torch.device) -> Tensor:
-    """The 16 random bits of every element of ``[rows, cols]``, a function of its index in the whole tensor alone."""
+    """16 random bits per element of ``[rows, cols]``, which depend only on its index in the whole tensor."""
     pitch = cols if rng.pitch is None else rng.pitch
     row = torch.arange(rows, dtype=torch.int64, device=device)[:, None]
     col = torch.arange(cols, dtype=torch.int64, device=device)[None, :]
@@ -129,9 +131,9 @@ def noise16(rows: int, cols: int, rng: Rng, device: torch.device) -> Tensor:
 def encode(
     x: Tensor, format: Format, rng: Rng | None = None, saturate: bool = True, zero_point: Tensor | None = None
 ) -> Tensor:
-    """Codes (uint8, one a byte) of ``x``, already divided by its scale; ``rng`` asks for stochastic rounding.
+    """Codes (uint8, one per byte) of ``x [rows, cols]``, which is already divided by its scale.
 
-    ``x: [rows, cols]``; ``zero_point`` broadcasts to it. NaN, Inf, -0 and overflow: sections 2 to 4.
+    With ``rng``, rounding is stochastic. ``zero_point`` broadcasts to ``x``. Special values: sections 2 to 4.
     """
     require_subnormals(x)
     bits = to_bits(x)
@@ -147,17 +149,17 @@ def encode(
 
 
 def encode_codebook(x: Tensor, format: Format, noise: Tensor | None = None) -> Tensor:
-    """Codes (int64) of fp32 ``x`` in a codebook: the nearest entry, or one of two by ``noise`` (sections 4 and 7)."""
+    """int64 codes of fp32 ``x`` in a codebook: the nearest entry, or a random neighbor by ``noise`` (sections 4, 7)."""
 
     def table(bits: tuple[int, ...]) -> Tensor:
         return from_bits(torch.tensor(bits, dtype=torch.int64, device=x.device))
 
     if noise is None:
-        code = torch.bucketize(x, table(format.thresholds))  # how many of them are less than x
+        code = torch.bucketize(x, table(format.thresholds))  # number of thresholds < x
     else:
         entries, weights = table(format.bits_table), table(format.weights)
         v = x.clamp(entries[0], entries[-1]).where(~x.isnan(), entries[0])
-        code = torch.bucketize(v, entries[1:], right=True)  # how many of them are at most v
+        code = torch.bucketize(v, entries[1:], right=True)  # number of entries <= v
         fraction = ((v - entries[code]) * weights[code]).long().clamp(max=65535)
         code = code + ((fraction + noise) >> 16)
     return code.masked_fill(x.isnan(), format.zero_code)
@@ -171,11 +173,11 @@ def integer_stochastic(x: Tensor, bits: Tensor, noise: Tensor) -> Tensor:
     floor = significand >> shift
     rest = significand - (floor << shift)
     rounded = (floor + ((((rest << 16) >> shift) + noise) >> 16)).float()
-    return torch.where(magnitude >= 0x4B000000, x, torch.copysign(rounded, x))  # 2**23 and above are whole already
+    return torch.where(magnitude >= 0x4B000000, x, torch.copysign(rounded, x))  # from 2**23 on all are integers
 
 
 def decode(codes: Tensor, format: Format, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The exact values of ``codes`` (uint8, one a byte) in ``dtype``; a NaN keeps its code's sign."""
+    """The values of ``codes`` (uint8, one per byte) in ``dtype``; NaN keeps the sign of its code."""
     table = torch.tensor(format.bits_table, dtype=torch.int64, device=codes.device)
     bits = table[codes.long() & ((1 << format.bits) - 1)]
     y = cast(from_bits(bits), dtype)
@@ -190,5 +192,5 @@ def _negate_where(y: Tensor, where: Tensor) -> Tensor:
 
 
 def unpack(codes: Tensor, scheme: Scheme, cols: int) -> Tensor:
-    """Codes one a byte from stored codes ``[rows, packed cols]``."""
+    """Codes, one per byte, from packed codes ``[rows, packed cols]``."""
     return packing.unpack(codes, scheme.format.bits, cols)

@@ -1,4 +1,4 @@
-"""The matrix product (section 9)."""
+"""Reference of matmuls (section 9)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowbit.scaling import Scheme
 
 
 class Operand(NamedTuple):
-    """One side of scaled_mm: a float matrix (``scheme`` None) or codes ``[rows, K]`` one a byte with their scales."""
+    """An operand of scaled_mm: a float matrix (``scheme`` None), or codes ``[rows, K]``, one per byte, with scales."""
 
     data: Tensor
     scheme: Scheme | None = None
@@ -25,11 +25,11 @@ class Operand(NamedTuple):
 
     @property
     def factors_out(self) -> bool:
-        """Whether every row has one scale (and zero point), so that the scale can wait for the epilogue."""
+        """Whether each row has one scale and zero point, so that the epilogue can apply the scale."""
         return self.scheme is None or self.scheme.scale_shape(*self.data.shape)[1] == 1
 
     def values(self, scaled: bool) -> Tensor:
-        """fp64 matrix of the operand's values, in units of its scale unless ``scaled``."""
+        """fp64 matrix of the operand's values, without the scale unless ``scaled``."""
         if self.scheme is None or self.scale is None:
             return self.data.double()
         if scaled:
@@ -42,13 +42,13 @@ class Operand(NamedTuple):
         return value - spread(self.zero_point.double(), self.scheme.block_of(*self.data.shape), *self.data.shape)
 
     def element_scales(self) -> Tensor:
-        """fp32 ``[rows, K]``: the one scale of each element."""
+        """fp32 ``[rows, K]``: the scale of each element, including the global scale."""
         assert self.scheme is not None and self.scale is not None
         block = self.scheme.block_of(*self.data.shape)
         return spread(scale_value(self.scale, self.scheme, self.global_scale), block, *self.data.shape)
 
     def row_scale(self) -> Tensor:
-        """fp32 ``[rows, 1]``: the scale of each row, where they factor out."""
+        """fp32 ``[rows, 1]``: the scale of each row, if ``factors_out``."""
         rows = self.data.shape[0]
         if self.scheme is None or self.scale is None:
             return torch.ones(rows, 1, device=self.data.device)
@@ -57,12 +57,12 @@ class Operand(NamedTuple):
         )
 
 
-#: Elements of a segment of an integer product, at most, and of the blocks along K that make one.
+#: Maximum length of a segment of an integer matmul, and minimum length of blocks along K for one.
 SEGMENT, MIN_INTEGER_BLOCK = 512, 8
 
 
 def integer_segments(a: Operand, b: Operand) -> list[int] | None:
-    """Where the segments of an integer product begin, and K at the end; None for products that are summed as floats."""
+    """Starts of the segments of an integer matmul, and K at the end; None for matmuls that are summed as floats."""
     cols, blocks = a.data.shape[1], []
     for x in (a, b):
         if x.scheme is None or x.scheme.format.kind != "integer":
@@ -78,7 +78,7 @@ def integer_segments(a: Operand, b: Operand) -> list[int] | None:
 
 
 def _sum_of_integers(a: Operand, b: Operand, edges: list[int]) -> Tensor:
-    """fp32 sum over segments, in the order of K, of exact sums by scales."""
+    """fp32 sum over segments, in the order of K, of exact integer sums times scales."""
     left, right = a.values(False), b.values(False)
     a_scale, b_scale = (x.element_scales() for x in (a, b))
     total = torch.zeros(left.shape[0], right.shape[0], device=left.device)
@@ -89,9 +89,9 @@ def _sum_of_integers(a: Operand, b: Operand, edges: list[int]) -> Tensor:
 
 
 def scaled_mm(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``a [M, K] @ b [N, K].T``: exact products summed in fp64, then scales, bias and cast in fp32, in that order.
+    """``a [M, K] @ b [N, K].T``: exact products summed in fp64, then scales, bias and cast in fp32, in this order.
 
-    Integers whose scales change along K are summed exactly in each segment. NaN is canonical.
+    Integers whose scales change along K are summed exactly within each segment. NaN is canonical.
     """
     require_subnormals(a.data)
     whole = a.factors_out and b.factors_out
@@ -100,7 +100,7 @@ def scaled_mm(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -
         total = _sum_of_integers(a, b, edges)
     else:
         total = (a.values(not whole) @ b.values(not whole).T).float()
-    total = total + 0.0  # sums begin at +0
+    total = total + 0.0  # turns -0 into +0, because sums start at +0
     if whole:
         total = total * (a.row_scale() * b.row_scale().T)
     if bias is not None:

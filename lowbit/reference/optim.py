@@ -1,4 +1,4 @@
-"""The step of an optimizer whose state is codes or floats, and whose weights may have a master (section 11)."""
+"""Reference of optimizer steps with quantized or float states and optional master weights (section 11)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lowbit.scaling import Scheme
 
 
 class Moment(NamedTuple):
-    """Codes ``[rows, cols]`` (one a byte) and scales of a moment in a scheme; or numbers, without the other two."""
+    """Codes ``[rows, cols]``, one per byte, with scales and scheme; or floats, without the other two."""
 
     codes: Tensor
     scale: Tensor | None
     scheme: Scheme | None
 
 
-#: From the parameter, the gradient and the moments as fp32 numbers, and the factors: the next parameter and moments.
+#: (parameter, gradient, moments in fp32, factors) -> (next parameter, next moments).
 Update = Callable[[Tensor, Tensor, list[Tensor], Sequence[float]], tuple[Tensor, list[Tensor]]]
 
 
@@ -71,7 +71,7 @@ def optimizer_step(
     rng: Rng | None,
     param_rng: Rng | None,
 ) -> tuple[Tensor, Tensor | None, list[Moment]]:
-    """The next parameter, master and moments, in what they are kept in; ``param, grad, master: [rows, cols]``."""
+    """The next parameter, master and moments in their storage formats; ``param, grad, master: [rows, cols]``."""
     require_subnormals(param)
     p, numbers = UPDATES[rule](weight(param, master), grad.float(), [_numbers(m) for m in moments], factors)
     stored = [_stored(number, moment, rng) for number, moment in zip(numbers, moments, strict=True)]
@@ -85,7 +85,7 @@ def optimizer_step(
 
 
 def _root(x: Tensor) -> Tensor:
-    """The correctly rounded root, which torch's own is not everywhere: rounding twice from fp64 changes nothing."""
+    """The correctly rounded square root. torch's fp32 sqrt is not on all devices; via fp64 it is."""
     return x.double().sqrt().float()
 
 
@@ -107,9 +107,9 @@ def _stored(x: Tensor, before: Moment, rng: Rng | None) -> Moment:
 
 # -- weights -------------------------------------------------------------------------------------------------------
 def weight(param: Tensor, master: Tensor | None) -> Tensor:
-    """The fp32 number of a parameter, or of its master: all of it, or the 8 bits below bf16.
+    """The fp32 weight from a parameter and its master: the fp32 weight, or its 8 bits below bf16.
 
-    A master that does not round to the parameter is of an earlier one, which something else has changed.
+    A master that does not round to the parameter is outdated, because other code has changed the parameter.
     """
     if master is None:
         return param.float()
@@ -121,7 +121,7 @@ def weight(param: Tensor, master: Tensor | None) -> Tensor:
 
 
 def split24(x: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 rounded to 24 bits, as the bf16 number nearest that and the difference of the two patterns, int8."""
+    """fp32 rounded to 24 bits, as the nearest bf16 number and the int8 difference of the two patterns."""
     bits = to_bits(x)
     magnitude = bits & F32_MAGNITUDE
     magnitude = torch.where(magnitude > F32_INF, F32_NAN, magnitude)
@@ -132,7 +132,7 @@ def split24(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def bf16_stochastic(x: Tensor, rng: Rng) -> Tensor:
-    """fp32 ``[rows, cols]`` to bf16 by section 7: up with the probability of what is cut off; Inf beyond the range."""
+    """Rounds fp32 ``[rows, cols]`` to bf16 stochastically (section 7); Inf beyond the range."""
     bits = to_bits(x)
     magnitude = bits & F32_MAGNITUDE
     high = ((magnitude + noise16(x.shape[0], x.shape[1], rng, x.device)) >> 16).clamp(max=FORMATS["bf16"].inf_code)

@@ -1,4 +1,4 @@
-"""Tensors to codes with scales and back, and the gradients of that (sections 3, 5, 6, 10)."""
+"""Reference of quantize, dequantize and the gradient of fake_quantize (sections 3, 5, 6, 10)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lowbit.scaling import Scheme
 
 
 def divide(x: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
-    """Quotients of ``x: [rows, cols]`` by the scales ``[R, C]`` of its blocks."""
+    """``x [rows, cols]`` divided by the scales ``[R, C]`` of its blocks."""
     return quotient(x, spread(scale, scheme.block_of(*x.shape), *x.shape))
 
 
 def quantize_static(
     x: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None, global_scale: Tensor | None, rng: Rng | None
 ) -> Tensor:
-    """Codes ``[rows, cols]`` (one a byte) of ``x`` for the scales given."""
+    """Codes ``[rows, cols]``, one per byte, of ``x`` with static scales."""
     require_subnormals(x)
     zero = None if zero_point is None else spread(zero_point, scheme.block_of(*x.shape), *x.shape)
     return encode(divide(x, scale_value(scale, scheme, global_scale), scheme), scheme.format, rng, True, zero)
@@ -33,7 +33,7 @@ def quantize_static(
 def quantize(
     x: Tensor, scheme: Scheme, global_scale: Tensor | None, rng: Rng | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes ``[rows, cols]`` (one a byte), scales and zero points of ``x``. Inf or NaN in a block: canonical codes."""
+    """Codes ``[rows, cols]``, one per byte, scales and zero points of ``x``. Blocks with Inf or NaN: canonical codes."""
     require_subnormals(x)
     scale, zero_point = block_scales(x, scheme, global_scale)
     codes = quantize_static(x, scheme, scale, zero_point, global_scale, rng)
@@ -55,7 +55,7 @@ def dequantize(
     global_scale: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """``code value * s`` in fp32, then one rounding to ``dtype``; ``codes: [rows, cols]``, one a byte."""
+    """Code value times scale in fp32, then one rounding to ``dtype``; ``codes [rows, cols]``, one per byte."""
     require_subnormals(scale)
     block = scheme.block_of(*codes.shape)
     value = decode(codes, scheme.format)
@@ -67,9 +67,9 @@ def dequantize(
 def fake_quantize_backward(
     grad: Tensor, x: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None, global_scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Straight-through gradient of ``x``; LSQ gradient of each block's scale (arXiv 1902.08153), fp32 ``[R, C]``.
+    """Straight-through gradient of ``x``, and LSQ gradient of the scales (arXiv 1902.08153), fp32 ``[R, C]``.
 
-    With zero points ``[2, R, C]``: the second is theirs (LSQ+, arXiv 2004.09576).
+    With zero points the second is ``[2, R, C]``: scales, then zero points (LSQ+, arXiv 2004.09576).
     """
     block, format = scheme.block_of(*x.shape), scheme.format
     step = scale_value(scale, scheme, global_scale)

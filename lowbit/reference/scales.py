@@ -1,4 +1,4 @@
-"""Blocks and their scales (section 5)."""
+"""Reference of blocks and their scales (section 5)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lowbit.tensor.quantized import scale_dtype, zero_dtype
 
 
 def spread(per_block: Tensor, block: tuple[int, int], rows: int, cols: int) -> Tensor:
-    """``[R, C]`` to ``[rows, cols]``: every element gets its block's entry."""
+    """``[R, C]`` to ``[rows, cols]``: each element gets the value of its block."""
     return per_block.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :cols]
 
 
 def in_blocks(values: Tensor, scheme: Scheme) -> Tensor:
-    """``values: [rows, cols]`` as ``[R, r, C, c]``, edge blocks (and an axis without elements) filled up with 0."""
+    """``values [rows, cols]`` as ``[R, r, C, c]``; blocks at the edges, and empty axes, are padded with 0."""
     rows, cols = values.shape
     r, c = scheme.block_of(rows, cols)
     R, C = scheme.scale_shape(rows, cols)
@@ -30,7 +30,7 @@ def block_amax(values: Tensor, scheme: Scheme) -> Tensor:
 
 
 def e8m0_code(amount: Tensor, divisor: float, raise_above: int) -> Tensor:
-    """E8M0 codes of ``amount / divisor`` (positive fp32, finite): floored, and one more for fractions above a limit."""
+    """E8M0 codes of ``amount / divisor`` (positive, finite fp32): floored, plus 1 if the fraction exceeds the limit."""
     mantissa, exponent = torch.frexp(amount.double())
     exponent_max = torch.frexp(torch.tensor(divisor, dtype=torch.float64))[1]
     raised = mantissa > (raise_above / (1 << 23) + 1) / 2
@@ -38,7 +38,7 @@ def e8m0_code(amount: Tensor, divisor: float, raise_above: int) -> Tensor:
 
 
 def round_up(scale: Tensor, format: Format) -> Tensor:
-    """fp32 ``scale >= 0`` (not NaN) rounded towards +Inf to a format, its largest finite value at most: codes."""
+    """Codes of fp32 ``scale >= 0`` (not NaN), rounded towards +Inf and clipped to the format's maximum."""
     dropped = 23 - format.mantissa
     bits = to_bits(scale)
     shift = (dropped + (format.emin - ((bits >> 23) - 127)).clamp(min=0)).clamp(max=40)
@@ -49,7 +49,7 @@ def round_up(scale: Tensor, format: Format) -> Tensor:
 
 
 def make_scale(amount: Tensor, scheme: Scheme) -> Tensor:
-    """Stored scales of blocks whose amax (affine: range) is ``amount``, fp32 and finite; ``global_scale`` excluded."""
+    """Stored scales of blocks with the amax (affine: range) ``amount``, fp32 and finite, without a global scale."""
     if scheme.scale_format.name == "e8m0":
         code = e8m0_code(amount.where(amount > 0, 1.0), scheme.amax_divisor, scheme.raise_above)
         return code.where(amount > 0, 127 if scheme.zero_scale else 0).to(torch.uint8)
@@ -67,7 +67,7 @@ def normal_scale(amount: Tensor, divisor: float, zero_scale: float = 1.0) -> Ten
 
 
 def make_block_scale(amax: Tensor, global_scale: Tensor, scheme: Scheme) -> Tensor:
-    """Below a global scale: the block's E4M3 code, of amax / divisor / global_scale."""
+    """Schemes with a global scale: E4M3 codes of amax / divisor / global_scale."""
     ratio = quotient(
         amax / torch.tensor(scheme.amax_divisor, device=amax.device), global_scale.expand(amax.shape[0], 1)
     )
@@ -80,20 +80,20 @@ def make_block_scale(amax: Tensor, global_scale: Tensor, scheme: Scheme) -> Tens
 
 
 def negated_where(scale: Tensor, where: Tensor) -> Tensor:
-    """Stored scales (numbers, or E4M3 codes) with their sign changed where asked."""
+    """Stored scales (numbers or E4M3 codes), negated where ``where`` is true."""
     if scale.dtype == torch.uint8:
         return scale ^ (where.to(torch.uint8) << 7)
     return torch.where(where, -scale, scale)
 
 
 def nan_scale(scheme: Scheme) -> float | int:
-    """What stands for the scale of a block that holds Inf or NaN."""
+    """The stored scale of a block that contains Inf or NaN."""
     dtype = scheme.scale_format.dtype
     return find(scheme.scale_format.name).nan_code if dtype == "uint8" else float("nan")
 
 
 def scale_value(scale: Tensor, scheme: Scheme, global_scale: Tensor | None) -> Tensor:
-    """The one fp32 scale of each block, ``[R, C]``: what decodes. Its sign is that of the product, NaN included."""
+    """The fp32 scale ``[R, C]`` for decoding, block scale times global scale; NaN has the sign of the product too."""
     if scale.dtype == torch.uint8:
         format = find(scheme.scale_format.name)
         scale = from_bits(torch.tensor(format.bits_table, dtype=torch.int64, device=scale.device)[scale.long()])
@@ -104,14 +104,14 @@ def scale_value(scale: Tensor, scheme: Scheme, global_scale: Tensor | None) -> T
 
 
 def quotient(x: Tensor, scale: Tensor) -> Tensor:
-    """``|x| / |scale|`` with sign(x) xor sign(scale), a NaN's too; a scale of 0 divides as Inf."""
+    """``|x| / |scale|`` with sign(x) xor sign(scale), also for NaN; a scale of 0 counts as Inf."""
     size = from_bits(to_bits(scale) & F32_MAGNITUDE)
     magnitude = to_bits(x.float().abs() / size.where(size != 0, torch.inf)) & F32_MAGNITUDE
     return from_bits(magnitude | ((to_bits(x) ^ to_bits(scale)) & F32_SIGN))
 
 
 def global_scale(x: Tensor, scheme: Scheme) -> Tensor:
-    """The global scale, fp32 ``[1, 1]`` or ``[rows, 1]``: finite amax over the largest product of both levels."""
+    """The global scale, fp32 ``[1, 1]`` or ``[rows, 1]``: finite amax divided by ``global_scale_divisor``."""
     magnitude = to_bits(x).reshape(as_matrix(tuple(x.shape)))
     magnitude = magnitude & F32_MAGNITUDE
     finite = magnitude.where(magnitude < F32_INF, 0)
@@ -121,13 +121,13 @@ def global_scale(x: Tensor, scheme: Scheme) -> Tensor:
 
 
 def block_range(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """``min(0, least)`` and ``max(0, largest)`` of each block's finite elements, fp32 ``[R, C]``; +0 for none."""
+    """``min(0, minimum)`` and ``max(0, maximum)`` of each block's finite elements, fp32 ``[R, C]``; +0 if none."""
     finite = x.float().where(x.float().isfinite(), 0.0)
     return -block_amax((-finite).clamp(min=0.0) + 0.0, scheme) + 0.0, block_amax(finite.clamp(min=0.0) + 0.0, scheme)
 
 
 def block_scales(x: Tensor, scheme: Scheme, global_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Scales ``[R, C]`` as stored, and zero points (int8/uint8) of affine schemes, for ``x: [rows, cols]``."""
+    """Stored scales ``[R, C]``, and zero points (int8/uint8) of affine schemes, for ``x [rows, cols]``."""
     amax_bits = block_amax(to_bits(x) & F32_MAGNITUDE, scheme)
     broken = amax_bits >= F32_INF
     amax = from_bits(amax_bits.where(~broken, 0))

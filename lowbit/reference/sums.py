@@ -1,4 +1,4 @@
-"""Sums of squares of the rows or columns of a matrix, as integers (section 11)."""
+"""Reference of integer sums of squares of the rows or columns of a matrix (section 11)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from torch import Tensor
 
 from lowbit.reference.codec import require_subnormals
 
-#: Elements that are looked at together.
+#: Elements per chunk.
 _RUN = 1 << 18
-#: Exponents beyond these mean the same as these: no fp32 number but 0 is below the least one in magnitude, and squares
-#: of all are less than half a step of the largest one.
+#: Exponents are clamped to these without an effect: no fp32 number except 0 is smaller in magnitude than the first, and
+#: for the second all squares are less than half a step.
 _ENDS = (-256, 256)
 
 
 def square_sums(x: Tensor, exponents: Tensor, axis: int, bits: int) -> Tensor:
-    """int64 sums over rows (axis 0) or columns (1) of ``x^2`` in steps of ``2^(2 exponent - bits)``.
+    """int64 sums over rows (axis 0) or columns (1) of ``x^2``, in units of ``2^(2 exponent - bits)``.
 
-    Each term is rounded to nearest; elements whose magnitude is not below ``2^exponent`` count as 0.
-    ``x: [rows, cols]``; ``exponents``: integers, one for each row or column.
+    Each term is rounded to nearest. Elements with a magnitude of at least ``2^exponent`` count as 0. ``x`` is
+    ``[rows, cols]``; ``exponents`` are integers, one per row or column.
     """
     require_subnormals(x)
     scale = _power_of_two(bits - 2 * exponents.long().clamp(*_ENDS))
@@ -33,11 +33,11 @@ def square_sums(x: Tensor, exponents: Tensor, axis: int, bits: int) -> Tensor:
 
 
 def _terms(x: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """Squares times powers of two, which fp64 holds exactly, rounded once."""
+    """Squares times powers of two, exact in fp64, then rounded once."""
     exact = x.double().square() * scale
     return exact.where(exact < 2.0**bits, 0.0).round().long()
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """fp64, by its bits: exact on every device."""
+    """fp64 from bits, which is exact on every device."""
     return (exponent + 1023 << 52).view(torch.float64)

@@ -102,7 +102,7 @@ def test_the_third_call_of_a_kind_is_the_first_that_is_replayed(monkeypatch):
     spec, impl = OPS["encode"], IMPLS["encode"]
     noted = registry.Impl("encode", "triton", ("cpu",), lambda *a: started.append(impl.run(*a)))
     monkeypatch.setitem(registry._table, ("encode", "cpu"), [noted])
-    monkeypatch.setattr(registry, "kind_of", registry.look_of)
+    monkeypatch.setattr(registry, "call_key", registry.call_signature)
     monkeypatch.setattr(registry, "prepared", {})
     kernel = dispatch._new_kernel(spec)
     for count, at_most in ((1, 1), (2, 2), (3, 2), (4, 2)):

@@ -162,14 +162,14 @@ def test_runs_within_a_memory_say_what_was_chosen_and_what_it_held(tmp_path, run
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--checkpointing",), "checkpointing is what a plan chooses; leave --checkpointing out"),
-        (("--tail", "0.1"), "it computes the last steps without codes"),
-        (("--watch", "5"), "steps that are watched hold more than is planned"),
+        (("--checkpointing",), "the plan chooses checkpointing; drop --checkpointing"),
+        (("--tail", "0.1"), "its last steps are not quantized"),
+        (("--watch", "5"), "watched steps need more memory than is planned"),
         (
             ("--optimizer", "lion4bit"),
             "memory plans runs with adamw or adamw8bit or adamw4bit, got the optimizer 'lion4bit'",
         ),
-        (("--explain",), "it is of runs without a plan; leave --memory out"),
+        (("--explain",), "it explains runs without a plan; drop --memory"),
     ],
 )
 def test_what_no_plan_knows_of_is_told(run, tmp_path, options, message):

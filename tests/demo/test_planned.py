@@ -167,9 +167,9 @@ def test_a_plan_chooses_what_the_loop_does_and_the_plain_choice_elsewhere():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"watch": 3}, "steps that are watched hold more than is planned; leave one"),
-        ({"train": replace(SHORT, tail=0.1)}, r"--tail.*it computes the last steps without codes"),
-        ({"train": replace(SHORT, checkpointing=True)}, "checkpointing is what a plan chooses"),
+        ({"watch": 3}, "watched steps need more memory than is planned; drop one"),
+        ({"train": replace(SHORT, tail=0.1)}, r"--tail.*its last steps are not quantized"),
+        ({"train": replace(SHORT, checkpointing=True)}, "the plan chooses checkpointing"),
     ],
 )
 def test_what_no_plan_knows_of_is_refused_beside_one(changes, told):

@@ -200,7 +200,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_those_that_do(monkeypatch)
 def test_what_is_of_one_process_is_refused_beside_a_way():
     with pytest.raises(ValueError, match="strategy must be one of ddp, zero1, zero2, zero3"):
         RunSettings(strategy="zero4")
-    with pytest.raises(ValueError, match=r"--watch.*it looks at the casts of one process"):
+    with pytest.raises(ValueError, match=r"--watch.*it watches the casts of one process"):
         RunSettings(strategy="ddp", watch=5)
 
 

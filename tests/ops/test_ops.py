@@ -348,7 +348,7 @@ def test_use_backend_nests_and_is_given_back():
 def test_an_implementation_of_an_unknown_op_or_without_a_place_is_refused():
     with pytest.raises(ValueError, match="is for unknown op 'matmul'"):
         registry.add((registry.Impl("matmul", "x", ("cpu",), lambda outs, call: None),))
-    with pytest.raises(ValueError, match="'x' of 'encode' has no place"):
+    with pytest.raises(ValueError, match="'x' of 'encode' is not in ORDER"):
         registry.add((registry.Impl("encode", "x", ("cpu",), lambda outs, call: None),))
 
 

@@ -286,7 +286,7 @@ def test_a_full_disk_is_named_with_the_file_and_what_remains(tmp_path, monkeypat
 
     for room in range(go(tmp_path / "whole")):
         out = tmp_path / f"out{room}"
-        told = rf"No space left on device; what was finished in {out}\S* is whole: .*goes on from there: '{out}/.*\w'"
+        told = rf"No space left on device; finished parts in {out}\S* are intact: .*continue from there: '{out}/.*\w'"
         with pytest.raises(OSError, match=told) as caught:
             go(out, room)
         assert caught.value.errno == errno.ENOSPC and ".tmp" not in str(caught.value)

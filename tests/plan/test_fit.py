@@ -322,7 +322,7 @@ def test_what_is_kept_and_left_out():
         lb.fit(GPT(CONFIG), BATCH, "60%", require=("adam8bit",))
     with pytest.raises(ValueError, match="nothing for the states"):
         lb.fit(GPT(CONFIG), BATCH, "60%", exclude=("disk", "memory"))
-    with pytest.raises(ValueError, match="it is of weights in bf16, which random bits round; require 'bf16'"):
+    with pytest.raises(ValueError, match="stochastic rounding is for weights in bf16; require 'bf16'"):
         lb.fit(GPT(CONFIG), BATCH, "60%", require=("fp32", "stochastic"))
     with pytest.raises(ValueError, match="fit: budget is bytes, a size"):
         lb.fit(GPT(CONFIG), BATCH, 0)

@@ -244,7 +244,7 @@ def altered(path: Path, position: int) -> None:
         (lambda d: (d / "lowbit.json").unlink(), FileNotFoundError, "is not a directory that save_model wrote"),
         (lambda d: os.truncate(d / "lowbit.json", 200), ValueError, "lowbit.json is damaged"),
         (lambda d: (d / "lowbit.json").write_bytes(b"\xff\xfe"), ValueError, "lowbit.json is damaged"),
-        (lambda d: (d / "lowbit.json").write_text("[]"), ValueError, "holds a JSON list, not an object"),
+        (lambda d: (d / "lowbit.json").write_text("[]"), ValueError, "expected a JSON object, got a list"),
         (lambda d: edit(d, format="gguf"), ValueError, "not written by lowbit"),
         (lambda d: edit(d, version=2), ValueError, "format version 2 .* reads version 1"),
         (lambda d: edit(d, layers={"blocks.0.mlp.down": {"recipe": "int7", "dtype": "float32"}}), ValueError,
