@@ -33,7 +33,7 @@ def quantize_static(
 def quantize(
     x: Tensor, scheme: Scheme, global_scale: Tensor | None, rng: Rng | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes ``[rows, cols]``, one per byte, scales and zero points of ``x``. Blocks with Inf or NaN: canonical codes."""
+    """Codes ``[rows, cols]``, one per byte, scales and zero points of ``x``. Inf or NaN in a block: canonical codes."""
     require_subnormals(x)
     scale, zero_point = block_scales(x, scheme, global_scale)
     codes = quantize_static(x, scheme, scale, zero_point, global_scale, rng)
