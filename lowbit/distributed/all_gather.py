@@ -55,15 +55,15 @@ def all_gather_(model: nn.Module, bits: str | Scheme = "fp8", *, skip: Skip = DE
     without ``shard_`` (``fully_shard`` alone, or a Trainer), the first forward pass raises RuntimeError.
 
     A layer multiplies by ``lb.fake_quantize`` of its weight ``[out, in]``. Gradients, optimizer and checkpoints have
-    the weight itself. If the recipe of a ``train.prepare_`` layer uses the same weight scheme, the layer multiplies the
-    gathered codes directly and is bit-identical to a layer without ``all_gather_``. Each process stores the codes of
-    its rows between steps, one byte per element. A layer that shares its weight with a module that is not converted is
-    not converted either.
+    the weight itself. If the recipe of a ``train.prepare_`` layer has the same weight scheme, the layer multiplies the
+    gathered codes directly. Its results are then bit-identical to training without ``all_gather_``. Each process
+    stores the codes of its rows between steps, one byte per element. A layer that shares its weight with a module that
+    is not converted is not converted either.
 
     Args:
         model: The model.
-        bits: ``"fp8"`` (E4M3, one scale per row), ``"fp8-tensor"``, ``"int8"`` (one scale per row), or a scheme with
-            8-bit codes and one scale per tensor or scales within a row.
+        bits: ``"fp8"`` (E4M3, one scale per row), ``"fp8-tensor"`` or ``"int8"`` (one scale per row). Or a scheme with
+            8-bit codes, and one scale per tensor or scales within a row.
         skip: Layers to leave unquantized, as for ``quantize_``.
 
     Returns:

@@ -1,7 +1,7 @@
 """Compressed gradient reduction, and reduction in an order that does not depend on the number of processes.
 
-Each process receives one part of the gradient from every other one, adds the parts in fp32 in the order of the
-processes, and sends the mean to all. So all processes have bit-identical means, independent of the backend's algorithm.
+Each process receives its part of the gradient from every other process, and adds in fp32 in the order of the processes.
+Then it sends the mean to all. So the means are bit-identical on all processes, whatever algorithm the backend uses.
 
 Source: Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", arXiv 1511.04561; error feedback: Seide et
 al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., arXiv 1901.09847.

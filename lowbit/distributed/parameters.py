@@ -36,12 +36,12 @@ def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
     return dict(get_optimizer_state_dict(model, optimizer)) if optimizer.state else None
 
 
-def set_states(model: nn.Module, optimizer: torch.optim.Optimizer, states: dict[str, Any], whole: bool = False) -> None:
+def set_states(model: nn.Module, optimizer: torch.optim.Optimizer, states: dict[str, Any], full: bool = False) -> None:
     """Load states by the parameter names of ``model``. Parameters without states in ``states`` lose theirs.
 
-    With ``whole``, the states are full tensors, and each process takes its part.
+    With ``full``, the states are full tensors, and each process takes its part.
     """
-    options = StateDictOptions(full_state_dict=whole, strict=False)
+    options = StateDictOptions(full_state_dict=full, strict=False)
     with without_hooks(optimizer):
         set_optimizer_state_dict(model, optimizer, states, options=options)
     for name, parameter in model.named_parameters():
@@ -52,19 +52,15 @@ def set_states(model: nn.Module, optimizer: torch.optim.Optimizer, states: dict[
 def begin_with(
     optimizer: torch.optim.Optimizer, new: Mapping[Tensor, Tensor], model: nn.Module, states: dict[str, Any] | None
 ) -> None:
-    """Load full ``states`` into ``optimizer`` after its parameters were replaced.
+    """Load full ``states``, by the names of ``model``, into an optimizer whose groups have the parameters of ``new``.
 
-    Args:
-        optimizer: Its groups have the new parameters.
-        new: The new parameter for each old one.
-        model: The names of the new parameters.
-        states: By these names, or None.
+    ``new`` has the new parameter for each old one.
     """
     optimizer.state.clear()
     if isinstance(optimizer, Optimizer):
         optimizer.replaced(new)
     if states is not None:
-        set_states(model, optimizer, states, whole=True)
+        set_states(model, optimizer, states, full=True)
 
 
 def tree_of(parameters: Mapping[str, nn.Parameter]) -> nn.Module:

@@ -1,8 +1,8 @@
 """Offload of activations, which autograd saves for backward, to host memory or files.
 
-A tensor is offloaded when only autograd holds its storage. So tensors with other references are not offloaded
-(parameters, batches, outputs that the caller keeps, the last activations, which backward needs first), and no code can
-write to an offloaded tensor. A storage is offloaded once, however many tensors are views of it.
+A tensor is offloaded when only autograd holds its storage, so no code can write to an offloaded tensor. Parameters,
+batches and outputs that the caller holds stay in memory. So do the last activations, which backward needs first. A
+storage is offloaded once, however many tensors are views of it.
 """
 
 from __future__ import annotations

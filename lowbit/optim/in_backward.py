@@ -98,8 +98,8 @@ def _step(reference: weakref.ref[Optimizer], number: int, index: int, param: Ten
     optimizer = reference()
     if optimizer is None:
         raise RuntimeError(
-            "in_backward_: the model and the optimizer that in_backward_ returned no longer exist; keep a reference to "
-            "one of them while its parameters are trained"
+            "in_backward_: the model and the optimizer that in_backward_ returned no longer exist; keep one of them "
+            "while its parameters are trained"
         )
     if optimizer.stepped is not None:
         if param in optimizer.stepped:

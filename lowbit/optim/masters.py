@@ -6,7 +6,6 @@ creates master weights that are equal to the fp32 weights, not to the rounded on
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,11 +17,6 @@ from lowbit.torch_private import is_fake
 
 __all__ = ["Remainder", "attach", "blank", "first", "forget", "number", "of", "store_short", "stored", "widened"]
 
-#: The master weight of a parameter that was not rounded, by the value of ``master``.
-_BLANK: dict[str, Callable[[Tensor], Tensor]] = {
-    "fp32": lambda param: param.float().contiguous(),
-    "residual": lambda param: torch.zeros(param.shape, dtype=torch.int8, device=param.device),
-}
 
 #: The attribute of a parameter with its ``Remainder``.
 _REMAINDER = "_lowbit_remainder"
@@ -31,9 +25,11 @@ _CHUNK = 1 << 20
 _MAGNITUDE, _INF = 0x7FFFFFFF, 0x7F800000
 
 
-def blank(kind: str, param: Tensor) -> Tensor:
+def blank(master: str, param: Tensor) -> Tensor:
     """The master weight of a parameter that was not rounded."""
-    return _BLANK[kind](param)
+    if master == "fp32":
+        return param.float().contiguous()
+    return torch.zeros(param.shape, dtype=torch.int8, device=param.device)
 
 
 def number(param: Tensor, master: Tensor) -> Tensor:
@@ -41,9 +37,9 @@ def number(param: Tensor, master: Tensor) -> Tensor:
     return reference.weight(param, master)
 
 
-def stored(kind: str, weight: Tensor) -> Tensor:
+def stored(master: str, weight: Tensor) -> Tensor:
     """The master weight of an fp32 weight."""
-    return weight if kind == "fp32" else reference.split24(weight)[1]
+    return weight if master == "fp32" else reference.split24(weight)[1]
 
 
 # -- from fp32 to 16 bits ----------------------------------------------------------------------------------------------
@@ -123,15 +119,15 @@ def widened(param: Tensor) -> Tensor:
     return shard.float() if remainder is None or remainder.bits is None else _wide(shard, remainder.bits)
 
 
-def first(kind: str, param: Tensor, part: Part) -> Tensor:
+def first(master: str, param: Tensor, part: Part) -> Tensor:
     """This process' shard of a parameter's master weight before the first step."""
     remainder, shard = of(param), local(param)
     if remainder is None or remainder.bits is None:
-        return blank(kind, shard)
+        return blank(master, shard)
     bits = remainder.bits.to(shard.device)
     if bits.shape != shard.shape:
-        bits = part.of_whole(bits).clone()
-    return bits if kind == "residual" else _wide(shard, bits)
+        bits = part.shard_of(bits).clone()
+    return bits if master == "residual" else _wide(shard, bits)
 
 
 def _wide(param: Tensor, bits: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ class Muon(Optimizer):
         orthogonalized = orthogonal(matrix, group["ns_steps"], group["ns_coefficients"], group["eps"])
         lr = float(group["lr"])
         rate = lr * _ADJUST[group["adjust_lr_fn"]](*matrix.shape[-2:])
-        grad = part.of_whole(orthogonalized.reshape(part.shape)).contiguous()
+        grad = part.shard_of(orthogonalized.reshape(part.shape)).contiguous()
         advance(work.other("sgd", {}, grad=grad), (1 - lr * float(group["weight_decay"]), 0.0, rate))
 
 

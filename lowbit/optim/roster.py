@@ -31,11 +31,7 @@ def shards_of(params: list[Tensor]) -> list[Tensor]:
 class Roster:
     """Parameters and their layouts, valid as long as ``facts`` stay the same.
 
-    Attributes:
-        params: The parameters.
-        facts: Everything that decides layouts and keys, from ``facts_of``.
-        layouts: One per parameter.
-        list_keys: One per parameter; parameters with equal keys may step in one op. None if it does not step so.
+    Parameters with equal ``list_keys`` may step in one op; None stands for a parameter that may not.
     """
 
     params: list[Tensor]
@@ -59,17 +55,7 @@ class Roster:
 
 @dataclass(frozen=True)
 class Turn:
-    """The parameters of a group that step now.
-
-    Attributes:
-        group: The parameter group.
-        params: The parameters.
-        shards: This process' shards of ``params``.
-        grads: This process' shards of the gradients.
-        states: One dict per parameter.
-        layouts: From the roster.
-        list_keys: From the roster.
-    """
+    """The parameters of a group that step now; ``shards`` and ``grads`` are this process' shards."""
 
     group: dict[str, Any]
     params: list[Tensor]

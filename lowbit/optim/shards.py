@@ -134,7 +134,7 @@ class Part:
         cuts = self._cuts_of(shape)
         return tuple(cuts[axis].length if axis in cuts else size for axis, size in enumerate(shape))
 
-    def of_whole(self, x: Tensor) -> Tensor:
+    def shard_of(self, x: Tensor) -> Tensor:
         """This process' part of a full tensor."""
         for axis, cut in self._cuts_of(x.shape).items():
             x = x.narrow(axis, cut.start, cut.length)

@@ -91,7 +91,7 @@ class Storage(NamedTuple):
         size = tuple(shape)
         if prod(size) < FEW:
             row = STATES["fp32"]
-        elif row.bits < 8 and _packed(size) is None:
+        elif row.bits < 8 and _cut(size, 2) is None:
             row = find(8)
         return cls(row.signed if signed else row.root, size)
 
@@ -109,7 +109,7 @@ class Storage(NamedTuple):
         """Shape of the codes: the tensor's shape, or with two 4-bit codes per byte half the columns."""
         if self.dtype is not None or scaling.scheme(self.kind).format.bits == 8:
             return self.shape
-        packed = _packed(self.shape)
+        packed = _cut(self.shape, 2)
         assert packed is not None
         return packed
 
@@ -135,10 +135,6 @@ def _cut(shape: tuple[int, ...], size: int) -> tuple[int, ...] | None:
         return (*shape[:-1], shape[-1] // size)
     rest = prod(shape[1:])
     return (shape[0], rest // size) if len(shape) > 1 and rest % size == 0 else None
-
-
-def _packed(shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    return _cut(shape, 2)
 
 
 class Stored(NamedTuple):
@@ -194,7 +190,7 @@ def encoded(part: Part, storage: Storage, name: str, numbers: Tensor) -> Stored:
     """The numbers of a full tensor, rounded to nearest, sharded as by ``zeros``."""
     stored = zeros(part, storage, name, numbers.device)
     if stored.scale is None:
-        local(stored.codes).copy_(part.of_whole(numbers))
+        local(stored.codes).copy_(part.shard_of(numbers))
         return stored
     q = quantize(numbers.reshape(-1), storage.kind)
     fill(part, stored.codes, q.codes.reshape(storage.codes_shape()))
@@ -205,4 +201,4 @@ def encoded(part: Part, storage: Storage, name: str, numbers: Tensor) -> Stored:
 def fill(part: Part, target: Tensor, source: Tensor) -> None:
     """Copy a full tensor to one that is sharded like the parameter, or replicated."""
     shard = local(target)
-    shard.copy_(part.of_whole(source) if shard.shape != source.shape else source)
+    shard.copy_(part.shard_of(source) if shard.shape != source.shape else source)

@@ -60,17 +60,9 @@ class ParamLayout:
 
 @dataclass(slots=True)
 class Work:
-    """One parameter in a step.
+    """One parameter ``source`` in a step; ``param`` and ``grad`` are this process' shards.
 
-    Attributes:
-        layout: Of the parameter.
-        source: The parameter itself.
-        param: This process' shard of it.
-        grad: This process' shard of the gradient.
-        state: States by name.
-        group: Its parameter group.
-        step: Counted from 1.
-        rng: int64 ``[seed, step]``.
+    ``step`` counts from 1. ``rng`` is int64 ``[seed, step]``.
     """
 
     layout: ParamLayout
@@ -156,16 +148,9 @@ def advance_joined(works: Sequence[Work], factors: Sequence[float]) -> list[Tens
 def advance_listed(
     first: Work, columns: Sequence[Sequence[Tensor]], places: Sequence[int], factors: Sequence[float], look: int
 ) -> Tensor:
-    """Step many parameters in one op.
+    """Step many parameters in one op, with the ``columns``, ``places`` and ``look`` of ``OptimizerSteps``.
 
     They have one group, dtype, and format of states and master weights. No block spans several parts.
-
-    Args:
-        first: One of the parameters.
-        columns: The tensor lists that ``OptimizerSteps`` begins with.
-        places: See ``OptimizerSteps``.
-        factors: Of the rule.
-        look: See ``OptimizerSteps``.
 
     Returns:
         For each parameter, whether all of its states are finite.

@@ -315,11 +315,8 @@ class _OnDisk:
         if self in self.target.leaving:
             self.target.leaving.remove(self)
         self.write.cancel()
-        self.write.add_done_callback(functools.partial(_release, self.target.files, self.path, self.size))
-
-
-def _release(files: ScratchDirectory, path: Any, size: int, _: object) -> None:
-    files.release(path, size)
+        files, path, size = self.target.files, self.path, self.size  # the callback must not hold this object
+        self.write.add_done_callback(lambda _: files.release(path, size))
 
 
 # -- estimates ---------------------------------------------------------------------------------------------------------

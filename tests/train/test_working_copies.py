@@ -130,7 +130,7 @@ def test_a_state_without_masters_takes_it_as_the_master():
     model.load_state_dict(plain.state_dict())
     lb.train.mixed_(model, "bf16", working_copies=True)
     optimizer = lb.optim.AdamW(model.parameters(), lr=1e-4, bits=32, master="residual")
-    with pytest.warns(UserWarning, match="begin as their parameters are"):
+    with pytest.warns(UserWarning, match="are initialized from the parameters"):
         optimizer.load_state_dict(torch_optimizer.state_dict())
     for number, weight in zip(numbers(model, optimizer), plain.parameters(), strict=True):
         assert bool(((number - weight).abs() <= 2.0**-15 * weight.abs()).all())
