@@ -304,7 +304,7 @@ class State(nn.Module):
                 missing = [name for name in self._steps if crc32(name.encode()) not in saved] or list(self._steps)
                 args[-1].append(
                     f"{prefix}amax: expected the amax history of this model's operands in their order, but the "
-                    f"checkpoint has no history of {', '.join(missing[:3])}{', ...' if missing[3:] else ''}; prepare "
+                    f"checkpoint does not match at {', '.join(missing[:3])}{', ...' if missing[3:] else ''}; prepare "
                     f"the model as it was when saved, or remove the keys {prefix}* to start without history"
                 )
                 self.streams = expected.to(self.streams.device)
