@@ -1,23 +1,22 @@
-"""lowbit inside other libraries: ``lowbit.integrations.transformers``, ``trainer`` and ``peft``.
+"""Support for other libraries: ``lowbit.integrations.transformers``, ``trainer``, ``peft``, KV caches and ONNX.
 
-None of the libraries need be there, and lowbit imports none. It acts once one is imported, before lowbit or after it.
+lowbit imports none of these libraries. It acts when one is imported, before or after lowbit.
 
-``import lowbit`` adds rows to tables that these libraries keep for others, and replaces none of their functions:
+``import lowbit`` adds rows to extension tables of the libraries, and replaces none of their functions:
 
-- ``AUTO_QUANTIZATION_CONFIG_MAPPING`` of transformers has a row for the method ``"lowbit"``, for ``from_pretrained``;
-  ``lowbit.integrations.transformers`` puts the class and its quantizer there once a file asks for them.
-- ``AttentionInterface`` and ``AttentionMaskInterface`` of transformers have ``"lowbit"``, which is
-  ``lb.memory.attention``.
-- The table of ``torch.onnx`` has rows for ops of lowbit, which say what to export in their place.
+- ``AUTO_QUANTIZATION_CONFIG_MAPPING`` of transformers: the method ``"lowbit"``, for ``from_pretrained``. The class and
+  its quantizer (``lowbit.integrations.transformers``) are imported when a file needs them.
+- ``AttentionInterface`` and ``AttentionMaskInterface`` of transformers: ``"lowbit"``, which is ``lb.memory.attention``.
+- The symbolic table of ``torch.onnx``: ops of lowbit raise an error that says how to export the model.
 
-Two more changes wait for the first layer of lowbit in the process, because they serve models with such layers alone:
+Two more changes happen with the first layer of lowbit in the process, because only models with such layers need them:
 
 - ``BaseTuner`` of peft puts adapters on quantized layers (``lowbit.integrations.peft``).
-- ``DEFAULT_CALLBACKS`` of transformers' Trainer has ``RequireSharding``, which refuses FSDP that Accelerate would leave
-  out or fail at.
+- ``DEFAULT_CALLBACKS`` of transformers' Trainer: ``RequireSharding`` raises an error for FSDP that Accelerate would
+  ignore or fail at.
 
-``LOWBIT_INTEGRATIONS=0`` in the environment leaves all of these out. A conversion marks the Hugging Face models that it
-quantized in either case, so that their ``save_pretrained`` writes it down, and their ``half`` and ``float`` work.
+``LOWBIT_INTEGRATIONS=0`` in the environment disables all of them. In either case a conversion marks the Hugging Face
+models that it quantized, so that ``save_pretrained``, ``half`` and ``float`` work.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from lowbit.integrations.imports import when_imported
 from lowbit.nn.base import ON_FIRST_LAYER
 from lowbit.tiled import model_attention
 
-#: The first version of transformers whose quantizers lowbit serves.
+#: The first major version of transformers whose quantizer interface lowbit supports.
 TRANSFORMERS = 5
 
-#: What a config of transformers calls the models that lowbit quantized.
+#: The quantization method in Hugging Face configs.
 METHOD = "lowbit"
 
 
-def _tell_transformers(model: nn.Module) -> None:
-    """Mark the models of transformers inside ``model`` as quantized, or no longer so."""
+def _mark_models(model: nn.Module) -> None:
+    """Mark the Hugging Face models inside ``model`` as quantized or plain."""
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None or not any(isinstance(module, modeling.PreTrainedModel) for module in model.modules()):
         return
@@ -51,7 +50,7 @@ def _tell_transformers(model: nn.Module) -> None:
 
 
 class _LowbitConfig:
-    """Stands for ``LowbitConfig`` in transformers' table until a file asks for it."""
+    """Placeholder for ``LowbitConfig`` in the table of transformers, until a file needs it."""
 
     @staticmethod
     def from_dict(*args: Any, **kwargs: Any) -> Any:
@@ -62,33 +61,24 @@ def _register(auto: Any) -> None:
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, _LowbitConfig)
 
 
-def _teach_peft(peft: Any) -> None:
-    import_module("lowbit.integrations.peft")
-
-
 def _check_sharding(trainers: Any) -> None:
     trainers.DEFAULT_CALLBACKS.append(import_module("lowbit.integrations.trainer").RequireSharding)
 
 
-def _refuse_onnx(onnx: Any) -> None:
+def _register_onnx(onnx: Any) -> None:
     import_module("lowbit.integrations.onnx").refuse_ops(onnx)
 
 
-def _know_generation(generation: Any) -> None:
-    import_module("lowbit.integrations.generation")
-
-
-def _serve_layers() -> None:
-    """What only a process with layers of lowbit needs."""
-    when_imported("peft", _teach_peft)
+def _on_first_layer() -> None:
+    when_imported("peft", lambda _: import_module("lowbit.integrations.peft"))
     when_imported("transformers.trainer", _check_sharding)
 
 
-AFTER_SWAP.append(_tell_transformers)
-when_imported("transformers.generation.utils", _know_generation)
+AFTER_SWAP.append(_mark_models)
+when_imported("transformers.generation.utils", lambda _: import_module("lowbit.integrations.generation"))
 if os.environ.get("LOWBIT_INTEGRATIONS", "1") != "0":
     when_imported("transformers.quantizers.auto", _register)
     when_imported("transformers.modeling_utils", model_attention.register)
     when_imported("transformers.masking_utils", model_attention.register_mask)
-    when_imported("torch.onnx", _refuse_onnx)
-    ON_FIRST_LAYER.append(_serve_layers)
+    when_imported("torch.onnx", _register_onnx)
+    ON_FIRST_LAYER.append(_on_first_layer)

@@ -1,4 +1,4 @@
-"""transformers: how its causal language models generate, for ``lb.fit_generation``."""
+"""Generation with Hugging Face causal language models, for ``lb.fit_generation``."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ __all__ = ["TRANSFORMERS"]
 def _refuses(model: Any, context: int) -> str | None:
     most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if model.config.is_encoder_decoder:
-        return "it has an encoder, whose input is no part of the context; quantize_ it, and give it quantized_cache"
+        return "it has an encoder, whose input is not part of the context; use quantize_ and quantized_cache instead"
     if not model._supports_default_dynamic_cache():
-        return "its cache is not one of keys and values of every token"
+        return "its cache does not store keys and values of every token"
     if most is not None and context > most:
-        return f"it has {most} positions; give context={most} or less"
+        return f"it has {most} positions; pass context={most} or less"
     return None
 
 
 def _cache(model: Any, rows: int, scheme: str | None) -> Any:
-    """The cache that ``generate`` makes itself, or the quantized one."""
+    """The default cache of ``generate``, or a quantized one."""
     if scheme is not None:
         return quantized_cache(model, scheme)
     return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
 def _cache_name(model: Any) -> str:
-    """What the version of transformers calls the argument."""
+    """The name of the cache argument, which differs between versions of transformers."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _forward(model: Any, tokens: Tensor, cache: Any) -> Any:
-    """As ``generate`` calls it: of the last position alone where the model can."""
-    only = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-    return model(input_ids=tokens, use_cache=True, **{_cache_name(model): cache}, **only)
+    """Call the model as ``generate`` does: logits of the last position only, if the model supports it."""
+    last = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+    return model(input_ids=tokens, use_cache=True, **{_cache_name(model): cache}, **last)
 
 
 def _logits(model: Any, tokens: Tensor, cache: Any) -> Tensor:
@@ -54,15 +54,15 @@ def _options(model: Any, cache: Any, part: int | None) -> dict[str, Any]:
 
 
 def _generate(model: Any, tokens: Tensor, count: int, options: dict[str, Any]) -> Tensor:
-    made: Tensor = model.generate(tokens, max_new_tokens=count, **options)
-    return made
+    sequences: Tensor = model.generate(tokens, max_new_tokens=count, **options)
+    return sequences
 
 
 def _copies(model: Any, options: dict[str, Any]) -> int:
-    """Sequences of a row: its beams, or those to return."""
+    """Sequences per row: beams, or sequences to return."""
     config = options.get("generation_config") or model.generation_config
-    found = (options.get(name, getattr(config, name, None)) for name in ("num_beams", "num_return_sequences"))
-    return max(count or 1 for count in found)
+    counts = (options.get(name, getattr(config, name, None)) for name in ("num_beams", "num_return_sequences"))
+    return max(count or 1 for count in counts)
 
 
 def _plain_only(model: Any) -> str | None:
@@ -77,9 +77,9 @@ def _knows(model: nn.Module) -> bool:
     return isinstance(model, GenerationMixin) and model.can_generate()
 
 
-#: Causal language models of transformers.
+#: Hugging Face causal language models.
 TRANSFORMERS = Decoder(
-    "a causal language model of transformers", _knows, _refuses, _cache, _forward, _logits, _options, _generate,
+    "a Hugging Face causal language model", _knows, _refuses, _cache, _forward, _logits, _options, _generate,
     _copies, _plain_only, in_parts=lambda model: not getattr(model, "_is_stateful", False),
 )  # fmt: skip
 DECODERS.append(TRANSFORMERS)

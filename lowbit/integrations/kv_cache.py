@@ -1,4 +1,4 @@
-"""A quantized KV cache for models of transformers: ``model.generate(ids, past_key_values=quantized_cache(model))``."""
+"""Quantized KV cache for Hugging Face models: ``model.generate(ids, past_key_values=quantized_cache(model))``."""
 
 from __future__ import annotations
 
@@ -16,27 +16,32 @@ __all__ = ["QuantizedLayer", "quantized_cache"]
 
 
 def quantized_cache(model: Any, scheme: Scheme | str = "int8:group32") -> Cache:
-    """A cache for one generation with ``model``, a model of transformers or its config.
+    """Create a quantized KV cache for one call of ``generate``.
 
-    ``scheme``: of keys and values, as ``QuantizedRows`` takes it. Attention sees what is stored: a token's keys and
-    values are quantized when they are computed, and keep their codes. Of an encoder-decoder model, keys and values of
-    cross-attention are quantized too.
-    Raises ValueError for a scheme whose rows share scales, and for models with layers that are not full attention.
+    Keys and values are quantized once, when they are computed; attention reads the decoded values, also for the
+    current token. Encoder-decoder models get a quantized cache for cross-attention too.
+
+    Args:
+        model: A Hugging Face model or its config.
+        scheme: The quantization scheme of keys and values, as for ``QuantizedRows``.
+
+    Raises:
+        ValueError: Rows of the scheme share scales, or the model has layers without full attention.
     """
     config = getattr(model, "config", model)
     scheme = QuantizedRows(scheme).scheme
     decoder = config.get_text_config(decoder=True)
-    others = sorted({kind for kind in getattr(decoder, "layer_types", None) or () if kind != "full_attention"})
-    if others:
-        raise ValueError(f"quantized_cache: the model has layers with {', '.join(others)}, which need other caches")
+    types = sorted({name for name in getattr(decoder, "layer_types", None) or () if name != "full_attention"})
+    if types:
+        raise ValueError(f"quantized_cache: the model has layers with {', '.join(types)}, which need other caches")
     cache = Cache(layer_class_to_replicate=partial(QuantizedLayer, scheme))
-    if not (config.is_encoder_decoder or _crosses(model)):
+    if not (config.is_encoder_decoder or _has_cross_attention(model)):
         return cache
     return EncoderDecoderCache(cache, Cache(layer_class_to_replicate=partial(QuantizedCrossLayer, scheme)))
 
 
-def _crosses(model: Any) -> bool:
-    """Whether a decoder of its own has cross-attention: models of transformers call these modules so."""
+def _has_cross_attention(model: Any) -> bool:
+    """Whether a decoder without encoder has cross-attention, by the module names in transformers."""
     modules = model.named_modules() if isinstance(model, nn.Module) else ()
     return getattr(model, "add_cross_attention", False) or any(
         name.endswith(("encoder_attn", "crossattention")) for name, _ in modules
@@ -44,7 +49,7 @@ def _crosses(model: Any) -> bool:
 
 
 class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of one layer, as QuantizedRows ``[B, heads, S, D]``."""
+    """Keys and values of one layer, as ``QuantizedRows`` of shape ``[B, heads, S, D]``."""
 
     def __init__(self, scheme: Scheme | str) -> None:
         super().__init__()
@@ -56,7 +61,7 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the new positions, and answer all: ``[B, heads, S, D]`` each."""
+        """Append new positions; return keys and values of all positions, each ``[B, heads, S, D]``."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         for rows, states in zip(self.rows, (key_states, value_states), strict=True):
@@ -68,7 +73,7 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
-            raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
+            raise ValueError(f"crop expects the negative number of tokens to remove, got {tokens_to_remove}")
         if tokens_to_remove and self.is_initialized:
             for rows in self.rows:
                 rows.crop(max(rows.length + tokens_to_remove, 0))
@@ -88,7 +93,7 @@ class QuantizedLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class QuantizedCrossLayer(QuantizedLayer):
-    """Keys and values of one layer of cross-attention, which models store once and then read: decoded."""
+    """Keys and values of one cross-attention layer; models store them once, and then read the attributes."""
 
     keys = property(lambda self: self.rows[0].read() if self.is_initialized else None, lambda self, value: None)
     values = property(lambda self: self.rows[1].read() if self.is_initialized else None, lambda self, value: None)

@@ -1,7 +1,7 @@
-"""Refusals of ``torch.onnx.export(dynamo=False)``, which finds out that an op has no ONNX operator once it has traced.
+"""Errors for lowbit ops in ``torch.onnx.export(dynamo=False)``: they have no ONNX operator.
 
-A trace runs the ops' kernels, of which those in C++ do not know of it. So the exporter's own table of how ops are
-written has a row for each op of lowbit, which raises what the fakes raise for ``dynamo=True``.
+The exporter traces the ops' kernels, and C++ kernels do not notice. Each op therefore has a row in the exporter's
+symbolic table, which raises the error that the fakes raise for ``dynamo=True``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from lowbit.op_calls import OVERLOADS
 
 __all__ = ["refuse_ops"]
 
-#: The lowest version of ONNX's operators that the exporter writes; a row serves later ones too.
+#: The lowest ONNX opset of the exporter; a row is valid for later ones too.
 _OPSET = 9
 
 
 def refuse_ops(onnx: Any) -> None:
-    """Give ``torch.onnx`` the rows."""
+    """Register the rows with ``torch.onnx``."""
     for name in OVERLOADS:
         onnx.register_custom_op_symbolic(f"lowbit::{name}", partial(_refuse, name), _OPSET)
 

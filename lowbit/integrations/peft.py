@@ -1,9 +1,9 @@
-"""peft: LoRA and DoRA on quantized layers; adapters train, codes stay.
+"""LoRA and DoRA of peft on quantized layers: adapters train, quantized weights do not change.
 
-Once this module is imported, every call that puts adapters on a model with quantized layers
-(``peft.get_peft_model``, ``PeftModel.from_pretrained``, ``add_adapter``, trl's trainers) goes through
-``on_quantized_layers``: peft has no table for layers of other libraries, so two methods of its ``BaseTuner`` are
-replaced. A process that has peft and a layer of lowbit imports this module by itself.
+peft has no table for layers of other libraries, so this module replaces two methods of its ``BaseTuner``. Afterwards
+every call that puts adapters on a model with quantized layers (``peft.get_peft_model``, ``PeftModel.from_pretrained``,
+``add_adapter``, trl's trainers) uses ``on_quantized_layers``. The module is imported automatically in a process with
+peft and a layer of lowbit.
 """
 
 from __future__ import annotations
@@ -37,18 +37,26 @@ from lowbit.nn.packed import PackedLinear
 
 __all__ = ["LoraQuantLinear", "MethodRefused", "from_pretrained", "get_peft_model", "on_quantized_layers", "register"]
 
-#: Values of ``LoraConfig.init_lora_weights`` that leave the weight of the layer as it is.
+#: Values of ``LoraConfig.init_lora_weights`` that do not change the layer's weight.
 _INITS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def get_peft_model(model: nn.Module, config: Any, adapter_name: str = "default", **kwargs: Any) -> Any:
-    """``peft.get_peft_model`` for a model with quantized layers: LoRA adapters on them, which alone train.
+    """``peft.get_peft_model`` for a model with quantized layers; only the LoRA adapters are trained.
 
-    ``config``: a LoraConfig, ``use_dora`` included; ``target_modules="all-linear"`` means the quantized layers too.
-    ``merge_and_unload`` of the result quantizes the merged weights again, as they were; for plain merged layers call
-    ``lowbit.dequantize_(model)`` first.
-    Raises ValueError for packed layers and those that are no Linear among the targets, for an initialization that
-    changes the weight (PiSSA, OLoRA, LoftQ, ...), and for methods other than LoRA.
+    ``merge_and_unload`` of the result quantizes the merged weights again, with the same recipes. For plain merged
+    layers, call ``lowbit.dequantize_(model)`` first.
+
+    Args:
+        model: The quantized model.
+        config: A LoraConfig, also with ``use_dora``. ``target_modules="all-linear"`` includes quantized layers.
+        adapter_name: Name of the adapter.
+        **kwargs: More arguments of ``peft.get_peft_model``.
+
+    Raises:
+        ValueError: A target is packed or not a Linear layer, the initialization changes the weight (PiSSA, OLoRA,
+            LoftQ, ...), or the method is not LoRA.
+
     Source: arXiv 2106.09685, 2305.14314, 2402.09353.
     """
     return peft.get_peft_model(model, config, adapter_name, **kwargs)
@@ -64,8 +72,16 @@ def from_pretrained(
 ) -> Any:
     """``peft.PeftModel.from_pretrained`` for a model with quantized layers.
 
-    ``model``: quantized; or a PeftModel, which gets one adapter more. ``config``: what to use in place of the one in
-    ``directory``. Raises as ``get_peft_model``.
+    Args:
+        model: A quantized model, or a PeftModel, which gets another adapter.
+        directory: The saved adapter.
+        adapter_name: Name of the adapter.
+        is_trainable: Whether the adapter is trained further.
+        config: Replaces the config in ``directory``.
+        **kwargs: More arguments of peft.
+
+    Raises:
+        ValueError: As for ``get_peft_model``.
     """
     config = peft.PeftConfig.from_pretrained(directory) if config is None else config
     config.inference_mode = not is_trainable
@@ -79,10 +95,7 @@ def from_pretrained(
 
 
 def register(config: Any) -> Any:
-    """Let ``config``, a LoraConfig, put adapters on quantized layers, and return it; others are returned as they are.
-
-    Calls of peft do it themselves.
-    """
+    """Let a LoraConfig put adapters on quantized layers, and return it. Calls of peft do this automatically."""
     if isinstance(config, LoraConfig):
         config._register_custom_module(dict.fromkeys((QuantLinear, *_REFUSED), LoraQuantLinear))
     return config
@@ -94,9 +107,10 @@ class MethodRefused(ValueError):
 
 @contextmanager
 def on_quantized_layers(tuner: Any, model: nn.Module, config: Any) -> Iterator[None]:
-    """Within, a tuner of peft puts adapters on ``model``, some of whose layers are quantized.
+    """Context in which a tuner of peft puts adapters on a model with quantized layers, also for ``"all-linear"``.
 
-    ``"all-linear"`` means these too. Raises MethodRefused where the tuner fails on them and is no LoRA.
+    Raises:
+        MethodRefused: The tuner is not LoRA, and fails on quantized layers.
     """
     register(config)
     targets = getattr(config, "target_modules", None)
@@ -109,16 +123,15 @@ def on_quantized_layers(tuner: Any, model: nn.Module, config: Any) -> Iterator[N
             raise
         method = config.peft_type.value
         raise MethodRefused(
-            f"{method} cannot be put on this model, which has layers that lowbit quantized: on these peft's LoRA and "
-            f"DoRA work (peft.LoraConfig). For {method}, target layers that are not quantized (quantize_ leaves those "
-            f"in skip=), or call lowbit.dequantize_(model) first. peft says: {error}"
+            f"{method} does not support layers that lowbit quantized; LoRA and DoRA work (peft.LoraConfig). For "
+            f"{method}, target unquantized layers (see skip= of quantize_), or call lowbit.dequantize_(model) first. "
+            f"peft says: {error}"
         ) from error
 
 
 def _all_linear(model: nn.Module, task: str) -> set[str]:
-    """The Linear layers of ``model``, quantized or not, but for its head."""
-    find = getattr(model, "get_output_embeddings", lambda: None)
-    head = find()
+    """The Linear layers of ``model``, quantized or not, except its head."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     heads = {id(head)} | {id(getattr(model, name, None)) for name in SEQ_CLS_HEAD_NAMES if task.endswith("SEQ_CLS")}
     return {
         name
@@ -127,12 +140,12 @@ def _all_linear(model: nn.Module, task: str) -> set[str]:
     }
 
 
-#: What is no plain matrix of codes, and what to do about it.
+#: Quantized layers that are not a plain matrix, with the end of an error message.
 _REFUSED: dict[type[nn.Module], str] = {
     PackedLinear: "is packed; call lowbit.unprepack_(model) first, and lowbit.prepack_(model) again for inference",
     **{
-        layer: f"is {what}; leave it out of target_modules, or of the recipe"
-        for layer, what in (
+        layer: f"is {name}; leave it out of target_modules, or of the recipe"
+        for layer, name in (
             *((layer, "a convolution") for layer in (QuantConv1d, QuantConv2d, QuantConv3d)),
             (QuantEmbedding, "an embedding"),
             (QuantExperts, "a stack of experts"),
@@ -143,7 +156,7 @@ _REFUSED: dict[type[nn.Module], str] = {
 
 
 class _Dora(DoraLinearVariant):  # type: ignore[misc]
-    """DoRA, with what the codes stand for in place of the weight."""
+    """DoRA with the dequantized weight."""
 
     @staticmethod
     def init(module: Any, adapter_name: str, **kwargs: Any) -> None:
@@ -154,7 +167,7 @@ class _Dora(DoraLinearVariant):  # type: ignore[misc]
     def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
         dropout = module.lora_dropout[active_adapter]
         drops = module.training and not isinstance(dropout, nn.Identity)
-        added: Tensor = module.lora_magnitude_vector[active_adapter](
+        delta: Tensor = module.lora_magnitude_vector[active_adapter](
             dropout(x) if drops else x,
             lora_A=module.lora_A[active_adapter],
             lora_B=module.lora_B[active_adapter],
@@ -163,15 +176,14 @@ class _Dora(DoraLinearVariant):  # type: ignore[misc]
             base_result=None if drops else result,
             adapter_name=active_adapter,
         )
-        return result + added
+        return result + delta
 
 
 class LoraQuantLinear(LoraLinear):  # type: ignore[misc]
     """peft's LoRA layer around a QuantLinear: ``base(x) + lora_B(lora_A(x)) * scaling``.
 
-    ``merge`` adds the adapters, in fp32, to what the codes stand for, and quantizes the sum by the recipe of the base.
-    ``unmerge`` puts the very layer back that was there before. Where ``lowbit.dequantize_`` has made the base plain,
-    all is as in peft's own layer.
+    ``merge`` adds the adapters in fp32 to the dequantized weight, and quantizes the sum with the base's recipe.
+    ``unmerge`` restores the layer from before the merge. After ``lowbit.dequantize_`` it behaves as peft's own layer.
     """
 
     base_layer: Any
@@ -186,11 +198,10 @@ class LoraQuantLinear(LoraLinear):  # type: ignore[misc]
         init = config.init_lora_weights
         if init not in _INITS:
             raise ValueError(
-                f"LoRA: init_lora_weights={init!r} changes the weight of {name}, which holds codes; expected one of "
-                f"{', '.join(map(repr, _INITS))}; or call peft.get_peft_model on the plain model, and then "
-                f"lowbit.quantize_"
+                f"LoRA: init_lora_weights={init!r} changes the weight of {name}, which is quantized; expected one of "
+                f"{', '.join(map(repr, _INITS))}; or call peft.get_peft_model on the plain model, then lowbit.quantize_"
             )
-        self._before: tuple[Any, ...] = ()  # the base before the first merge; in a tuple, to be no module inside
+        self._before: tuple[Any, ...] = ()  # the base before the first merge; a tuple, to not register a submodule
         super().__init__(base_layer, adapter_name, config, **kwargs)
 
     @property
@@ -199,19 +210,19 @@ class LoraQuantLinear(LoraLinear):  # type: ignore[misc]
 
     @property
     def fan_in_fan_out(self) -> bool:
-        """Whether the weight is ``[in, out]``: that of a Conv1D, which the base may be once it is plain."""
+        """Whether the weight is ``[in, out]``, as in a Conv1D, which the base may be after dequantization."""
         return kind(self.base_layer) is None and not isinstance(self.base_layer, nn.Linear)
 
     @fan_in_fan_out.setter
     def fan_in_fan_out(self, value: bool) -> None:
-        """peft sets what the config says of the layer that it was before it was quantized."""
+        """Ignore the value that peft sets for the layer before quantization."""
 
     def _get_in_out_features(self, module: Any) -> tuple[int, int]:
         return module.in_features, module.out_features
 
     @contextmanager
     def plain_base(self) -> Iterator[nn.Module]:
-        """Within, the base is a Linear layer; what is done to its weight, is done to that of a base that is plain."""
+        """Context in which the base is a Linear layer; changes of its weight are copied back to a plain base."""
         base = self.base_layer
         self.base_layer = plain = _plain(base)
         try:
@@ -223,20 +234,20 @@ class LoraQuantLinear(LoraLinear):  # type: ignore[misc]
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Merge the adapters. Raises ValueError for a packed base, and for merged weights with NaN or Inf."""
-        base, found = self.base_layer, kind(self.base_layer)
+        base, state = self.base_layer, kind(self.base_layer)
         names = check_adapters_to_merge(self, adapter_names)
-        if found is None:
+        if state is None:
             with self.plain_base():
                 super().merge(safe_merge, names)
             return
-        if found == "packed":
+        if state == "packed":
             raise ValueError(f"merge: the layer {_REFUSED[PackedLinear]}")
         if not names:
             return
         before, merged = self._before or (base,), list(self.merged_adapters)
         self.merged_adapters = []
         try:
-            self.base_layer = before[0]  # all of them at once: codes of a sum, not sums of codes
+            self.base_layer = before[0]  # merge all adapters at once, so that the weight is quantized once
             with self.plain_base() as plain:
                 super().merge(safe_merge, [*merged, *names])
             new = _requantized(plain, before[0])
@@ -246,7 +257,7 @@ class LoraQuantLinear(LoraLinear):  # type: ignore[misc]
         self.base_layer, self._before = new, before
 
     def unmerge(self) -> None:
-        """Put the base back that was there before ``merge``."""
+        """Restore the base from before ``merge``."""
         if not self._before or kind(self.base_layer) is None:
             with self.plain_base():
                 super().unmerge()
@@ -256,7 +267,7 @@ class LoraQuantLinear(LoraLinear):  # type: ignore[misc]
 
 
 def _plain(base: Any) -> nn.Linear:
-    """A Linear layer with the weight ``[out, in]`` of ``base``, of which it is fp32 where codes stand for it."""
+    """A Linear layer with the weight ``[out, in]`` of ``base``, in fp32 if it is quantized."""
     if isinstance(base, nn.Linear):
         return base
     weight = base.weight.t() if kind(base) is None else base.plain_weight(torch.float32)
@@ -269,7 +280,7 @@ def _plain(base: Any) -> nn.Linear:
 
 
 def _requantized(plain: Any, base: QuantLinear) -> QuantLinear:
-    """The layer that ``base`` becomes with the weight and bias of ``plain``. Raises ValueError for NaN and Inf."""
+    """A layer like ``base`` with the weight and bias of ``plain``. Raises ValueError for NaN and Inf."""
     weight, _ = Ruled().weight("", plain.weight.detach(), base.recipe)
     bias = plain.bias
     if bias is not None and base.bias is not None:
@@ -279,26 +290,25 @@ def _requantized(plain: Any, base: QuantLinear) -> QuantLinear:
     return new
 
 
-def _around(tuner: Any, model: nn.Module, config: Any) -> Any:
-    """The context of a call of a tuner: none if no layer of ``model`` is quantized."""
+def _context(tuner: Any, model: nn.Module, config: Any) -> Any:
     return on_quantized_layers(tuner, model, config) if quantized_layers(model) else nullcontext()
 
 
-def _teach() -> None:
-    """Let every way into peft's tuners know quantized layers: each makes a tuner or adds an adapter to it."""
-    make, inject = BaseTuner.__init__, BaseTuner.inject_adapter
+def _patch_tuner() -> None:
+    """Patch the two methods that all calls of peft use: one creates a tuner, the other adds an adapter to it."""
+    create, inject = BaseTuner.__init__, BaseTuner.inject_adapter
 
-    @wraps(make)
+    @wraps(create)
     def __init__(self: Any, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        with _around(self, model, peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config):
-            make(self, model, peft_config, adapter_name, *args, **kwargs)
+        with _context(self, model, peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config):
+            create(self, model, peft_config, adapter_name, *args, **kwargs)
 
     @wraps(inject)
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        with _around(self, model, self.peft_config[adapter_name]):
+        with _context(self, model, self.peft_config[adapter_name]):
             inject(self, model, adapter_name, *args, **kwargs)
 
     BaseTuner.__init__, BaseTuner.inject_adapter = __init__, inject_adapter
 
 
-_teach()
+_patch_tuner()

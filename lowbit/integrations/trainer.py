@@ -1,7 +1,7 @@
-"""transformers' Trainer by a plan: ``Trainer(model, train_dataset=data, **plan_arguments(plan, args))``.
+"""Hugging Face Trainer with a training plan: ``Trainer(model, train_dataset=data, **plan_arguments(plan, args))``.
 
-Trainer reads the sizes of batches and the optimizer's class as it is made, so these are arguments. A callback does the
-rest: it prepares the model once Trainer has moved it to its device, and moves states of the optimizer before training.
+Trainer reads batch sizes and optimizer class in its constructor, so these are arguments. A callback does the rest: it
+prepares the model after Trainer has moved it to the device, and offloads optimizer states before training.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ __all__ = ["RequireSharding", "plan_arguments"]
 
 
 class Refusal(NamedTuple):
-    """What Trainer cannot do by a plan: ``asked(args, settings)`` says whether it is asked for."""
+    """A feature of ``TrainingArguments`` that cannot be combined with a plan."""
 
-    asked: Callable[[Any, TrainingSettings], Any]
-    what: str
+    is_used: Callable[[Any, TrainingSettings], Any]
+    """Function of the arguments and the plan's settings."""
+    feature: str
     remedy: str
 
 
@@ -40,50 +41,58 @@ _ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 REFUSALS = (
     Refusal(lambda args, _: args.deepspeed or args.fsdp, "DeepSpeed or FSDP",
-            "a plan is one of whole parameters; leave them out, or train by lowbit.optim and lowbit.memory yourself"),
+            "a plan needs unsharded parameters; leave them out, or use lowbit.optim and lowbit.memory directly"),
     Refusal(lambda args, _: args.n_gpu > 1, "several GPUs in one process",
-            "a plan is one of a single device; start one process a GPU with torchrun, or set CUDA_VISIBLE_DEVICES"),
-    Refusal(lambda args, settings: args.fp16 or (args.bf16 and settings.precision != "bf16"), "its own mixed precision",
-            "the plan says what is computed in what; leave out fp16 and bf16, or plan with require=('bf16',)"),
+            "a plan is for one device; start one process per GPU with torchrun, or set CUDA_VISIBLE_DEVICES"),
+    Refusal(lambda args, settings: args.fp16 or (args.bf16 and settings.precision != "bf16"), "mixed precision",
+            "the plan chooses the precision; leave out fp16 and bf16, or plan with require=('bf16',)"),
     Refusal(lambda args, _: args.auto_find_batch_size, "auto_find_batch_size",
-            "the plan says in how many parts a batch is taken; leave it out"),
+            "the plan chooses the number of micro-batches; leave it out"),
     Refusal(lambda args, _: str(getattr(args.optim, "value", args.optim)) not in _ADAMW or args.optim_args,
             "an optimizer other than AdamW",
-            f"the plan brings its AdamW; leave out optim_args, and set optim to one of {', '.join(_ADAMW)}"),
+            f"the plan uses its own AdamW; leave out optim_args, and set optim to one of {', '.join(_ADAMW)}"),
 )  # fmt: skip
 
 
 def plan_arguments(
     plan: TrainingPlan, args: TrainingArguments, *, callbacks: Iterable[Any] = (), directory: str | Path | None = None
 ) -> dict[str, Any]:
-    """The keyword arguments that make transformers' Trainer train by ``plan``: ``args``, ``callbacks``, and
-    ``optimizer_cls_and_kwargs``.
+    """Keyword arguments for a Hugging Face Trainer that trains with a plan.
 
-    ``per_device_train_batch_size`` of ``args`` is the batch that was planned for. Parts of it become
-    ``gradient_accumulation_steps``, so that a step of the optimizer sees the rows that it would see without the plan.
-    Where the planned number of parts does not divide the batch, the next larger one that does is taken. ``args`` itself
-    stays as it is. Learning rate, betas and weight decay are those of ``args``; checkpointing of ``args`` gives way to
-    the plan's. ``callbacks``: yours. ``directory``: where states on disk go; the system's for temporary files unless
-    given, and host memory for a model on a GPU.
+    Micro-batches of the plan become ``gradient_accumulation_steps``, so that an optimizer step sees as many rows as
+    without the plan. If their number does not divide the batch, the next larger divisor is used.
 
-    Trainer's steps do not adapt where memory runs out, as ``Run.step`` does. Losses are those of ``Run.step`` but for
-    the order of sums: Trainer divides the sum over a part by the number of all targets. States of 8 bits round by
-    random bits of each parameter's place in the optimizer, and Trainer has groups with and without weight decay.
-    Raises ValueError for what Trainer cannot do by a plan, before anything is changed; in ``Trainer(...)`` and
-    ``train()`` for a model or an optimizer that the plan did not make.
+    Two things differ from ``plan.apply_`` and ``Run.step``. Trainer does not switch to a cheaper setting if memory runs
+    out. Losses and states may differ in rounding: Trainer divides the loss sum of each micro-batch by the number of all
+    targets, and its parameter groups (with and without weight decay) change the random bits of 8-bit states.
+
+    Args:
+        plan: The training plan.
+        args: The arguments; not changed. ``per_device_train_batch_size`` is the batch size of the plan. Learning rate,
+            betas, epsilon and weight decay apply; the plan replaces checkpointing.
+        callbacks: Your own callbacks.
+        directory: Where to offload; by default the directory for temporary files, or host memory for a model on a GPU.
+
+    Returns:
+        ``args``, ``callbacks`` and ``optimizer_cls_and_kwargs``.
+
+    Raises:
+        ValueError: ``args`` or the plan need something that the other does not support. ``Trainer(...)`` and
+            ``train()`` raise it for another model than the plan's, or another optimizer.
     """
     settings = plan.settings
     for dimension, technique in in_use(settings).items():
         if technique.acts == "placement":
-            instead = "gpus=1" if dimension == STRATEGY else f"exclude=({technique.name!r},)"
+            option = "gpus=1" if dimension == STRATEGY else f"exclude=({technique.name!r},)"
             raise ValueError(
-                f"trainer.plan_arguments: the plan has {technique.name!r} ({technique.about}), which plan.apply_ "
-                f"does and Trainer does not, since it places the model itself; plan with {instead}"
+                f"trainer.plan_arguments: the plan has {technique.name!r} ({technique.about}), which Trainer does not "
+                f"support, because it places the model itself; plan with {option}, or use plan.apply_"
             )
     for row in REFUSALS:
-        if row.asked(args, settings):
+        if row.is_used(args, settings):
             raise ValueError(
-                f"trainer.plan_arguments: args ask for {row.what}, which does not go with a plan: {row.remedy}"
+                f"trainer.plan_arguments: args ask for {row.feature}, which cannot be combined with a plan: "
+                f"{row.remedy}"
             )
     rows = args.per_device_train_batch_size
     parts = next((count for count in range(settings.micro_batches, rows) if rows % count == 0), rows)
@@ -94,24 +103,25 @@ def plan_arguments(
         for name in ("activation_checkpointing", "gradient_checkpointing"):
             if hasattr(changed, name):
                 setattr(changed, name, False)
-    cls, own = optimizer_class(settings)
-    options = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon, **own}
+    cls, arguments = optimizer_class(settings)
+    betas = (args.adam_beta1, args.adam_beta2)
+    options = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, **arguments}
     return {
         "args": changed,
-        "callbacks": [_ByPlan(plan, directory), *callbacks],
+        "callbacks": [_PlanCallback(plan, directory), *callbacks],
         "optimizer_cls_and_kwargs": (cls, options),
     }
 
 
 class RequireSharding(TrainerCallback):  # type: ignore[misc]
-    """Refuses a Trainer that is asked for FSDP and would not shard its model, or would fail at it.
+    """Raises an error if a Trainer is asked for FSDP, but would not shard the model or would fail.
 
-    Every Trainer of a process with layers of lowbit has it (``transformers.trainer.DEFAULT_CALLBACKS``). A model
-    without modules of lowbit is not looked at.
+    In a process with layers of lowbit every Trainer has it (``transformers.trainer.DEFAULT_CALLBACKS``). It does
+    nothing for models without modules of lowbit.
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Raises ValueError, at the end of ``Trainer(...)``."""
+        """Check the model at the end of ``Trainer(...)``; raises ValueError."""
         if not args.fsdp or args.fsdp_config.get("xla", False):
             return
         if any(type(module).__module__.startswith("lowbit.") for module in model.modules()):
@@ -119,39 +129,39 @@ class RequireSharding(TrainerCallback):  # type: ignore[misc]
 
 
 def _require_sharding(model: Any) -> None:
-    from accelerate.state import AcceleratorState  # which Trainer needs, and this file does not
+    from accelerate.state import AcceleratorState  # Trainer needs accelerate, the rest of this file does not
 
     accelerator = AcceleratorState()
     plugin = getattr(accelerator, "fsdp_plugin", None)
     if plugin is None:
         raise ValueError(
-            f"Trainer: args ask for FSDP, and Accelerate shards on several accelerators alone; it found "
-            f"{accelerator.distributed_type.value}, and every process would keep the whole model. Leave fsdp out, or "
-            f"use lowbit.distributed.shard_(model, optimizer, 'zero3') in a loop of your own"
+            f"Trainer: args ask for FSDP, but Accelerate only shards on several accelerators; it found "
+            f"{accelerator.distributed_type.value}, and every process would keep the whole model. Leave out fsdp, or "
+            f"use lowbit.distributed.shard_(model, optimizer, 'zero3') in your own training loop"
         )
     if plugin.cpu_ram_efficient_loading:
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        others = [name for name in model.state_dict() if name not in parameters]
-        if others:
+        buffers = [name for name in model.state_dict() if name not in parameters]
+        if buffers:
             raise ValueError(
-                f"Trainer: cpu_ram_efficient_loading needs a model whose state is parameters alone, and this one has "
-                f"{len(others)} other tensors, the first of them {others[0]}; leave it out of fsdp_config, so that "
-                f"every process makes the same model"
+                f"Trainer: cpu_ram_efficient_loading needs a model with parameters only, but this model has "
+                f"{len(buffers)} other tensors, the first of them {buffers[0]}; leave it out of fsdp_config, so that "
+                f"every process loads the model"
             )
 
 
-class _ByPlan(TrainerCallback):  # type: ignore[misc]
-    """Prepares the model that Trainer is given, and places the states of the optimizer that it makes."""
+class _PlanCallback(TrainerCallback):  # type: ignore[misc]
+    """Prepares the model of a Trainer, and offloads its optimizer states."""
 
     def __init__(self, plan: TrainingPlan, directory: str | Path | None) -> None:
         self._identity, self._settings, self._directory = plan.identity, plan.settings, directory
         self._model: weakref.ref[nn.Module] | None = None
 
-    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **given: Any) -> None:
-        if given.get("optimizer") is not None:
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if kwargs.get("optimizer") is not None:
             raise ValueError(
-                "trainer.plan_arguments: expected a Trainer that makes its optimizer by the plan, got "
-                "optimizers=(...); leave it out, or use plan.apply_(model), whose run has one"
+                "trainer.plan_arguments: expected a Trainer that creates the plan's optimizer, got "
+                "optimizers=(...); leave it out, or use plan.apply_(model)"
             )
         if self._model is not None:
             raise ValueError(
@@ -160,7 +170,7 @@ class _ByPlan(TrainerCallback):  # type: ignore[misc]
         self._identity.check(model, "trainer.plan_arguments")
         prepare_model_(model, self._settings)
         if self._settings.offload_activations:
-            wrap(model, _Offloading(self._settings, self._where(model)))
+            wrap(model, _Offloading(self._settings, self._target(model)))
         self._model = weakref.ref(model)
 
     def on_train_begin(
@@ -168,34 +178,34 @@ class _ByPlan(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if model is None or self._model is None or self._model() is not model:
             raise ValueError(
-                "trainer.plan_arguments: expected the model that Trainer was made with, got another, which the plan "
-                "did not prepare; give Trainer a model, not model_init"
+                "trainer.plan_arguments: expected the model that Trainer was created with, got another model, which is "
+                "not prepared; give Trainer a model, not model_init"
             )
-        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-        cls, own = optimizer_class(self._settings)
-        wanted = {name: value for name, value in own.items() if name != "bits"}
-        if type(inner) is not cls or any(inner.param_groups[0][name] != value for name, value in wanted.items()):
+        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer
+        cls, arguments = optimizer_class(self._settings)
+        expected = {name: value for name, value in arguments.items() if name != "bits"}
+        if type(inner) is not cls or any(inner.param_groups[0][name] != value for name, value in expected.items()):
             raise ValueError(
                 f"trainer.plan_arguments: expected the plan's {cls.__module__}.{cls.__name__}, got "
                 f"{type(inner).__module__}.{type(inner).__name__}; pass all that plan_arguments returns to Trainer"
             )
         if self._settings.offload_states and not hasattr(inner, OFFLOADED):
-            offload_(inner, self._where(model))
+            offload_(inner, self._target(model))
 
-    def _where(self, model: Any) -> str:
+    def _target(self, model: Any) -> str:
         on_gpu = any(param.is_cuda for param in model.parameters())
         return str(self._directory or ("cpu" if on_gpu else tempfile.gettempdir()))
 
 
 @dataclass(eq=False)
 class _Offloading(Wrapper):
-    """The model with its activations elsewhere."""
+    """Runs the model with offloaded activations."""
 
     settings: TrainingSettings
-    where: str
+    target: str
 
     def __call__(self, module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        with elsewhere(self.settings, self.where):
+        with elsewhere(self.settings, self.target):
             return forward(*args, **kwargs)

@@ -1,8 +1,8 @@
-"""transformers: ``from_pretrained`` that quantizes while it loads, and ``save_pretrained`` of quantized models.
+"""Hugging Face models: ``from_pretrained`` that quantizes while loading, and ``save_pretrained`` of quantized models.
 
-A saved model's ``config.json`` has the quantization method ``"lowbit"`` and lists its quantized layers with their
-recipes; its safetensors files hold their codes and scales. transformers reads such a directory where lowbit has been
-imported, and refuses it elsewhere.
+The ``config.json`` of a saved model has the quantization method ``"lowbit"``, and its quantized layers with their
+recipes. The safetensors files have codes and scales. transformers loads such a directory if lowbit is imported, and
+raises an error otherwise.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from lowbit.tensor.quantized import Quantized
 
 if int(transformers.__version__.split(".")[0]) < TRANSFORMERS:
     raise ImportError(
-        f"lowbit.integrations.transformers needs transformers >= {TRANSFORMERS}, and {transformers.__version__} is "
-        f"installed; use lowbit.quantize_, lowbit.save_model and lowbit.load_model, which take any version"
+        f"lowbit.integrations.transformers needs transformers >= {TRANSFORMERS}, but {transformers.__version__} is "
+        f"installed; use lowbit.quantize_, lowbit.save_model and lowbit.load_model, which support any version"
     )
 
 from transformers.core_model_loading import ConversionOps
@@ -47,18 +47,26 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 __all__ = ["LowbitConfig", "LowbitHfQuantizer", "mark"]
 
-#: Models initialize what has no such mark, also weights of the layers inside of a module.
+#: Without this mark, transformers would initialize quantized weights.
 Quantized._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 class LowbitConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """How ``from_pretrained`` quantizes: ``from_pretrained(NAME, quantization_config=LowbitConfig("W4A16"))``.
+    """Quantization config: ``from_pretrained(NAME, quantization_config=LowbitConfig("W4A16"))``.
 
-    ``recipe``, ``skip``: as for ``lowbit.quantize_``, with the same result in every bit; ``modules_to_not_convert`` is
-    what other configs call ``skip``. ``layers``: of a model that is quantized already, its recipes by the full names of
-    its layers; ``config.json`` has them.
-    Raises TypeError and ValueError as ``lowbit.quantize_`` does for recipes, and for neither or both of ``recipe`` and
-    ``layers``, or both of ``skip`` and ``modules_to_not_convert``.
+    The result is bit-identical to ``lowbit.quantize_`` after loading.
+
+    Args:
+        recipe: As for ``lowbit.quantize_``.
+        skip: As for ``lowbit.quantize_``.
+        modules_to_not_convert: The name of ``skip`` in other configs.
+        layers: Instead of ``recipe``: recipes by full layer names, for a model that is already quantized. They are
+            read from ``config.json``.
+
+    Raises:
+        ValueError: Neither or both of ``recipe`` and ``layers`` are set, or both of ``skip`` and
+            ``modules_to_not_convert``, or the recipe is invalid.
+        TypeError: As for ``lowbit.quantize_``.
     """
 
     def __init__(
@@ -70,46 +78,44 @@ class LowbitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         layers: Mapping[str, Recipe] | None = None,
     ) -> None:
         if (recipe is None) == (layers is None):
-            raise ValueError("LowbitConfig: give a recipe, for instance LowbitConfig('W4A16')")
+            raise ValueError("LowbitConfig: expected a recipe, such as LowbitConfig('W4A16')")
         if modules_to_not_convert is not None:
             if skip is not DEFAULT_SKIP:
-                raise ValueError("LowbitConfig: skip and modules_to_not_convert are one and the same; give one of them")
+                raise ValueError("LowbitConfig: skip and modules_to_not_convert mean the same; pass only one of them")
             skip = modules_to_not_convert
         self.quant_method = METHOD
-        self.plan = None if recipe is None else layer_recipes(recipe)
-        for one in () if self.plan is None else self.plan.recipes:
-            refuse_beyond(one, "LowbitConfig", ("output.a", "output.b"))
+        self.recipes = None if recipe is None else layer_recipes(recipe)
+        for layer_recipe in () if self.recipes is None else self.recipes.recipes:
+            refuse_beyond(layer_recipe, "LowbitConfig", ("output.a", "output.b"))
         self.skip = patterns_in(skip, "skip")
         self.layers = None if layers is None else dict(layers)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON data: the layers of a quantized model, or the recipe and the names to skip. Raises ValueError for
-        functions among these.
-        """
+        """The config as JSON values. Raises ValueError if ``recipe`` or ``skip`` has a function."""
         head: dict[str, Any] = {"quant_method": METHOD, "lowbit": __version__}
         if self.layers is None:
-            assert self.plan is not None
-            return {**head, "recipe": self.plan.to_dict(), "skip": written(self.skip, "LowbitConfig")}
+            assert self.recipes is not None
+            return {**head, "recipe": self.recipes.to_dict(), "skip": written(self.skip, "LowbitConfig")}
         names: dict[Recipe, list[str]] = {}
         for name, recipe in self.layers.items():
             names.setdefault(recipe, []).append(name)
-        return {**head, "layers": [{"recipe": recipe.to_dict(), "names": of} for recipe, of in names.items()]}
+        return {**head, "layers": [{"recipe": recipe.to_dict(), "names": rows} for recipe, rows in names.items()]}
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """The config that ``to_dict`` described. Raises ValueError for other data."""
+        """The config of a quantized model from the values of ``to_dict``. Raises ValueError for other values."""
         try:
             rows = config_dict["layers"]
-            found = cls(layers={str(name): Recipe.from_dict(row["recipe"]) for row in rows for name in row["names"]})
+            config = cls(layers={str(name): Recipe.from_dict(row["recipe"]) for row in rows for name in row["names"]})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"the quantization_config of this model is damaged ({type(error).__name__}: {error}); expected layers "
                 f"with their recipes, as save_pretrained writes them, got {shown(config_dict)}"
             ) from None
-        return (found, kwargs) if return_unused_kwargs else found
+        return (config, kwargs) if return_unused_kwargs else config
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """All of ``to_dict``: nothing in it is a default."""
+        """Same as ``to_dict``, which has no default values."""
         return self.to_dict()
 
 
@@ -117,88 +123,87 @@ AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = LowbitConfig
 
 
 class _Quantize(ConversionOps):  # type: ignore[misc]
-    """What transformers calls with the tensors of a checkpoint that belong to layers to be quantized."""
+    """Receives from transformers the tensors of layers to be quantized."""
 
     def __init__(self, loading: _Loading) -> None:
         self.loading = loading
 
-    def convert(self, input_dict: dict[str, Any], **told: Any) -> dict[str, Tensor]:
-        """The tensors that transformers is to set itself."""
-        given = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
-        missing = told.get("missing_keys")
-        rest = {name: value for name, value in given.items() if not self.loading.take(name, value)}
+    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Tensor]:
+        """Take the tensors of quantized layers, and return the tensors that transformers must set itself."""
+        tensors = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+        missing = kwargs.get("missing_keys")
+        rest = {name: value for name, value in tensors.items() if not self.loading.take(name, value)}
         if missing is not None:
-            missing.difference_update(given.keys() - rest.keys())
+            missing.difference_update(tensors.keys() - rest.keys())
         return rest
 
 
 class _Loading:
-    """The layers of one model that are to be quantized while it loads, each as soon as its tensors are there."""
+    """Quantizes the layers of a model while it loads, each as soon as all its tensors are loaded."""
 
-    def __init__(self, model: Any, plan: LayerRecipes, skip: Skip) -> None:
+    def __init__(self, model: Any, recipes: LayerRecipes, skip: Skip) -> None:
         self.model, self.maker = model, QuantMaker(model, Ruled())
         tied = model.all_tied_weights_keys
-        for name, source in tied.items():  # as transformers does once they are loaded
-            path, _, own = name.rpartition(".")
-            model.get_submodule(path)._parameters[own] = model.get_parameter(source)
-        names, protect = protections(model, skip, plan, unties=True)
-        self.found = select(model, plain_layers(), plan, names, protect)
+        for name, source in tied.items():  # transformers ties weights only after loading
+            path, _, parameter = name.rpartition(".")
+            model.get_submodule(path)._parameters[parameter] = model.get_parameter(source)
+        names, protect = protections(model, skip, recipes, unties=True)
+        self.selection = select(model, plain_layers(), recipes, names, protect)
         self.aliases = paths(model)
         shared = {*tied.keys(), *tied.values()}
-        #: The tensors that each layer awaits, and the layer of each tensor. Layers with a tied weight wait for the end,
-        #: when transformers has tied it.
+        #: Missing tensors by layer. Layers with a tied weight are not here: ``finish`` converts them.
         self.awaited: dict[str, set[str]] = {}
-        for layer, chosen in self.found.chosen.items():
-            own = {f"{layer}.{name}" for name, _ in chosen.module.named_parameters()}
-            if not shared & own:
-                self.awaited[layer] = own
-        self.layer_of = {name: layer for layer, own in self.awaited.items() for name in own}
+        for layer, chosen in self.selection.chosen.items():
+            tensors = {f"{layer}.{name}" for name, _ in chosen.module.named_parameters()}
+            if not shared & tensors:
+                self.awaited[layer] = tensors
+        self.layer_of = {name: layer for layer, tensors in self.awaited.items() for name in tensors}
 
     def take(self, name: str, value: Tensor) -> bool:
-        """Put a tensor of the checkpoint into its layer, and quantize the layer if that was the last."""
+        """Put a tensor into its layer, and quantize the layer after the last tensor. False: not such a layer."""
         layer = self.layer_of.get(name)
         if layer is None or layer not in self.awaited:
             return False
-        path, _, own = name.rpartition(".")
-        holder = self.model.get_submodule(path)
-        old = holder._parameters[own]
-        if old is None or old.shape != value.shape:  # transformers reports it
+        path, _, parameter = name.rpartition(".")
+        module = self.model.get_submodule(path)
+        old = module._parameters[parameter]
+        if old is None or old.shape != value.shape:  # transformers reports the error
             del self.awaited[layer]
             return False
-        holder._parameters[own] = _loaded(nn.Parameter(value, old.requires_grad))
+        module._parameters[parameter] = _mark_loaded(nn.Parameter(value, old.requires_grad))
         self.awaited[layer].discard(name)
         if not self.awaited[layer]:
             self._replace(layer)
         return True
 
     def _replace(self, layer: str) -> None:
-        chosen = self.found.chosen.pop(layer)
+        chosen = self.selection.chosen.pop(layer)
         new = make_all({layer: chosen}, self.maker.convert)[id(chosen.module)]
-        self.maker.made.clear()  # by the storage of the weight, which is free now and may become the next one's
+        self.maker.made.clear()  # its keys are storages of weights, which are now free and may be reused
         for module in new.modules():
             module._is_hf_initialized = True  # type: ignore[assignment]
         for tensor in (*new.parameters(), *new.buffers()):
-            _loaded(tensor)
+            _mark_loaded(tensor)
         for alias in self.aliases[id(chosen.module)]:
             self.model.set_submodule(alias, new)
 
     def finish(self) -> None:
-        """Quantize the layers that were tied, or that the checkpoint did not have."""
-        swap(self.model, make_all(self.found.chosen, self.maker.convert))
+        """Quantize the remaining layers: tied ones, and those missing in the checkpoint."""
+        swap(self.model, make_all(self.selection.chosen, self.maker.convert))
 
 
-def _loaded(tensor: Any) -> Any:
-    """``tensor``, of which transformers now knows that it holds what a file held."""
+def _mark_loaded(tensor: Any) -> Any:
+    """Mark ``tensor`` so that transformers does not initialize it."""
     tensor._is_hf_initialized = True
     return tensor
 
 
 @register_quantizer(METHOD)
 class LowbitHfQuantizer(HfQuantizer):  # type: ignore[misc]
-    """What transformers asks while it loads, saves and dequantizes a model of lowbit."""
+    """The quantizer that transformers calls to load, save and dequantize a model."""
 
     requires_calibration = False
-    is_trainable = True  # with adapters; codes have no gradient
+    is_trainable = True  # with adapters; quantized weights have no gradient
     is_compileable = True
     _loading: _Loading | None = None
 
@@ -206,15 +211,15 @@ class LowbitHfQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
     def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
-        """Raises ValueError for a device map with a disk in it."""
+        """Raise ValueError for a device map with ``"disk"``."""
         if isinstance(device_map, dict) and "disk" in device_map.values():
-            raise ValueError("lowbit's layers are not offloaded to a disk; give a device_map without 'disk'")
+            raise ValueError("quantized layers are not offloaded to a disk; pass a device_map without 'disk'")
 
     # -- loading ------------------------------------------------------------------------------------------------------
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         config: LowbitConfig = self.quantization_config
-        if config.plan is not None:
-            self._loading = _Loading(model, config.plan, config.skip)
+        if config.recipes is not None:
+            self._loading = _Loading(model, config.recipes, config.skip)
             return
         recipes = _present(model, config.layers or {})
         try:
@@ -243,16 +248,16 @@ class LowbitHfQuantizer(HfQuantizer):  # type: ignore[misc]
         ]
         if self.pre_quantized and lost:
             raise ValueError(
-                f"the checkpoint lacks {len(lost)} tensors of quantized layers, such as {', '.join(lost[:3])}; copy it "
-                f"again, or save the model again"
+                f"the checkpoint lacks {len(lost)} tensors of quantized layers, such as {', '.join(lost[:3])}; copy "
+                f"the checkpoint again, or save the model again"
             )
         stack_experts_(model)
         mark(model)
         self._describe(model)
 
-    # -- saving and going back ----------------------------------------------------------------------------------------
+    # -- saving and dequantizing --------------------------------------------------------------------------------------
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, str]]:
-        """The state of a model, packed or not, in plain tensors; its config then names its quantized layers."""
+        """The state as plain tensors, also of packed layers; writes the quantized layers to the model's config."""
         self._describe(model)
         state, seen = model.state_dict(), set()
         for name in quantized_layers(model):
@@ -260,7 +265,7 @@ class LowbitHfQuantizer(HfQuantizer):  # type: ignore[misc]
                 key for key in state if key.startswith(f"{name}.") and key.rpartition(".")[2] in (*PARTS, *INPUT_PARTS)
             ]:
                 shared = storage(state[key])
-                if shared in seen:  # files of transformers share nothing but what its models tie
+                if shared in seen:  # transformers saves shared tensors only if its model ties them
                     state[key] = state[key].to("cpu", copy=True)
                 seen.add(shared)
         return {**state, **placeholders(model)}, {METHOD: __version__}
@@ -282,27 +287,27 @@ class LowbitHfQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def _present(model: Any, layers: Mapping[str, Recipe]) -> dict[str, Recipe]:
-    """The layers that ``model`` has, by its own names: a base model lacks the head's, and the prefix of the others.
+    """The layers that ``model`` has, by its names: a base model has no head, and names without the prefix.
 
-    Raises ValueError where there are none.
+    Raises ValueError if the model has none of the layers.
     """
-    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
     prefix = f"{model.base_model_prefix}."
-    found = {}
-    for name, recipe in layers.items():
-        own = next((one for one in (name, name.removeprefix(prefix), prefix + name) if one in known), None)
-        if own is not None:
-            found[own] = recipe
-    if not found:
+    recipes = {}
+    for layer, recipe in layers.items():
+        name = next((alias for alias in (layer, layer.removeprefix(prefix), prefix + layer) if alias in names), None)
+        if name is not None:
+            recipes[name] = recipe
+    if not recipes:
         raise ValueError(
             f"the quantization_config does not fit a {type(model).__name__}: it has none of the layers "
             f"{shown(list(layers)[:4])}"
         )
-    return found
+    return recipes
 
 
 def _unshare_config(model: Any) -> None:
-    """Give ``model`` a config of its own: the same object may be that of other models, which are not quantized."""
+    """Copy the config of ``model``, which unquantized models may share."""
     old = model.config
     new = copy.deepcopy(old)
     for module in model.modules():
@@ -310,48 +315,51 @@ def _unshare_config(model: Any) -> None:
             module.config = new
 
 
-def _casting(name: str) -> None:
-    """Let ``PreTrainedModel`` cast models of lowbit. It refuses every quantizer, but codes are not floating point."""
-    refuses, casts = getattr(transformers.PreTrainedModel, name), getattr(nn.Module, name)
+def _allow_cast(name: str) -> None:
+    """Let quantized models use ``half`` and ``float``, which ``PreTrainedModel`` rejects for every quantizer.
 
-    @wraps(refuses)
+    The cast is safe, because quantized values are stored as integers, which it does not change.
+    """
+    checked, plain = getattr(transformers.PreTrainedModel, name), getattr(nn.Module, name)
+
+    @wraps(checked)
     def cast(self: Any, *args: Any) -> Any:
-        mine = isinstance(getattr(self, "hf_quantizer", None), LowbitHfQuantizer)
-        return (casts if mine else refuses)(self, *args)
+        is_lowbit = isinstance(getattr(self, "hf_quantizer", None), LowbitHfQuantizer)
+        return (plain if is_lowbit else checked)(self, *args)
 
     setattr(transformers.PreTrainedModel, name, cast)
 
 
 for _name in ("half", "float"):
-    _casting(_name)
+    _allow_cast(_name)
 
 
 def mark(model: nn.Module) -> None:
-    """Give the models of transformers inside ``model`` the quantizer that saves them, or take it away.
+    """Give the Hugging Face models inside ``model`` the quantizer that saves them, or remove it if they are plain.
 
-    Every conversion of lowbit does this. A quantizer of another library stays, unless it has no layers in the model:
-    that of a GGUF file whose weights transformers read as plain ones.
+    Every conversion of lowbit calls this. Quantizers of other libraries stay, except a GGUF quantizer that has decoded
+    all weights.
     """
     for module in model.modules():
         if not isinstance(module, transformers.PreTrainedModel):
             continue
-        given: Any = getattr(module, "hf_quantizer", None)
+        quantizer: Any = getattr(module, "hf_quantizer", None)
         layers = {name: layer.recipe for name, layer in quantized_layers(module).items()}
-        if layers and _read_gguf(given):
-            given.remove_quantization_config(module)
-            given = None
-        if layers and given is None:
+        if layers and _is_decoded_gguf(quantizer):
+            quantizer.remove_quantization_config(module)
+            quantizer = None
+        if layers and quantizer is None:
             module.hf_quantizer = LowbitHfQuantizer(LowbitConfig(layers=layers))
-            module.is_quantized, module.quantization_method = True, METHOD  # Trainer asks for adapters
-        elif not layers and isinstance(given, LowbitHfQuantizer):
-            given.remove_quantization_config(module)
+            module.is_quantized, module.quantization_method = True, METHOD  # makes Trainer require adapters
+        elif not layers and isinstance(quantizer, LowbitHfQuantizer):
+            quantizer.remove_quantization_config(module)
         tied = getattr(module, "all_tied_weights_keys", None)
         if tied and layers:
-            known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-            module.all_tied_weights_keys = {a: b for a, b in tied.items() if a in known and b in known}
+            names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+            module.all_tied_weights_keys = {a: b for a, b in tied.items() if a in names and b in names}
 
 
-def _read_gguf(quantizer: Any) -> bool:
-    """Whether a quantizer has done its work: it read a GGUF file, and kept no weight in the file's blocks."""
+def _is_decoded_gguf(quantizer: Any) -> bool:
+    """Whether a GGUF quantizer has decoded all weights, so that the model is plain."""
     method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
     return method == "gguf" and not getattr(quantizer, "packed_modules", None)

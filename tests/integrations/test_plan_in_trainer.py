@@ -154,8 +154,8 @@ def test_parts_that_do_not_divide_the_batch_are_more(tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"bf16": True}, r"its own mixed precision.*leave out fp16 and bf16"),
-        ({"auto_find_batch_size": True}, r"auto_find_batch_size, which does not go"),
+        ({"bf16": True}, r"mixed precision.*leave out fp16 and bf16"),
+        ({"auto_find_batch_size": True}, r"auto_find_batch_size, which cannot be combined"),
         ({"optim": "adafactor"}, r"other than AdamW.*set optim to one of adamw_torch"),
     ],
 )
