@@ -1,5 +1,5 @@
-"""The demo: a small GPT, text to train it on, a training loop that resumes bit-exactly, and a report.
+"""The demo of ``lowbit train``: a small GPT, its text, a training loop with bit-identical resume, and a report.
 
-The library does without it; the command line runs it, and ``load_model`` builds its GPT where a file holds one. Start
-with ``experiment.py``.
+The library does not need it, except that ``load_model`` builds its GPT for saved demo models. Start reading with
+``experiment.py``.
 """

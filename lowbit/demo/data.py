@@ -1,7 +1,6 @@
-"""A corpus as tokens, and batches that are a pure function of the step.
+"""A tokenized corpus, and batches that depend only on seed and step.
 
-Because batch ``k`` follows from ``(seed, k)`` alone, a resumed run needs no saved position, and two runs with the same
-seed see the same batches whatever their precision.
+A resumed run therefore needs no saved position, and two runs with the same seed see the same batches.
 """
 
 from __future__ import annotations
@@ -25,7 +24,15 @@ __all__ = ["Corpus"]
 
 @dataclass(frozen=True)
 class Corpus:
-    """``train`` and ``held_out`` are tokens [N]; ``held_out_bytes`` is the length of the held-out text in UTF-8."""
+    """Tokens for training and evaluation.
+
+    Attributes:
+        tokenizer: The tokenizer, trained on the training text.
+        train: Training tokens [N].
+        held_out: Held-out tokens [M].
+        held_out_bytes: Length of the held-out text in UTF-8.
+        origin: Source of the text, for messages and the report.
+    """
 
     tokenizer: Tokenizer
     train: Tensor
@@ -35,9 +42,10 @@ class Corpus:
 
     @classmethod
     def build(cls, documents: list[text.Document], vocab: int, origin: str) -> Corpus:
-        """Split documents, train a tokenizer on the training part and encode both.
+        """Split documents, train a tokenizer on the training part and encode both parts.
 
-        Raises: ValueError when either part is empty.
+        Raises:
+            ValueError: One of the parts is empty.
         """
         train, held_out = text.split(documents)
         if not train or not held_out:
@@ -46,9 +54,9 @@ class Corpus:
                 f"give a longer text (about 200 KB or more)"
             )
         train_text, held_text = ("".join(d.text for d in part) for part in (train, held_out))
-        trained = tokenizer.train(train_text, vocab)
-        train_tokens, held_tokens = (torch.tensor(trained.encode(part).ids) for part in (train_text, held_text))
-        return cls(trained, train_tokens, held_tokens, len(held_text.encode()), origin)
+        bpe = tokenizer.train(train_text, vocab)
+        train_tokens, held_tokens = (torch.tensor(bpe.encode(part).ids) for part in (train_text, held_text))
+        return cls(bpe, train_tokens, held_tokens, len(held_text.encode()), origin)
 
     @classmethod
     def load(cls, path: Path | None, vocab: int) -> Corpus:
@@ -59,15 +67,16 @@ class Corpus:
 
     @property
     def fingerprint(self) -> int:
-        """CRC-32 of all tokens; equal on resume, or the run would not go on bit-exactly."""
+        """CRC-32 of all tokens; a resumed run checks it."""
         return zlib.crc32(self.held_out.numpy().tobytes(), zlib.crc32(self.train.numpy().tobytes()))
 
     def batch(self, step: int, size: int, context: int, seed: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets [size, context] of step ``step``.
 
-        Each epoch cuts the text at another offset into windows and takes them in another order.
+        Each epoch cuts the text into windows at a random offset, and shuffles them.
 
-        Raises: ValueError when the text is shorter than two windows.
+        Raises:
+            ValueError: The text is shorter than two windows.
         """
         if len(self.train) < 2 * context + 1:
             raise ValueError(
@@ -91,11 +100,11 @@ class Corpus:
                 f"{self.origin}: {len(self.held_out)} held-out tokens do not fill one window of {context}; "
                 f"use a longer text or a shorter context"
             )
-        chosen = np.linspace(0, available - 1, min(count, available)).round().astype(int)
-        return torch.stack([self.held_out[k * context : (k + 1) * context + 1] for k in chosen])
+        indices = np.linspace(0, available - 1, min(count, available)).round().astype(int)
+        return torch.stack([self.held_out[k * context : (k + 1) * context + 1] for k in indices])
 
 
 def _epoch(seed: int, epoch: int, windows: int, context: int) -> tuple[int, np.ndarray]:
-    """Where an epoch's first window starts, and the order of its windows."""
+    """The start of an epoch's first window, and the order of its windows."""
     random = np.random.default_rng([seed, epoch])
     return int(random.integers(context)), random.permutation(windows)

@@ -1,7 +1,7 @@
-"""The main job: train the same GPT in several precisions, quantize the result with every recipe, measure each.
+"""The demo's experiment: train one GPT in several precisions, quantize it with every recipe, and measure each.
 
-Everything is kept below one directory: ``settings.json`` (what to do), ``PRECISION/checkpoint.pt`` (each run's state),
-``model/`` (the trained model) and the report.
+One directory has everything: ``settings.json``, ``PRECISION/checkpoint.pt`` (the state of each run), ``model/`` (the
+trained model) and the report.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
 __all__ = ["INFERENCE_RECIPES", "Measurement", "RunSettings", "measure_recipes", "trainers"]
 
-#: By what it multiplies, the first of the named recipes that need no data: some that train are deployed as another.
+#: The first recipe without static scales for each forward matmul: recipes that differ only in training deploy alike.
 _DEPLOYED = {row.output: row for row in reversed(RECIPES.values()) if row.dynamic}
 
-#: These recipes, and int4 with the finer groups that it is usually shipped with.
+#: These recipes, and int4 with groups of 32, which is common in practice.
 INFERENCE_RECIPES = tuple(
     name
     for row in RECIPES.values()
@@ -54,7 +54,8 @@ INFERENCE_RECIPES = tuple(
     for name in ([row.name, f"{row.name}:group32"] if row.name == "int4-weight-only" else [row.name])
 )
 
-#: Settings that a run with a plan is without, and those that one on several processes is, with the row that says why.
+#: Settings that do not combine with a plan, and settings that do not combine with a strategy, with their reasons in
+#: ``COMBINATIONS``.
 _UNPLANNED = {"checkpointing": "checkpointing memory", "tail": "tail memory", "watch": "watch memory"}
 _UNSHARED = {
     "memory": "memory strategy",
@@ -70,14 +71,24 @@ SPEED_TURNS, SPEED_TOKENS, WARM_UP_TOKENS = 40, 12, 2
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """All that a demo run depends on. Runs differ in precision, and in what ``of`` sets for each.
+    """All settings of a demo.
 
-    ``optimizer``: of every run; None is AdamW with states in fp32 for floats, of 8 bits for recipes. ``watch``: steps
-    from one look at the casts of recipes' runs to the next; 0: none. ``profile_memory``: profile one step of each run.
-    ``memory``: the budget of a step, a size or a share, for which each run has a plan; None: no plan.
-    ``strategy``: of ``lowbit.distributed``, by which the processes that torchrun started train together; None: one
-    process. Raises: ValueError for an unknown way, optimizer or recipe, a precision that is no recipe that trains, for
-    what no plan knows of beside ``memory``, and for what is of one process beside ``strategy``.
+    Attributes:
+        model: Shape of the GPT.
+        train: Configuration of all runs; ``of`` sets precision and optimizer of each run.
+        precisions: Precision of each run.
+        recipes: Recipes to quantize the first run's model with.
+        optimizer: Optimizer of all runs; None: AdamW, with 8-bit states for recipes.
+        data: Path of a text file; None: Python's documentation.
+        watch: Steps between measurements of quantization error in runs with recipes; 0: none.
+        profile_memory: Whether to profile one step of each run.
+        memory: Budget of a step, a size or a share of plain training, for which each run gets a plan; None: no plan.
+        strategy: Sharding strategy of ``lowbit.distributed``; None: one process.
+
+    Raises:
+        ValueError: A name is unknown, a precision cannot train, or settings cannot be combined with ``memory`` or
+            ``strategy``.
+        TypeError: ``data`` or ``memory`` is not a string.
     """
 
     model: GPTConfig = field(default_factory=GPTConfig)
@@ -100,10 +111,10 @@ class RunSettings:
         if not (self.data is None or isinstance(self.data, str)):
             raise TypeError(f"data must be a path or None, got {shown(self.data)}")
         if type(self.watch) is not int or self.watch < 0:
-            raise ValueError(f"watch counts steps, 0 or more, got {shown(self.watch)}")
+            raise ValueError(f"watch must be a number of steps, 0 or more, got {shown(self.watch)}")
         if not (self.memory is None or isinstance(self.memory, str)):
             raise TypeError(
-                f"memory is a size such as '1GiB', a share such as '60%', or None, got {shown(self.memory)}"
+                f"memory must be a size such as '1GiB', a share such as '60%', or None, got {shown(self.memory)}"
             )
         if self.memory is not None:
             budget_in(self.memory, "memory")
@@ -116,14 +127,19 @@ class RunSettings:
             find_recipe(name)
         for name in self.precisions:
             if name not in FLOATS:
-                prepare_(nn.Sequential(nn.Linear(1, 1)), name)  # raises where the recipe cannot train
+                prepare_(nn.Sequential(nn.Linear(1, 1)), name)  # raises if the recipe cannot train
 
     def save(self, directory: Path) -> None:
         write_json(directory / "settings.json", asdict(self))
 
     @classmethod
     def load(cls, directory: Path) -> RunSettings:
-        """The settings of the run in ``directory``. Raises: FileNotFoundError, ValueError."""
+        """The saved settings of a run.
+
+        Raises:
+            FileNotFoundError: There are none.
+            ValueError: The file has other contents.
+        """
         path = directory / "settings.json"
         if not path.exists():
             raise FileNotFoundError(f"nothing to resume: {path} does not exist; run without --resume first")
@@ -143,45 +159,47 @@ class RunSettings:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{path} is not what this lowbit train writes ({error}); move it away, or give another --out"
+                f"{path} is not what this lowbit train writes ({error}); move it away, or pass another --out"
             ) from None
 
     def corpus(self) -> Corpus:
         return Corpus.load(Path(self.data) if self.data else None, self.model.vocab)
 
     def of(self, precision: str, plan: TrainingPlan | None = None) -> TrainConfig:
-        """A run's configuration: the same seed, batches and checkpointing. A recipe's run has states of 8 bits, and
-        compressed activations where ``train`` has them. Of a run with a plan the states are those of the plan.
+        """The configuration of one run.
+
+        Runs with recipes have 8-bit optimizer states, and compressed activations if ``train`` says so. A plan chooses
+        the bits of the states itself.
         """
-        low = precision not in FLOATS
-        bits = (8 if low else 32) if plan is None else plan.settings.bits
+        has_recipe = precision not in FLOATS
+        bits = (8 if has_recipe else 32) if plan is None else plan.settings.bits
         return replace(
             self.train,
             precision=precision,
-            compress_activations=low and self.train.compress_activations,
+            compress_activations=has_recipe and self.train.compress_activations,
             optimizer=self.optimizer or ("adamw" if bits == 32 else f"adamw{bits}bit"),
         )
 
 
 def run_path(directory: Path, precision: str) -> Path:
-    """The directory of the run in ``precision``. A colon would begin a link's scheme, and some systems refuse it."""
+    """The directory of a run, without colons, which some file systems and links do not support."""
     return directory / precision.replace(":", "+")
 
 
 def state_paths(directory: Path, precision: str) -> tuple[Path, Path]:
-    """Where the run in ``precision`` keeps its state: the file of one process, and the directory of several."""
+    """The state file of a run on one process, and the state directory of a run on several processes."""
     return run_path(directory, precision) / STATE, run_path(directory, precision) / SHARED_STATE
 
 
 def remove_state(directory: Path, precision: str) -> None:
-    """Remove the state of the run in ``precision``, whichever it has."""
-    of_one, of_several = state_paths(directory, precision)
-    of_one.unlink(missing_ok=True)
-    remove(of_several)
+    """Remove the state of a run."""
+    file, shared = state_paths(directory, precision)
+    file.unlink(missing_ok=True)
+    remove(shared)
 
 
 def model_of(settings: RunSettings, corpus: Corpus) -> GPT:
-    """The model that every run begins with."""
+    """The initial model of every run."""
     return GPT(replace(settings.model, vocab=corpus.tokenizer.get_vocab_size()), seed=settings.train.seed)
 
 
@@ -192,7 +210,7 @@ def trainers(
     resume: bool,
     plans: Mapping[str, TrainingPlan] | None = None,
 ) -> Iterator[Trainer]:
-    """A trainer for each precision, by its plan where it has one, at its saved state when resuming and one is there."""
+    """Yield a trainer for each precision, with its plan if there is one; ``resume`` loads its state if there is one."""
     for precision in settings.precisions:
         plan = None if plans is None else plans[precision]
         trainer = Trainer(
@@ -205,10 +223,11 @@ def trainers(
 
 
 def check(settings: RunSettings, corpus: Corpus, directory: Path) -> None:
-    """Meet before training, and before anything is written, what would end a run later.
+    """Find errors before training and before anything is written.
 
-    Raises: ValueError for a text too short for the context, a context too short for the sample, or a model that a
-    recipe cannot train.
+    Raises:
+        ValueError: The text is too short for the context, the context is too short for the sample, the batch does not
+            divide among the processes, or a recipe cannot train the model.
     """
     context = settings.train.context
     if settings.strategy is not None:
@@ -221,39 +240,47 @@ def check(settings: RunSettings, corpus: Corpus, directory: Path) -> None:
 
 
 def save(model: GPT, trained: Tokenizer, directory: Path) -> None:
-    """``save_model``, with the tokenizer beside it."""
+    """Save the model and its tokenizer."""
     save_model(model, directory)
     tokenizer.save(trained, directory / "tokenizer.json")
 
 
 def load(directory: Path) -> tuple[GPT, Tokenizer]:
-    """What ``save`` wrote. Raises: FileNotFoundError without a tokenizer; ValueError for no GPT, or for a tokenizer of
-    another model; as ``load_model``.
+    """Load model and tokenizer from the directory of ``save``.
+
+    Raises:
+        FileNotFoundError: There is no tokenizer, or no model.
+        ValueError: The model is not a GPT, the tokenizer is of another model, or as for ``load_model``.
     """
     path = directory / "tokenizer.json"
     if not path.exists():
         raise FileNotFoundError(
-            f"{path} does not exist; give a model directory of lowbit train, such as out/demo/model"
+            f"{path} does not exist; pass a model directory of lowbit train, such as out/demo/model"
         )
     model = load_model(directory)
     if not isinstance(model, GPT):
-        raise ValueError(f"{directory} holds a {type(model).__name__}, and this command quantizes GPTs of lowbit train")
-    trained, vocab = tokenizer.load(path), model.config.vocab
-    if any(token >= vocab for token in trained.get_vocab().values()):
+        raise ValueError(f"{directory} has a {type(model).__name__}, expected a GPT of lowbit train")
+    bpe, vocab = tokenizer.load(path), model.config.vocab
+    if any(token >= vocab for token in bpe.get_vocab().values()):
         raise ValueError(f"{path} has tokens beyond the model's {vocab}; copy the whole directory again, or train anew")
-    return model.eval(), trained
+    return model.eval(), bpe
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one recipe makes of the model; ``linear_bytes`` counts the blocks' matrices, ``bytes`` the whole model."""
+    """Measurements of the model with one recipe."""
 
     recipe: str
     linear_bytes: int
+    """Bytes of the blocks."""
     bytes: int
+    """Bytes of the whole model."""
     loss: float
+    """Held-out loss, in nats per token."""
     tokens_per_second: float
+    """Generation speed of one sequence."""
     sample: str
+    """Generated text."""
 
     @property
     def perplexity(self) -> float:
@@ -261,9 +288,7 @@ class Measurement:
 
 
 def plain_copy(trained: GPT) -> GPT:
-    """A GPT of ordinary Linear layers with the master weights of ``trained``, whatever it was trained in. Of a sharded
-    one the weights are gathered, so that every process calls it.
-    """
+    """A GPT with plain Linear layers and the fp32 weights of ``trained``; if it is sharded, a collective call."""
     model = GPT(trained.config)
     with torchrun.waiting("the all-gather of the trained weights"):
         model.load_state_dict({name: whole(value).float() for name, value in trained.named_parameters()})
@@ -273,10 +298,7 @@ def plain_copy(trained: GPT) -> GPT:
 def measure_recipes(
     trained: GPT, corpus: Corpus, windows: torch.Tensor, settings: RunSettings, on_row: Callable[[str], None]
 ) -> list[Measurement]:
-    """The trained model in fp32 and in bf16, then with each recipe (its other weights as ``settings`` says).
-
-    Speeds are those of packed layers, where a recipe has them.
-    """
+    """Measure the trained model in fp32, in bf16 and with each recipe; speeds are with packed layers if possible."""
     rows, models = [], {}
     for name in (*OUTSIDE, *settings.recipes):
         on_row(name)
@@ -295,34 +317,34 @@ def measure_recipes(
 
 
 def measure(name: str, model: GPT, corpus: Corpus, windows: torch.Tensor) -> Measurement:
-    """All but the speed."""
+    """All measurements except the speed."""
     loss = evaluate(model, windows)
     prompt = torch.tensor([corpus.tokenizer.encode(PROMPT).ids])
-    wanted = min(SAMPLE_TOKENS, model.config.context - prompt.shape[1])
-    tokens = [int(token) for token in generate(model, prompt, wanted, temperature=TEMPERATURE, seed=1)]
+    count = min(SAMPLE_TOKENS, model.config.context - prompt.shape[1])
+    tokens = [int(token) for token in generate(model, prompt, count, temperature=TEMPERATURE, seed=1)]
     sample = PROMPT + corpus.tokenizer.decode(tokens)
     return Measurement(name, model_bytes(model.blocks), model_bytes(model), loss, math.nan, sample)
 
 
 def generation_speeds(models: dict[str, GPT], prompt: torch.Tensor) -> dict[str, float]:
-    """Tokens a second of each model after the prompt: the median of many short turns, fair also on a busy machine."""
+    """Generated tokens per second of each model: medians of short interleaved turns, fair also on a busy machine."""
     seconds: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(SPEED_TURNS):
         for name, model in models.items():
-            wanted = min(WARM_UP_TOKENS + SPEED_TOKENS, model.config.context - prompt.shape[1])
-            tokens = generate(model, prompt, wanted, temperature=TEMPERATURE, seed=1)
+            count = min(WARM_UP_TOKENS + SPEED_TOKENS, model.config.context - prompt.shape[1])
+            tokens = generate(model, prompt, count, temperature=TEMPERATURE, seed=1)
             for _ in range(WARM_UP_TOKENS):
                 next(tokens)
             start = time.perf_counter()
             list(tokens)
-            seconds[name].append((time.perf_counter() - start) / (wanted - WARM_UP_TOKENS))
-    return {name: 1 / statistics.median(took) for name, took in seconds.items()}
+            seconds[name].append((time.perf_counter() - start) / (count - WARM_UP_TOKENS))
+    return {name: 1 / statistics.median(turns) for name, turns in seconds.items()}
 
 
 def as_json(
     settings: RunSettings, corpus: Corpus, runs: list[Trainer], rows: list[Measurement], memory: list[Held]
 ) -> dict[str, Any]:
-    """The numbers of the report, for programs."""
+    """The numbers of the report, as JSON values."""
     return {
         "settings": asdict(settings),
         "corpus": {

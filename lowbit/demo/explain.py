@@ -1,4 +1,4 @@
-"""What a run of the demo holds in memory, part by part: printed by ``lowbit train --explain``, and in the report."""
+"""Memory of a demo run by part: printed by ``lowbit train --explain``, and in the report."""
 
 from __future__ import annotations
 
@@ -22,51 +22,51 @@ from lowbit.train.mixed import PRECISIONS
 
 __all__ = ["HEAD", "SAYS", "Held", "held", "one_by_one", "written"]
 
-#: The head of a table of what runs hold, in MiB, whose cells are ``written``; ``SAYS`` is what it means.
-HEAD = ("run", "weights", "states", "step", "gradients", "copies", "in all", "share")
+#: Head and explanation of a table of memory per run, in MiB; its cells are ``written``.
+HEAD = ("run", "weights", "states", "step", "gradients", "copies", "total", "share")
 SAYS = (
-    "In MiB. Each row changes one thing of the row above it, or of the first row: precision, then what norms and "
-    "activation functions keep for backward (codes in FP8), then the optimizer. Weights and states of the optimizer "
-    "are there all the time. A step allocates so much more at a time, by torch's allocator; gradients and copies of "
-    "weights, encoded or in 16 bits, are part of it. The share is of the first row's bytes in all."
+    "In MiB. Each row changes one thing of the row above it, or of the first row: precision, then FP8 compression of "
+    "activations saved by norms and activation functions, then the optimizer. Weights and optimizer states are "
+    "allocated all the time. step: peak of further allocations in a step, by torch's allocator. It includes gradients "
+    "and copies of weights (quantized or in 16 bits). share: of the first row's total."
 )
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of a run by ``config``.
-
-    ``weights`` (with the training state of a recipe) and ``states`` of the optimizer are there all the time. ``step``
-    is the most that a step allocates beyond them at a time, by torch's allocator. Part of it are ``gradients``, and
-    ``copies`` of weights: what products multiply in their place, in 16 bits or encoded.
-    """
+    """Bytes of a run."""
 
     config: TrainConfig
     weights: int
+    """Parameters, with the training state of a recipe."""
     states: int
+    """Optimizer states."""
     step: int
+    """Peak of allocations in a step, without weights and states, by torch's allocator."""
     gradients: int
+    """Gradients; part of ``step``."""
     copies: int
+    """Quantized or 16-bit copies of weights for matmuls; part of ``step``."""
 
     @property
     def total(self) -> int:
         return self.weights + self.states + self.step
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON data."""
-        what = {name: getattr(self.config, name) for name in ("precision", "compress_activations", "optimizer")}
+        """The values as JSON."""
+        names = {name: getattr(self.config, name) for name in ("precision", "compress_activations", "optimizer")}
         sizes = {row.name: getattr(self, row.name) for row in fields(self) if row.name != "config"}
-        return {**what, **sizes, "total": self.total}
+        return {**names, **sizes, "total": self.total}
 
 
 def held(shape: GPTConfig, config: TrainConfig) -> Held:
-    """What a run by ``config`` holds before its tail, measured on a model of its own with random tokens.
+    """Measure the memory of a run before its tail, on a separate model with random tokens.
 
-    So no bit of a run depends on it. The step measured is the second, since the first makes the optimizer's states.
+    It measures the second step, because the first one allocates the optimizer states.
     """
     model = GPT(shape, seed=config.seed)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the run itself says what is slow here
+        warnings.simplefilter("ignore")  # the run itself gives the warnings
         arrange_(model, config)
     optimizer, scaler = optimizer_of(model, config), LossScaler(enabled=config.floats == "fp16")
     generator = torch.Generator().manual_seed(config.seed)
@@ -80,7 +80,7 @@ def held(shape: GPTConfig, config: TrainConfig) -> Held:
         update(model, optimizer, scaler, config.clip)
 
     step()
-    gc.collect()  # what earlier models leave, or its end would fall into the step
+    gc.collect()  # earlier models must not be freed during the measured step
     peak = allocated_peak(step)
     backward()
     return Held(
@@ -94,7 +94,7 @@ def held(shape: GPTConfig, config: TrainConfig) -> Held:
 
 
 def written(rows: Sequence[Held]) -> list[tuple[str, ...]]:
-    """The cells below ``HEAD``, of which the first is a word."""
+    """The cells below ``HEAD``; all but the first are numbers."""
     return [
         (
             ", ".join((row.config.precision, *(("codes",) if row.config.compress_activations else ()),
@@ -115,20 +115,18 @@ def _copy_bytes(layer: nn.Linear, floats: str) -> int:
 
 
 def one_by_one(configs: Iterable[TrainConfig]) -> list[TrainConfig]:
-    """The first configuration, and what leads from it to each of the others: precision changes, then what is kept of
-    activations, then the optimizer. So two rows in succession show what one change saves.
-    """
-    first, *others = configs
-    found = [first]
-    for other in others:
-        now = first
+    """The first configuration, and single changes from it to each other one, so that each row shows one saving."""
+    first, *rest = configs
+    rows = [first]
+    for target in rest:
+        config = first
         for change in (
-            {"precision": other.precision},
-            {"compress_activations": other.compress_activations},
-            {"optimizer": other.optimizer},
+            {"precision": target.precision},
+            {"compress_activations": target.compress_activations},
+            {"optimizer": target.optimizer},
         ):
-            changed = replace(now, **change)  # type: ignore[arg-type]
-            if changed != now:
-                found.append(changed)
-            now = changed
-    return found
+            changed = replace(config, **change)  # type: ignore[arg-type]
+            if changed != config:
+                rows.append(changed)
+            config = changed
+    return rows

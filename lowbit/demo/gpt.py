@@ -2,8 +2,8 @@
 
 Shape suffixes: B sequences, T positions, S cached and new positions, C width, H heads, D width of a head, V vocabulary.
 
-The model has no buffers and one fused projection where inputs are shared, so that it casts and quantizes well: each
-activation is quantized once, and nothing but weights is there to be rounded.
+Projections with the same input are fused, so that each activation is quantized once. The model has no buffers, so that
+a cast rounds only weights.
 Sources: RoPE arXiv 2104.09864, RMSNorm arXiv 1910.07467, SwiGLU arXiv 2002.05202.
 """
 
@@ -24,7 +24,7 @@ __all__ = ["GPT", "GPTConfig", "KVCache", "QuantizedKVCache", "generate"]
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """The shape of a GPT; widths that are multiples of 128 fill every group of every scaling."""
+    """The shape of a GPT. Widths that are multiples of 128 have no partial groups in any scheme."""
 
     vocab: int = 1024
     context: int = 256
@@ -36,18 +36,18 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            kind = "number" if name == "rope_base" else "integer"
-            if not (type(value) is int or (type(value) is float and kind == "number")) or not 0 < value < math.inf:
-                raise ValueError(f"GPTConfig.{name} must be a positive {kind}, got {value!r}")
+            expected = "number" if name == "rope_base" else "integer"
+            if not (type(value) is int or (type(value) is float and expected == "number")) or not 0 < value < math.inf:
+                raise ValueError(f"GPTConfig.{name} must be a positive {expected}, got {value!r}")
         if self.dim % (2 * self.heads):
             raise ValueError(
-                f"dim must be a multiple of 2 * heads (RoPE turns pairs), got dim {self.dim} and {self.heads} heads; "
+                f"dim must be a multiple of 2 * heads (RoPE rotates pairs), got dim {self.dim} and {self.heads} heads; "
                 f"try dim={2 * self.heads * max(1, self.dim // (2 * self.heads))}"
             )
 
 
 class KVCache:
-    """Keys and values so far: ``k``, ``v`` are [layers, B, H, context, D], of which ``length`` positions are filled."""
+    """Keys and values ``k``, ``v`` [layers, B, H, context, D], of which ``length`` positions are filled."""
 
     def __init__(
         self, config: GPTConfig, batch: int, *, dtype: torch.dtype, device: torch.device | str = "cpu"
@@ -58,7 +58,7 @@ class KVCache:
         self.length = 0
 
     def extend(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new positions of ``layer``; return all of its keys and values [B, H, S, D]."""
+        """Append the new positions of ``layer``; return its keys and values of all positions, [B, H, S, D]."""
         end = self.length + k_BHTD.shape[2]
         self.k[layer, :, :, self.length : end] = k_BHTD
         self.v[layer, :, :, self.length : end] = v_BHTD
@@ -66,7 +66,7 @@ class KVCache:
 
 
 class QuantizedKVCache(KVCache):
-    """The same in codes of ``scheme``, which are made of each position when it is stored, and stay."""
+    """A cache that quantizes each position with ``scheme`` when it is appended."""
 
     def __init__(self, config: GPTConfig, scheme: str) -> None:
         self.rows = [(QuantizedRows(scheme), QuantizedRows(scheme)) for _ in range(config.layers)]
@@ -80,14 +80,14 @@ class QuantizedKVCache(KVCache):
 
 
 def rope(positions_T: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, D/2] of the angle by which each pair turns at each position; fp32 whatever the model's dtype."""
+    """cos and sin [T, D/2] of the rotation angle of each pair at each position, always in fp32."""
     powers = torch.arange(0, width, 2, dtype=torch.float32, device=positions_T.device) / width
     angles = positions_T[:, None].float() * base**-powers
     return angles.cos(), angles.sin()
 
 
 def rotate(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair ``(x[i], x[i + D/2])`` by its angle."""
+    """Rotate each pair ``(x[i], x[i + D/2])`` by its angle."""
     a, b = x_BHTD.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x_BHTD.dtype)
 
@@ -102,14 +102,14 @@ class Attention(nn.Module):
     def forward(self, x_BTC: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
         q_BHTD, k_BHTD, v_BHTD = self.qkv(x_BTC).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         q_BHTD, k_BHTD = rotate(q_BHTD, cos, sin), rotate(k_BHTD, cos, sin)
-        # T new queries see every key up to their own: the lower right corner of the causal triangle.
+        # T new queries see all keys up to their own position: the lower right corner of the causal triangle.
         causal, mask_TS = True, None
         if cache is not None:
             k_BHTD, v_BHTD = cache.extend(self.layer, k_BHTD, v_BHTD)
             causal = cache.length == 0
-            new, all = q_BHTD.shape[2], k_BHTD.shape[2]
-            if not causal and new > 1:
-                mask_TS = torch.ones(new, all, dtype=torch.bool, device=x_BTC.device).tril(all - new)
+            queries, keys = q_BHTD.shape[2], k_BHTD.shape[2]
+            if not causal and queries > 1:
+                mask_TS = torch.ones(queries, keys, dtype=torch.bool, device=x_BTC.device).tril(keys - queries)
         y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, attn_mask=mask_TS, is_causal=causal)
         y_BTC: Tensor = self.out(y_BHTD.transpose(1, 2).flatten(2))
         return y_BTC
@@ -140,12 +140,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model; ``blocks`` are what one checkpoints. The weights follow from ``seed`` alone."""
+    """The model; ``seed`` determines its weights."""
 
     def __init__(self, config: GPTConfig, seed: int = 0) -> None:
         super().__init__()
         self.config = config
-        with torch.random.fork_rng(devices=[]):  # leave the caller's generator where it was
+        with torch.random.fork_rng(devices=[]):  # keeps the caller's random state
             self.embed = nn.Embedding(config.vocab, config.dim)
             self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
             self.norm = nn.RMSNorm(config.dim, eps=1e-6)
@@ -154,16 +154,16 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
-        """Normal weights of deviation 1 / sqrt(fan in), less where they add to the residual; the same on every device.
+        """Draw normal weights with standard deviation 1 / sqrt(fan in), the same on every device.
 
-        Each of the ``2 * layers`` sums into the residual gets ``1 / sqrt(2 * layers)``, so that its variance stays.
-        Embeddings are of deviation 0.5, of the size of what the blocks add: with much smaller ones a token's identity
-        drowns in the first block's output, and the model learns far more slowly.
+        The ``2 * layers`` projections into the residual stream are scaled by ``1 / sqrt(2 * layers)``, which keeps its
+        variance. Embeddings have a deviation of 0.5, similar to the output of a block: with much smaller embeddings
+        the model learns far more slowly.
         """
         generator = torch.Generator("cpu").manual_seed(seed)
         residual = (2 * self.config.layers) ** -0.5
         for name, weight in self.named_parameters():
-            if weight.is_meta:  # nothing is drawn for what holds no numbers
+            if weight.is_meta:
                 continue
             if weight.ndim == 1:
                 weight.fill_(1.0)
@@ -173,16 +173,17 @@ class GPT(nn.Module):
             weight.copy_(torch.randn(weight.shape, generator=generator, device="cpu") * std)
 
     def kv_cache(self, rows: int, scheme: str | None = None) -> KVCache:
-        """An empty cache for ``rows`` sequences: in dtype and on the device of the model, or in codes of ``scheme``."""
+        """An empty cache for ``rows`` sequences, in the model's dtype or quantized with ``scheme``."""
         if scheme is not None:
             return QuantizedKVCache(self.config, scheme)
-        norm = self.norm.weight  # which no recipe quantizes
+        norm = self.norm.weight  # no recipe quantizes it, so it has the model's dtype
         return KVCache(self.config, rows, dtype=norm.dtype, device=norm.device)
 
     def forward(self, tokens_BT: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Logits [B, T, V] of the token after each position; with ``cache``, positions go on where it stands.
+        """Logits [B, T, V] of the next token at each position; with ``cache``, tokens are appended to its positions.
 
-        Raises: ValueError when the positions exceed ``config.context``.
+        Raises:
+            ValueError: There are more positions than ``config.context``.
         """
         start = 0 if cache is None else cache.length
         end = start + tokens_BT.shape[1]
@@ -210,10 +211,22 @@ def generate(
     seed: int = 0,
     kv_cache: str | None = None,
 ) -> Iterator[Tensor]:
-    """Yield ``tokens`` new tokens [B], one position a time, each from the ``top_k`` likeliest; temperature 0 is greedy.
+    """Generate tokens, one position at a time.
 
-    ``kv_cache``: the scheme of keys and values, such as ``"int8:group32"``; None: they stay in the model's dtype.
-    Raises: ValueError when prompt and new tokens exceed ``model.config.context``, and as ``QuantizedRows``.
+    Args:
+        model: The model.
+        prompt_BT: Tokens [B, T].
+        tokens: Number of new tokens per sequence.
+        temperature: Sampling temperature; 0 is greedy.
+        top_k: Number of most likely tokens to sample from.
+        seed: Seed of the sampling.
+        kv_cache: Scheme of a quantized cache, such as ``"int8:group32"``; None: in the model's dtype.
+
+    Yields:
+        The next token of each sequence, [B].
+
+    Raises:
+        ValueError: Prompt and new tokens exceed ``model.config.context``, or ``QuantizedRows`` rejects the scheme.
     """
     config, (batch, length) = model.config, prompt_BT.shape
     if length == 0 or length + tokens > config.context:

@@ -1,8 +1,7 @@
-"""The training loop: warm-up and cosine, clipping, a step, and a state on disk from which a run goes on bit by bit.
+"""The demo's training loop, with checkpoints from which a run resumes bit-identically.
 
-What a step does follows from ``(weights, optimizer state, loss scale, random state, step)``, all of which
-``Trainer.save`` writes; batches and learning rate are functions of the step. So stopping and resuming changes no bit of
-any later loss.
+A step depends only on weights, optimizer state, loss scale, random state and step, which ``Trainer.save`` writes.
+Batches and learning rate are functions of the step.
 """
 
 from __future__ import annotations
@@ -60,33 +59,33 @@ __all__ = [
 ]
 
 
-#: The step whose memory is profiled, counted from 0: states of optimizers exist, and no evaluation is near.
+#: The step whose memory is profiled, counted from 0: optimizer states exist, and no evaluation is near.
 PROFILED = 2
 
-#: The file of a run's state, in its directory.
+#: File name of a run's state.
 STATE = "checkpoint.pt"
 
-#: The directory of the state of a run on several processes, of ``lowbit.distributed.save``.
+#: Directory name of the state of a run on several processes, written by ``lowbit.distributed.save``.
 SHARED_STATE = "checkpoint"
 
 
 @dataclass
 class History:
-    """The curves of a run, in nats a token: a training loss for each step, ``held_out`` as (steps done, loss).
-
-    ``skipped``: steps whose gradients overflowed fp16, which moved no weight. ``peak_bytes``: what the profiled step
-    held for the run, 0 where none was profiled.
-    """
+    """The progress of a run."""
 
     train: list[float] = field(default_factory=list)
+    """Training loss of each step, in nats per token."""
     held_out: list[tuple[int, float]] = field(default_factory=list)
+    """Held-out losses, as (finished steps, loss)."""
     seconds: float = 0.0
     skipped: int = 0
+    """Steps without an update, because gradients overflowed fp16."""
     peak_bytes: int = 0
+    """Peak memory of the profiled step; 0 if none was profiled."""
 
 
 class Interrupted(Exception):
-    """A signal ended the run after a whole step; ``step`` are done and saved in ``path``."""
+    """A signal ended the run after ``step`` steps, which are saved in ``path``."""
 
     def __init__(self, step: int, path: Path) -> None:
         super().__init__(f"stopped after step {step}; saved in {path}")
@@ -95,7 +94,7 @@ class Interrupted(Exception):
 
 @contextmanager
 def stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """Within, SIGINT and SIGTERM only make the yielded function return True; a second one ends the process as usual."""
+    """Context in which SIGINT and SIGTERM make the yielded function return True; a second signal ends the process."""
     stopped = False
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
@@ -118,14 +117,20 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
 
 
 class Trainer:
-    """One run of ``model`` on ``corpus`` as ``config`` says, with its state in ``directory``.
+    """One training run.
 
-    ``every``: steps from one look at the casts of a recipe's run to the next, which changes no bit of it; 0: none.
-    ``profile_memory``: profile the step ``PROFILED``, which changes no bit either; ``memory`` is the profile then.
-    ``plan``: checkpoints, parts of a batch and the place of states, which ``config`` says nothing of; its step is
-    profiled too.
-    ``strategy``: the way of ``lowbit.distributed`` in which the processes of the group train, each on its share of
-    every batch; None: one process. Of a run with a way the state is one of all processes, in a directory.
+    Args:
+        model: The model, prepared in place.
+        corpus: The data.
+        config: The configuration.
+        directory: Directory for the state.
+        every: Steps between measurements of quantization error, in a run with a recipe; 0: none.
+        profile_memory: Whether to profile the step ``PROFILED``; ``memory`` then has the profile.
+        plan: Adds checkpointing, micro-batches and offload; its step is profiled too.
+        strategy: Sharding strategy of ``lowbit.distributed``; each process trains on its share of every batch, and all
+            processes save one state. None: one process.
+
+    Results are bit-identical with and without ``every`` and ``profile_memory``.
     """
 
     def __init__(
@@ -149,13 +154,13 @@ class Trainer:
         self.optimizer = optimizer_of(model, config)
         if self._settings.offload_states:
             offload_(self.optimizer, self._directory)
-        #: What forward calls: the model, or what wraps it.
+        #: The model, or its wrapper for several processes.
         self._called = model
         if strategy is not None:
             with torchrun.waiting("the broadcast of parameters"):
                 self._called, self.optimizer = distributed.shard_(model, self.optimizer, strategy)
         self.scaler = LossScaler(enabled=config.floats == "fp16")
-        #: What moves the training state of a recipe on; None where the run has no recipe, or not any more.
+        #: Updates the training state of a recipe; None without a recipe, and in the tail.
         self.attached = None if config.recipe is None else state(model).attach(self.optimizer)
         self.watch = watch(model, every) if every and config.recipe is not None else None
         self.windows = corpus.held_out_windows(config.eval_windows, config.context)
@@ -166,28 +171,29 @@ class Trainer:
 
     @property
     def saved(self) -> bool:
-        """Whether there is a state to go on with; the same in every process."""
+        """Whether there is a saved state; the same in every process."""
         return torchrun.first(lambda: saved(self.path), "whether there is a state")
 
-    def _waiting(self, what: str) -> AbstractContextManager[None]:
-        """Within, a process that is lost ends the run with what it was needed for and what is saved."""
-        if self.strategy is None or not what:
+    def _waiting(self, collective: str) -> AbstractContextManager[None]:
+        """Context of a collective: if a process is lost, the error names the collective and the saved steps."""
+        if self.strategy is None or not collective:
             return nullcontext()
-        left = f"{self._saved_step} steps are saved in {self.path}" if self._saved_step else "no step is saved yet"
-        return torchrun.waiting(f"{what} in step {self.step}", f"{left}; ")
+        state = f"{self._saved_step} steps are saved in {self.path}" if self._saved_step else "no step is saved yet"
+        return torchrun.waiting(f"{collective} in step {self.step}", f"{state}; ")
 
     def _anywhere(self, stopped: bool) -> bool:
-        """Whether a signal has come to any process: all end after the same step."""
+        """Whether any process received a signal, so that all processes stop after the same step."""
         if self.strategy is None:
             return stopped
         with self._waiting("the all-reduce that agrees on going on"):
             return not everywhere(not stopped)
 
     def run(self, on_step: Callable[[Trainer], None] = lambda _: None) -> History:
-        """Train to ``config.steps``, calling ``on_step`` after each.
+        """Train until ``config.steps``, and call ``on_step`` after each step.
 
-        Raises: Interrupted after SIGINT or SIGTERM, also in the last step, with everything saved; FloatingPointError
-        for a loss that is not finite.
+        Raises:
+            Interrupted: SIGINT or SIGTERM arrived, also in the last step; the state is saved.
+            FloatingPointError: A loss is not finite.
         """
         if self.step == 0:
             torch.manual_seed(self.config.seed)
@@ -200,9 +206,7 @@ class Trainer:
                 else:
                     self._train_step()
                 on_step(self)
-                stop = self._anywhere(
-                    stopped()
-                )  # once: what comes while a state is written ends the run after the next
+                stop = self._anywhere(stopped())  # once per step: a signal during a save stops after the next step
                 if stop or self.step % self.config.save_every == 0 or self.step == self.config.steps:
                     self.save()
                 if stop:
@@ -213,7 +217,7 @@ class Trainer:
         return self.history
 
     def _begin_tail(self) -> None:
-        """From now on the recipe's run computes in floats alone."""
+        """Remove the recipe: later steps compute in ``config.outside`` only."""
         if self.attached is None:
             return
         if self.watch is not None:
@@ -230,7 +234,7 @@ class Trainer:
         batch = self.corpus.batch(self.step, config.batch, config.context, config.seed)
         inputs_BT, targets_BT = (part[self._share] for part in batch)
 
-        def again() -> Tensor:
+        def recompute() -> Tensor:
             scaled: Tensor = self.scaler.scale(loss_of(self.model, inputs_BT, targets_BT))
             return scaled
 
@@ -238,16 +242,16 @@ class Trainer:
             parts = micro_batches((inputs_BT, targets_BT), self._settings.micro_batches)
             losses = [self._backward(inputs, targets, weight) for (inputs, targets), weight in parts]
         self.history.train.append(self._mean(sum(losses)))
-        if config.floats != "fp16" and not math.isfinite(self.history.train[-1]):  # before it spoils the weights
-            self._fail(f"the loss at step {self.step} is {self.history.train[-1]}", again)
+        if config.floats != "fp16" and not math.isfinite(self.history.train[-1]):  # before the update
+            self._fail(f"the loss at step {self.step} is {self.history.train[-1]}", recompute)
         for group in self.optimizer.param_groups:
             group["lr"] = config.lr_at(self.step) * find(config.optimizer).lr
         with self._waiting(self._waits.update):
             update(self.model, self.optimizer, self.scaler, config.clip)
-        skips = self.scaler.skipped > self.history.skipped
+        skipped = self.scaler.skipped > self.history.skipped
         self.history.skipped = self.scaler.skipped
-        if self.scaler.gave_up or not (skips or math.isfinite(self.history.train[-1])):
-            self._fail(f"the loss at step {self.step} is {self.history.train[-1]}", again)
+        if self.scaler.gave_up or not (skipped or math.isfinite(self.history.train[-1])):
+            self._fail(f"the loss at step {self.step} is {self.history.train[-1]}", recompute)
         self.step += 1
         self.history.seconds += time.perf_counter() - start
         if self.step % config.eval_every == 0 or self.step == config.steps:
@@ -257,7 +261,7 @@ class Trainer:
                 self._fail(f"the held-out loss after {self.step} steps is {held_out}", self._held_out_loss)
 
     def _backward(self, inputs_BT: Tensor, targets_BT: Tensor, weight: float) -> float:
-        """Forward and backward of a part of the batch; its share of the loss."""
+        """Forward and backward of a micro-batch; returns its weighted loss."""
         with self._waiting(self._waits.forward):
             loss = weight * loss_of(self._called, inputs_BT, targets_BT)
         with self._waiting(self._waits.backward):
@@ -265,7 +269,7 @@ class Trainer:
         return loss.item()
 
     def _mean(self, loss: float) -> float:
-        """The loss of the whole batch, whose processes have equal shares."""
+        """The loss of the whole batch, of which each process has an equal share."""
         if self.strategy is None:
             return loss
         with self._waiting("the all-gather of losses"):
@@ -273,32 +277,30 @@ class Trainer:
         return sum(map(float, losses)) / len(losses)
 
     def _held_out_loss(self) -> float:
-        """In the run's own precision, as many rows at a time as a part of a batch has. Every process computes all
-        of it, so that none waits for another.
-        """
+        """The held-out loss in the run's precision, with the rows of a micro-batch at a time; not distributed."""
         with self._waiting(self._waits.forward):
             return evaluate(self.model, self.windows, -(-self.config.batch // self._settings.micro_batches))
 
-    def _fail(self, what: str, again: Callable[[], Any]) -> NoReturn:
-        """Raise FloatingPointError, with what is the first to be not finite when ``again`` computes it once more."""
-        found = self._find_nonfinite(again)
+    def _fail(self, problem: str, recompute: Callable[[], Any]) -> NoReturn:
+        """Raise FloatingPointError with the first tensor that is not finite when the loss is computed again."""
+        cause = self._find_nonfinite(recompute)
         config, skipped = self.config, self.scaler.skipped
         steps = f", with {skipped} steps skipped by the loss scaler" if skipped else ""
         wider = "" if config.precision == "fp32" else f" or train in a wider format than {config.precision}"
-        first = "" if found is None else f": {found}"
-        raise FloatingPointError(f"{what}{steps}{first}; lower the learning rate ({config.lr}){wider}")
+        first = "" if cause is None else f": {cause}"
+        raise FloatingPointError(f"{problem}{steps}{first}; lower the learning rate ({config.lr}){wider}")
 
-    def _find_nonfinite(self, again: Callable[[], Any]) -> object:
-        """What ``again`` finds, in the first process where it finds something."""
+    def _find_nonfinite(self, recompute: Callable[[], Any]) -> object:
+        """The first tensor that is not finite, of the first process that has one."""
         if self.strategy is not None and distributed.STRATEGIES[self.strategy].gathered:
-            return None  # the search ends in the middle of a step, and the other processes would wait for the rest
-        found: list[object] = [find_nonfinite(self.model, again)]
+            return None  # the search stops in the middle of a step, and other processes would wait for its collectives
+        causes: list[object] = [find_nonfinite(self.model, recompute)]
         if processes() > 1:
-            told = [None if found[0] is None else str(found[0])] * processes()
-            with self._waiting("the all-gather of what is not finite"):
-                dist.all_gather_object(told, told[0])
-            found = list(told)
-        return next((one for one in found if one is not None), None)
+            texts = [None if causes[0] is None else str(causes[0])] * processes()
+            with self._waiting("the all-gather of non-finite tensors"):
+                dist.all_gather_object(texts, texts[0])
+            causes = list(texts)
+        return next((cause for cause in causes if cause is not None), None)
 
     @property
     def tokens_per_second(self) -> float:
@@ -306,9 +308,11 @@ class Trainer:
 
     # -- state on disk -------------------------------------------------------------------------------------------
     def save(self) -> None:
-        """Write the whole state; the file before it stays whole until the new one is complete.
+        """Write the state; the previous file stays intact until the new one is complete.
 
-        Raises: OSError, for a full disk say, which tells what remains and how to go on; RuntimeError with a way.
+        Raises:
+            OSError: It cannot be written, for instance to a full disk; the message says how to continue.
+            RuntimeError: The same, on several processes.
         """
         if self.strategy is not None:
             self._save_together()
@@ -326,8 +330,8 @@ class Trainer:
         try:
             write_checked(self.path, payload.getvalue())
         except OSError as error:
-            room = f"{payload.tell():,} bytes"
-            raise OSError(error.errno, self._unsaved(error.strerror, room), str(self.path)) from error
+            size = f"{payload.tell():,} bytes"
+            raise OSError(error.errno, self._unsaved(error.strerror, size), str(self.path)) from error
 
     def _save_together(self) -> None:
         try:
@@ -341,15 +345,15 @@ class Trainer:
             raise RuntimeError(f"{self.path}: {self._unsaved(error, 'the checkpoint')}") from error
         self._saved_step = self.step
 
-    def _unsaved(self, why: object, room: str) -> str:
-        left = "the state that was saved before it is whole" if saved(self.path) else "none was saved before it"
+    def _unsaved(self, reason: object, size: str) -> str:
+        before = "the state that was saved before it is whole" if saved(self.path) else "none was saved before it"
         return (
-            f"the state after step {self.step} is not saved ({why}), and {left}; make room for {room}, then go on with "
-            f"--resume"
+            f"the state after step {self.step} is not saved ({reason}), and {before}; make room for {size}, then "
+            f"continue with --resume"
         )
 
     def _values(self) -> dict[str, Any]:
-        """What a state has beside tensors."""
+        """The values of a state that are not tensors."""
         return {
             "config": asdict(self.config),
             "plan": asdict(self._settings),
@@ -359,10 +363,12 @@ class Trainer:
         }
 
     def load(self) -> None:
-        """Go back to the saved state. On as many processes as have saved it, the run goes on bit by bit.
+        """Load the saved state; with the same number of processes the run continues bit-identically.
 
-        Raises: FileNotFoundError when there is none; ValueError when it is damaged, of another configuration or text,
-        or from before the tail that this run is in.
+        Raises:
+            FileNotFoundError: There is no state.
+            ValueError: The state is damaged, has another configuration or text, or is from before the tail in which
+                this run is.
         """
         if self.strategy is not None:
             with self._waiting("the checkpoint"):
@@ -370,10 +376,10 @@ class Trainer:
             self._check(state)
             if state["processes"] != processes():
                 warn(
-                    f"{self.path} was saved by {state['processes']} processes, and {processes()} go on: sums of "
-                    f"gradients round otherwise, and what draws random bits draws others"
+                    f"{self.path} was saved by {state['processes']} processes, and {processes()} continue: gradients "
+                    f"are summed in another order, and random bits differ, so the run is not bit-identical"
                 )
-            self._go_on(state)
+            self._continue(state)
             return
         if not self.path.exists():
             raise FileNotFoundError(f"nothing to resume: {self.path} does not exist; run without --resume first")
@@ -385,14 +391,14 @@ class Trainer:
             self._restore(torch.load(io.BytesIO(payload), weights_only=True))
         except ValueError:
             raise
-        except Exception as error:  # a checksum that fits a content which no run wrote
+        except Exception as error:  # the checksum is right, but the contents are not from a run
             raise ValueError(f"{self.path} is no checkpoint of this run ({error}); delete it to start over") from error
 
     def _check(self, state: dict[str, Any]) -> None:
-        """Raises ValueError for a state of another run."""
-        was = {**asdict(TrainingSettings()), **state.get("plan", {}), **state["config"]}
-        now = {**asdict(self._settings), **asdict(self.config)}
-        changed = [f"{k} {was.get(k)} -> {now[k]}" for k in now if was.get(k) != now[k]]
+        """Raise ValueError for the state of another run."""
+        old = {**asdict(TrainingSettings()), **state.get("plan", {}), **state["config"]}
+        new = {**asdict(self._settings), **asdict(self.config)}
+        changed = [f"{k} {old.get(k)} -> {new[k]}" for k in new if old.get(k) != new[k]]
         if changed:
             raise ValueError(f"{self.path} is of another run ({', '.join(changed)}); resume with the same settings")
         if state["corpus"] != self.corpus.fingerprint:
@@ -401,7 +407,7 @@ class Trainer:
                 f"{self.corpus.fingerprint:08x}); resume with the same data and the same Python version"
             )
 
-    def _go_on(self, state: dict[str, Any]) -> None:
+    def _continue(self, state: dict[str, Any]) -> None:
         self.step, self.history = state["step"], History(**state["history"])
         self.history.held_out = [(step, loss) for step, loss in self.history.held_out]
         self._saved_step = self.step
@@ -413,12 +419,12 @@ class Trainer:
         elif self.attached is None and self.config.recipe is not None:
             raise ValueError(
                 f"{self.path} is of step {state['step']}, before the tail that begins after step "
-                f"{self.config.tail_begins}, and this run is in its tail; load it into a new Trainer"
+                f"{self.config.tail_begins}, but this run is in its tail; load it into a new Trainer"
             )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(state["random"])
-        self._go_on(state)
+        self._continue(state)
         if self.watch is not None and state["watch"] is not None:
             self.watch.load_state_dict(state["watch"])

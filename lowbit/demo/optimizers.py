@@ -1,4 +1,4 @@
-"""The optimizers of ``lowbit train``: those of ``lowbit.optim.names``, with the demo's betas."""
+"""The optimizers of ``lowbit train``: ``lowbit.optim.names`` with the demo's betas."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from lowbit.optim.shards import local
 
 __all__ = ["find", "state_bytes"]
 
-#: By family of optimizers; the others have those of their class.
+#: Betas by optimizer family; other families use their defaults.
 _BETAS = {"adamw": (0.9, 0.95), "lion": (0.9, 0.98)}
 
 
 def find(name: str) -> NamedOptimizer:
-    """The optimizer of that name. Raises ValueError for an unknown name."""
+    """The optimizer called ``name``. Raises ValueError for an unknown name."""
     row = find_optimizer(name)
     betas = _BETAS.get(row.family)
     return row if betas is None else replace(row, make=partial(row.make, betas=betas))
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the tensors that an optimizer keeps beside parameters and gradients, in this process."""
+    """Bytes of the optimizer states in this process."""
     states: Any = optimizer.state.values()
     return sum(local(t).nbytes for state in states for t in state.values() if isinstance(t, torch.Tensor))

@@ -1,7 +1,7 @@
-"""Plans of the demo's runs: each trains within a budget, in its own precision.
+"""Training plans for demo runs within a memory budget.
 
-A plan is made of the model that computes in the run's precision already, so that it chooses all but that: checkpoints,
-parts of a batch, bits of AdamW's states and their place.
+The plan is for a model that already has the run's precision. It chooses checkpointing, micro-batches, bits of AdamW's
+states and offload.
 """
 
 from __future__ import annotations
@@ -25,50 +25,50 @@ from lowbit.sizes import amount
 
 __all__ = ["HEAD", "SAYS", "path_of", "plans", "save", "written"]
 
-#: The head of a table of plans, whose cells are ``written``; ``SAYS`` is what it means.
+#: Head and explanation of a table of plans; its cells are ``written``.
 HEAD = ("run", "chosen", "predicted", "measured", "budget", "without a plan")
 SAYS = (
-    "What a step holds, by torch's allocator. Each run computes in its own precision, and a plan chooses the rest, so "
-    "that a step takes the least time of what fits the budget. Measured is one step, of what belongs to the run; "
-    "without a plan is a prediction."
+    "Peak memory of a step, by torch's allocator. For each run and its precision, the plan is the fastest one that "
+    "fits the budget. measured: one step, without memory of other objects. without a plan: predicted."
 )
 
-#: What the training loop does of a plan's settings, beside what a run's precision says.
-_FOLLOWED = {"checkpoint", "bits", "offload_states", "offload_activations"}
+#: The settings of a plan that the training loop supports.
+_SUPPORTED = {"checkpoint", "bits", "offload_states", "offload_activations"}
 
 
 def plans(
     settings: RunSettings, corpus: Corpus, directory: Path | None, progress: Progress = lambda what, done, total: None
 ) -> dict[str, TrainingPlan]:
-    """By precision a plan within ``settings.memory``; those that ``directory`` has are taken from there.
+    """A plan for each precision, within ``settings.memory``; plans saved in ``directory`` are loaded.
 
-    Raises: ValueError where nothing fits, for an optimizer that no plan chooses, and for a file that holds no plan.
+    Raises:
+        ValueError: Nothing fits, no plan supports the optimizer, or a file is not a plan.
     """
-    found = {}
+    result = {}
     for precision in settings.precisions:
         path = None if directory is None else path_of(directory, precision)
         if path is not None and path.exists():
-            found[precision] = TrainingPlan.load(path)
+            result[precision] = TrainingPlan.load(path)
         else:
-            found[precision] = _plan(settings, corpus, precision, partial(_named, progress, precision))
-    return found
+            result[precision] = _plan(settings, corpus, precision, partial(_report, progress, precision))
+    return result
 
 
-def save(made: Mapping[str, TrainingPlan], directory: Path) -> None:
+def save(plans: Mapping[str, TrainingPlan], directory: Path) -> None:
     """Write each plan into its run's directory."""
-    for precision, plan in made.items():
+    for precision, plan in plans.items():
         path = path_of(directory, precision)
         path.parent.mkdir(parents=True, exist_ok=True)
         plan.save(path)
 
 
 def path_of(directory: Path, precision: str) -> Path:
-    """Where the plan of the run in ``precision`` is."""
+    """The file of a run's plan."""
     return run_path(directory, precision) / "plan.json"
 
 
 def written(runs: Sequence[Trainer]) -> list[tuple[str, ...]]:
-    """The cells below ``HEAD`` of the runs that have a plan."""
+    """The cells below ``HEAD``, for runs with a plan."""
     return [
         (
             run.config.precision, words(run.plan.settings), amount(run.plan.peak_bytes),
@@ -86,29 +86,29 @@ def _plan(settings: RunSettings, corpus: Corpus, precision: str, progress: Progr
     arrange_(model, config)
     tokens_BT, targets_BT = corpus.batch(0, config.batch, config.context, config.seed)
     batch = {"tokens_BT": tokens_BT, "targets_BT": targets_BT}
-    keep = list(_choices(settings.optimizer))
+    options = list(_options(settings.optimizer))
     try:
-        return fit(model, batch, settings.memory, _loss, require=keep, progress=progress)
+        return fit(model, batch, settings.memory, _loss, require=options, progress=progress)
     except ValueError as error:
         raise ValueError(f"the {precision} run: {error}") from None
 
 
-def _choices(optimizer: str | None) -> Iterator[str]:
-    """The names that a plan may choose: what the training loop does, with that optimizer where one is named."""
+def _options(optimizer: str | None) -> Iterator[str]:
+    """The options that a plan may choose: all that the training loop supports, with one optimizer if it is given."""
     for dimension, row in TECHNIQUES.items():
-        names = [choice.name for choice in row if _FOLLOWED.issuperset(choice.changes)]
+        names = [choice.name for choice in row if _SUPPORTED.issuperset(choice.changes)]
         if dimension == "optimizer":
-            known = [name for name in names if name in OPTIMIZERS]
-            names = [name for name in known if optimizer in (None, name)]
+            supported = [name for name in names if name in OPTIMIZERS]
+            names = [name for name in supported if optimizer in (None, name)]
             if not names:
-                raise ValueError(f"memory plans runs with {' or '.join(known)}, got the optimizer {optimizer!r}")
+                raise ValueError(f"memory plans runs with {' or '.join(supported)}, got the optimizer {optimizer!r}")
         yield from names
 
 
 def _loss(logits_BTV: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """``loop.loss_of``, of a batch of tokens and targets."""
+    """The loss of ``step.loss_of``, from logits and a batch."""
     return F.cross_entropy(logits_BTV.flatten(0, 1).float(), batch["targets_BT"].flatten())
 
 
-def _named(progress: Progress, precision: str, what: str, done: int, total: int) -> None:
-    progress(f"{what} {precision}", done, total)
+def _report(progress: Progress, precision: str, stage: str, done: int, total: int) -> None:
+    progress(f"{stage} {precision}", done, total)

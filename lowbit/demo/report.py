@@ -29,13 +29,14 @@ if TYPE_CHECKING:
 
 __all__ = ["claims", "without_plots", "write"]
 
-#: What a run or recipe may lose before it counts as a failure, as a fraction: of held-out loss, of perplexity.
+#: Largest relative increase of the held-out loss that a run may have.
 LOSS_TARGET = 0.01
-#: What the peak of a step in a recipe may be beside the first run's, as a fraction, without and with checkpointing.
+#: Largest relative change of a recipe's peak step memory from the first run, without and with checkpointing.
 PEAK_TARGETS = {False: -0.25, True: -0.05}
+#: Largest relative increase of the perplexity by recipe.
 PERPLEXITY_TARGETS = {"int8": 0.005, "int4-weight-only:group32": 0.05}
 
-#: What ``write`` writes.
+#: The files that ``write`` writes.
 FILES = ("report.md", "report.json", "loss.png", "recipes.png")
 
 _INK, _PALE, _GOOD = "#1f2933", "#9aa5b1", "#2b8a3e"
@@ -52,11 +53,13 @@ def write(
     memory: list[Held],
     command: str,
 ) -> Path:
-    """Write ``report.md``, ``report.json`` and, where matplotlib is installed, ``loss.png`` and ``recipes.png``; of
-    runs that were watched ``watch.json`` and ``watch.png``, and of those whose memory was profiled ``memory.json`` and
-    ``memory.png``, each in its run's directory.
+    """Write ``report.md``, ``report.json`` and, if matplotlib is installed, ``loss.png`` and ``recipes.png``.
 
-    Returns the path of ``report.md``.
+    Watched runs get ``watch.json`` and ``watch.png``, and profiled runs ``memory.json`` and ``memory.png``, in the
+    run's directory.
+
+    Returns:
+        The path of ``report.md``.
     """
     plots = without_plots() is None
     if plots:
@@ -67,11 +70,11 @@ def write(
             run.memory.save(data_path)
             if plots:
                 run.memory.plot(plot_path)
-    for run, seen in _watched(runs):
+    for run, watch in _watched(runs):
         data_path, plot_path = watch_paths(directory, run.config.precision)
-        seen.to_json(data_path)
+        watch.to_json(data_path)
         if plots:
-            seen.plot(plot_path)
+            watch.plot(plot_path)
     data = json.dumps(as_json(settings, corpus, runs, rows, memory), indent=2).encode() + b"\n"
     write_atomically(directory / "report.json", lambda file: file.write(data))
     text = "\n".join(_markdown(settings, corpus, runs, rows, memory, command, plots)).encode() + b"\n"
@@ -80,13 +83,13 @@ def write(
 
 
 def watch_paths(directory: Path, precision: str) -> tuple[Path, Path]:
-    """Where the rows and the plot of a watched run go."""
+    """Files for the rows and the plot of a watched run."""
     run = run_path(directory, precision)
     return run / "watch.json", run / "watch.png"
 
 
 def memory_paths(directory: Path, precision: str) -> tuple[Path, Path]:
-    """Where the profile of a run's memory and its plot go."""
+    """Files for the memory profile of a run and its plot."""
     run = run_path(directory, precision)
     return run / "memory.json", run / "memory.png"
 
@@ -96,14 +99,14 @@ def _watched(runs: list[Trainer]) -> list[tuple[Trainer, Watch]]:
 
 
 def without_plots() -> str | None:
-    """Why a report has no plots here, and how to get them; None where it has."""
+    """A warning if matplotlib is missing; None otherwise."""
     if find_spec("matplotlib") is not None:
         return None
-    return f"the report will have no plots, which need matplotlib: {sys.executable} -m pip install matplotlib"
+    return f"the report will have no plots: matplotlib is missing; {sys.executable} -m pip install matplotlib"
 
 
 def bits_per_byte(loss: float, corpus: Corpus) -> float:
-    """A loss in nats a token as bits a byte of text, which does not depend on the tokenizer."""
+    """Convert a loss in nats per token to bits per byte of text, which does not depend on the tokenizer."""
     return loss / math.log(2) * len(corpus.held_out) / corpus.held_out_bytes
 
 
@@ -134,13 +137,13 @@ def _markdown(
         _runs(corpus, runs),
         "",
         *[line for run in runs for line in _remarks(run)],
-        "Loss is in nats a token on held-out text, in the precision of the run. All runs start from the same weights "
+        "Loss is in nats per token on held-out text, in the precision of the run. All runs start from the same weights "
         "and see the same batches.",
         "",
         "### Memory",
         "",
         *(_memory(memory, config.checkpointing) if memory else _plans(runs)),
-        *[line for run, seen in _watched(runs) for line in _losses_of_casts(run, seen, plots)],
+        *[line for run, watch in _watched(runs) for line in _cast_errors(run, watch, plots)],
         f"## The {runs[0].config.precision} run, quantized",
         "",
         *(["![perplexity, size and speed of each recipe](recipes.png)", ""] if plots else []),
@@ -148,10 +151,10 @@ def _markdown(
         "",
         f"Every row is the model that was trained in **{runs[0].config.precision}**, quantized from its fp32 master "
         f"weights without calibration data; embedding, norms and head stay in {config.outside}. Perplexity is per "
-        f"token on the same {len(runs[0].windows)} held-out windows. Speed is of one sequence with a KV cache: "
-        "the models take turns, and the medians are shown.",
+        f"token on the same {len(runs[0].windows)} held-out windows. Speed is for one sequence with a KV cache: "
+        "medians of interleaved turns.",
         "",
-        "## What they write",
+        "## Samples",
         "",
         *[line for row in rows for line in (f"**{row.recipe}**", "", f"> {_quoted(row.sample)}", "")],
         "## How it was made",
@@ -161,12 +164,12 @@ def _markdown(
 
 
 def _memory(memory: list[Held], checkpointing: bool) -> list[str]:
-    """What runs without a plan hold."""
+    """The memory of runs without a plan."""
     return [
         markdown(explain.HEAD, explain.written(memory), numbers=range(1, len(explain.HEAD))),
         "",
         f"{explain.SAYS} All rows are {'with' if checkpointing else 'without'} gradient checkpointing, and are "
-        "measured beside the runs, on models of their own.",
+        "measured on separate models.",
         "",
     ]
 
@@ -176,7 +179,7 @@ def _plans(runs: list[Trainer]) -> list[str]:
 
 
 class Claim(NamedTuple):
-    """What a demo is held to: by how much a loss or perplexity is above its baseline, and how much is allowed."""
+    """A relative change of a loss, perplexity or peak, and the largest change that is allowed."""
 
     name: str
     measured: float
@@ -188,7 +191,7 @@ class Claim(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """What is allowed, in words."""
+        """The allowed change in words."""
         return _bound(self.allowed)
 
 
@@ -198,11 +201,11 @@ def _bound(allowed: float) -> str:
 
 
 def claims(runs: list[Trainer], rows: list[Measurement], memory: list[Held]) -> list[Claim]:
-    """Those claims that the runs and recipes at hand can be held to."""
+    """The claims that apply to these runs and recipes."""
     first = runs[0]
     losses = [
         Claim(
-            f"{run.config.precision} training, held-out loss against {first.config.precision}",
+            f"{run.config.precision} training, held-out loss relative to {first.config.precision}",
             run.history.held_out[-1][1] / first.history.held_out[-1][1] - 1,
             LOSS_TARGET,
         )
@@ -211,14 +214,14 @@ def claims(runs: list[Trainer], rows: list[Measurement], memory: list[Held]) -> 
     base = baseline(rows, first.config.outside)
     peaks = [
         Claim(
-            f"{row.config.precision} training, peak of a step against {memory[0].config.precision}",
+            f"{row.config.precision} training, peak step memory relative to {memory[0].config.precision}",
             row.step / memory[0].step - 1,
             PEAK_TARGETS[row.config.checkpointing],
         )
         for row in memory[1:]
         if row.config.compress_activations and row.config.optimizer == memory[0].config.optimizer
     ] + [
-        Claim(f"{run.config.precision} training, peak of a step against the budget", peak / run.plan.budget - 1, 0.0)
+        Claim(f"{run.config.precision} training, peak step memory relative to budget", peak / run.plan.budget - 1, 0.0)
         for run in runs
         if run.plan is not None and (peak := run.history.peak_bytes)
     ]
@@ -226,7 +229,9 @@ def claims(runs: list[Trainer], rows: list[Measurement], memory: list[Held]) -> 
         losses
         + peaks
         + [
-            Claim(f"{row.recipe}, perplexity against {base.recipe}", change(row, base), PERPLEXITY_TARGETS[row.recipe])
+            Claim(
+                f"{row.recipe}, perplexity relative to {base.recipe}", change(row, base), PERPLEXITY_TARGETS[row.recipe]
+            )
             for row in rows
             if row.recipe in PERPLEXITY_TARGETS
         ]
@@ -242,13 +247,13 @@ def _verdicts(runs: list[Trainer], rows: list[Measurement], memory: list[Held]) 
 
 
 def baseline(rows: list[Measurement], outside: str) -> Measurement:
-    """The model that is not quantized, in the precision that the quantized ones have elsewhere."""
+    """The unquantized model, in the precision of the unquantized parts of the others."""
     return next(row for row in rows if row.recipe == outside)
 
 
 def change(row: Measurement, base: Measurement) -> float:
-    """By how much a perplexity is above another, as a fraction; what rounds to 0.00% is 0, not -0."""
-    return round(row.perplexity / base.perplexity - 1, 4) + 0.0
+    """The relative increase of the perplexity, rounded to 0.01%."""
+    return round(row.perplexity / base.perplexity - 1, 4) + 0.0  # -0.0 + 0.0 is 0.0
 
 
 def _runs(corpus: Corpus, runs: list[Trainer]) -> str:
@@ -262,46 +267,46 @@ def _runs(corpus: Corpus, runs: list[Trainer]) -> str:
         )  # fmt: skip
 
     precision = runs[0].config.precision
-    head = ("run", "optimizer", "held-out loss", f"from {precision}", "bits a byte", "tokens/s", "seconds")
+    head = ("run", "optimizer", "held-out loss", f"from {precision}", "bits per byte", "tokens/s", "seconds")
     return markdown(head, map(row, runs), numbers=range(2, len(head)))
 
 
 def _remarks(run: Trainer) -> list[str]:
-    """A paragraph on what a run did otherwise than its name says; none where there is nothing."""
+    """Paragraphs on high-precision blocks, tail and skipped steps of a run."""
     config, history, floats = run.config, run.history, run.config.outside
-    found = []
+    remarks = []
     left, low = (set(), set()) if run.prepared is None else map(_blocks, (run.prepared.left, run.prepared.converted))
     if left:
-        found.append(
+        remarks.append(
             f"computes blocks {', '.join(map(str, sorted(left)))} of {len(left | low)} in {floats}, because its recipe "
-            f"leaves the first and the last blocks"
+            f"leaves out the first and the last blocks"
         )
     if config.tail_begins < config.steps:
-        found.append(f"computes in {floats} alone from step {config.tail_begins:,} on (its tail)")
+        remarks.append(f"computes only in {floats} from step {config.tail_begins:,} on (its tail)")
     if history.skipped:
-        found.append(
-            f"skipped {history.skipped} of {run.step} steps, whose gradients overflowed; the scale of its loss ends at "
+        remarks.append(
+            f"skipped {history.skipped} of {run.step} steps, whose gradients overflowed; its final loss scale is "
             f"{run.scaler.get_scale():g}"
         )
-    return [line for what in found for line in (f"The {config.precision} run {what}.", "")]
+    return [line for remark in remarks for line in (f"The {config.precision} run {remark}.", "")]
 
 
 def _blocks(names: Iterable[str]) -> set[int]:
-    """The numbers, from 1, of the blocks that layers of these names are in."""
+    """The numbers of the blocks, from 1, that contain the layers."""
     return {int(name.split(".")[1]) + 1 for name in names if name.startswith("blocks.")}
 
 
-def _losses_of_casts(run: Trainer, seen: Watch, plots: bool) -> list[str]:
-    """The section of a watched run: a plot, and the ten casts that lost the most in the last step watched."""
-    precision, worst = run.config.precision, seen.worst(10)
+def _cast_errors(run: Trainer, watch: Watch, plots: bool) -> list[str]:
+    """The section of a watched run: a plot, and the ten casts with the lowest SQNR in the last watched step."""
+    precision, worst = run.config.precision, watch.worst(10)
     data, plot = watch_paths(Path(), precision)
     return [
-        f"## What the casts of the {precision} run lose",
+        f"## Quantization error of the {precision} run",
         "",
         *([f"![SQNR and underflow of each layer and operand]({plot.as_posix()})", ""] if plots else []),
         markdown(HEAD, map(written, worst), numbers=NUMBERS),
         "",
-        f"The worst by SQNR in step {worst[0].step}. All layers and operands, every {seen.every} steps, are in "
+        f"The lowest SQNR in step {worst[0].step}. All layers and operands, every {watch.every} steps, are in "
         f"[{data.as_posix()}]({data.as_posix()}).",
         "",
     ]
@@ -309,7 +314,7 @@ def _losses_of_casts(run: Trainer, seen: Watch, plots: bool) -> list[str]:
 
 def _recipes(rows: list[Measurement], outside: str) -> str:
     base = baseline(rows, outside)
-    head = ("recipe", "blocks, KiB", "model, KiB", "perplexity", f"against {outside}", "tokens/s")
+    head = ("recipe", "blocks, KiB", "model, KiB", "perplexity", f"from {outside}", "tokens/s")
     cells = (
         (
             row.recipe, f"{row.linear_bytes / 1024:,.0f}", f"{row.bytes / 1024:,.0f}", f"{row.perplexity:.3f}",
@@ -321,7 +326,7 @@ def _recipes(rows: list[Measurement], outside: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Text that Markdown shows as it is."""
+    """Escape text for Markdown."""
     for mark in "\\`*_<>[]#|":
         text = text.replace(mark, "\\" + mark)
     return text.strip().replace("\n", "\n> \n> ")
@@ -359,20 +364,11 @@ def _loss_plot(axes: Sequence[Axes], runs: list[Trainer]) -> None:
     for run, colour in zip(runs, _LINES, strict=False):
         steps, losses = zip(*run.history.held_out, strict=True)
         dashed = "-" if run is runs[0] else "--"
-        top.plot(
-            steps,
-            losses,
-            dashed,
-            color=colour,
-            lw=2,
-            marker="o",
-            ms=4,
-            label=f"{run.config.precision}: {losses[-1]:.4f}",
-        )
-        bottom.plot(
-            steps, [100 * (loss / base[step] - 1) for step, loss in run.history.held_out], dashed, color=colour, lw=2
-        )
-    top.set_ylabel("held-out loss, nats a token")
+        label = f"{run.config.precision}: {losses[-1]:.4f}"
+        top.plot(steps, losses, dashed, color=colour, lw=2, marker="o", ms=4, label=label)
+        changes = [100 * (loss / base[step] - 1) for step, loss in run.history.held_out]
+        bottom.plot(steps, changes, dashed, color=colour, lw=2)
+    top.set_ylabel("held-out loss, nats per token")
     top.set_title("Held-out loss, same seed and same batches", loc="left", weight="bold")
     top.legend(frameon=False, title="run: final loss", alignment="left")
     bottom.axhspan(-100 * LOSS_TARGET, 100 * LOSS_TARGET, color=_GOOD, alpha=0.10, lw=0)
@@ -388,7 +384,7 @@ def _recipe_plot(axes: Sequence[Axes], rows: list[Measurement], base: Measuremen
     changes = [f"{share_changed(w, 2)}{a}" for w, a in zip(worse, allowed, strict=True)]
     sizes, speeds = [row.linear_bytes / 1024 for row in rows], [row.tokens_per_second for row in rows]
     panels = [
-        (f"perplexity, against {base.recipe}", worse, changes),
+        (f"perplexity, change from {base.recipe}", worse, changes),
         ("size of the blocks, KiB", sizes, [f"{size:,.0f}" for size in sizes]),
         ("generation, tokens/s", speeds, [f"{speed:,.0f}" for speed in speeds]),
     ]

@@ -1,8 +1,7 @@
-"""English text that every machine has: the documentation inside Python's own standard library.
+"""English text from the documentation in Python's standard library, or from a file.
 
-A *document* is a list of prose paragraphs; code, tables and grammar are left out, so that a model of a few million
-parameters spends its minute on English. Training and held-out text are split by document, and a paragraph is kept
-only where it is first met, so nothing held out was trained on.
+A *document* is a list of prose paragraphs, without code, tables and grammar. Training and held-out text are split by
+document. Only the first occurrence of a paragraph is kept, so that no held-out text is in the training text.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from pathlib import Path
 
 __all__ = ["Document", "docstrings", "documents", "file_documents", "split", "standard_library"]
 
-#: One document in this many is held out.
+#: One of this many documents is held out.
 HOLD_OUT = 12
 
-#: Documents shorter than this many characters (one-line codec descriptions and the like) say nothing.
+#: Shorter documents, in characters, are left out; many are one-line descriptions of codecs.
 SHORTEST = 200
 
-#: Folders of the standard library that hold tests, vendored packages or nothing but code.
+#: Folders of the standard library with tests, vendored packages or code without documentation.
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "__pycache__"}
 
-#: Typographic characters that documentation uses, in ASCII, so that one spelling is one sequence of bytes.
+#: Typographic characters and their ASCII spelling.
 _ASCII = str.maketrans(
     {"‘": "'", "’": "'", "“": '"', "”": '"', "–": "-", "—": "-", "…": "...", "\xa0": " ", "→": "->", "−": "-"}
 )
@@ -49,18 +48,18 @@ class Document:
 
 
 def prose(text: str) -> Iterator[str]:
-    """The paragraphs of ``text`` that read as English, each joined into one line."""
+    """The English paragraphs of ``text``, each as one line."""
     for block in re.split(r"\n\s*\n", text.expandtabs().translate(_ASCII)):
         for item in re.split(r"\n(?=\s*[*-] )", block):
             line = re.sub(r"^[*-] ", "", " ".join(item.split()))
             letters = sum(c.isalpha() or c in " ,.'" for c in line)
             if len(line) >= 40 and letters >= 0.88 * len(line) and line[0].isupper() and not _CODE.search(line):
-                if line[-1] not in ":,;":  # what those introduce was code, and is gone
+                if line[-1] not in ":,;":  # they introduce code, which is left out
                     yield line if line[-1] in ".!?)" else line + "."
 
 
 def docstrings(path: Path) -> str:
-    """Every docstring of a module, in the order of the source."""
+    """All docstrings of a module, in source order."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
@@ -72,7 +71,7 @@ def docstrings(path: Path) -> str:
 
 
 def _statements(tree: ast.AST) -> list[ast.AST]:
-    """A module and the statements in it at any depth. ``ast.walk`` visits every expression too."""
+    """A module and its nested statements; ``ast.walk`` is slower, because it visits expressions too."""
     nodes = [tree]
     for node in nodes:
         for name in ("body", "handlers", "orelse", "finalbody", "cases"):
@@ -93,26 +92,27 @@ def _library_sources() -> Iterator[tuple[str, str]]:
 
 
 def documents(sources: Iterable[tuple[str, str]]) -> list[Document]:
-    """Documents without the paragraphs that an earlier one has already said."""
+    """The documents of named texts, without paragraphs of earlier documents."""
     seen: set[str] = set()
-    found = []
+    documents = []
     for name, text in sources:
         fresh = [line for line in dict.fromkeys(prose(text)) if line not in seen]
         seen.update(fresh)
         if sum(map(len, fresh)) >= SHORTEST:
-            found.append(Document(name, tuple(fresh)))
-    return found
+            documents.append(Document(name, tuple(fresh)))
+    return documents
 
 
 def standard_library() -> list[Document]:
-    """The reference topics and docstrings of this Python; the order is the same on every machine with this version."""
+    """The reference topics and docstrings of this Python version, in the same order on every machine."""
     return documents(_library_sources())
 
 
 def file_documents(path: Path, section: int = 4096) -> list[Document]:
-    """A text file of one's own, cut at empty lines into documents of at least ``section`` characters.
+    """Cut a text file at empty lines into documents of at least ``section`` characters.
 
-    Raises: ValueError when the file cannot be read or is not UTF-8 text.
+    Raises:
+        ValueError: The file cannot be read or is not UTF-8 text.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -135,9 +135,9 @@ def file_documents(path: Path, section: int = 4096) -> list[Document]:
 
 
 def split(documents: list[Document], hold_out: int = HOLD_OUT) -> tuple[list[Document], list[Document]]:
-    """``(training, held out)``: a document's name decides, so one more document moves no other.
+    """Split documents into training and held-out documents, by a hash of the name.
 
-    The last document is held out where the names choose none.
+    If no name is selected, the last document is held out.
     """
     held = [d for d in documents if zlib.crc32(d.name.encode()) % hold_out == 0] or documents[1:][-1:]
     return [d for d in documents if d not in held], held

@@ -1,6 +1,6 @@
-"""The processes that ``torchrun`` starts for one run of the demo: their group, and how one that is lost is told.
+"""The process group of a demo run under ``torchrun``, and errors for lost processes.
 
-Everything is on the CPU, as it is in one process, so the group's backend is gloo.
+The demo runs on the CPU, so the group's backend is gloo.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ __all__ = [
 
 T = TypeVar("T")
 
-#: Seconds that a collective waits for the other processes unless asked for others.
+#: Default seconds that a collective waits for the other processes.
 TIMEOUT = 60.0
 
-#: What gloo's errors say of a process that has ended or does not answer; they have no class of their own.
+#: Parts of gloo's messages for lost processes; its errors have no class of their own.
 _LOST = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
 
 
 class Waits(NamedTuple):
-    """The collectives of a step, by what it is doing; "" where there is none."""
+    """The collective in each phase of a step, for messages; "" for none."""
 
     forward: str
     backward: str
@@ -65,73 +65,81 @@ WAITS = {
     ),
 }
 
-#: The ways of ``lowbit.distributed`` that a run can have.
+#: The strategies of ``lowbit.distributed`` that a run supports.
 STRATEGIES = tuple(WAITS)
 
 
 class Lost(RuntimeError):
-    """A collective that other processes did not take part in."""
+    """A collective failed because another process ended or did not answer."""
 
 
 def launched() -> bool:
-    """Whether ``torchrun`` started this process, or whoever else sets the same variables."""
+    """Whether ``torchrun``, or another launcher with the same variables, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def rank() -> int:
-    """The number of this process, 0 where it is alone."""
+    """The rank of this process, 0 for a single process."""
     return dist.get_rank() if processes() > 1 else 0
 
 
 @contextmanager
 def joined(timeout: float) -> Iterator[Callable[[Exception], bool]]:
-    """Within, the processes are a group whose collectives wait at most ``timeout`` seconds. Yields what says whether
-    this process is the first that has an error, which all may have alike.
+    """Join the process group, in which collectives wait at most ``timeout`` seconds.
 
-    Raises: ValueError for a timeout that is not positive; RuntimeError where the processes do not meet.
+    Yields:
+        A function of an error: whether this process is the first one to report it.
+
+    Raises:
+        ValueError: ``timeout`` is not positive.
+        RuntimeError: The processes do not meet.
     """
     if not 0 < timeout < 1e6:
-        raise ValueError(f"--timeout is in seconds, above 0, got {timeout:g}")
+        raise ValueError(f"--timeout expects seconds above 0, got {timeout:g}")
     wait = timedelta(seconds=timeout)
     store, number, count = next(rendezvous("env://", timeout=max(wait, timedelta(seconds=TIMEOUT))))
     store.set_timeout(wait)
 
     def is_news(error: Exception) -> bool:
-        what = "" if isinstance(error, Lost) else str(error)  # each has waited for another time
+        text = "" if isinstance(error, Lost) else str(error)  # messages of Lost differ in their seconds
         try:
-            said: int = store.add(f"lowbit/{type(error).__name__}/{zlib.crc32(what.encode()):08x}", 1)
-        except RuntimeError:  # the process that has the store is gone
+            reports: int = store.add(f"lowbit/{type(error).__name__}/{zlib.crc32(text.encode()):08x}", 1)
+        except RuntimeError:  # the process with the store has ended
             return True
-        return said == 1
+        return reports == 1
 
     dist.init_process_group("gloo", store=store, rank=number, world_size=count, timeout=wait)
     yield is_news
-    gc.collect()  # models first: DDP's reducer waits for ever where it outlives its group
-    dist.destroy_process_group()  # not after an error: it could wait for a process that is lost
+    gc.collect()  # free models first: DDP's reducer waits forever if it outlives its group
+    dist.destroy_process_group()  # not after an error: it could wait for a lost process
 
 
-def first(work: Callable[[], T], what: str) -> T:
-    """What ``work`` gives in process 0, in every process. All raise what it raises. ``what`` it is, for ``Lost``."""
+def first(work: Callable[[], T], subject: str) -> T:
+    """Run ``work`` in process 0, and return its result, or raise its error, in all processes.
+
+    ``subject`` names the result in messages of ``Lost``.
+    """
     if processes() == 1:
         return work()
-    said: list[tuple[T | None, Exception | None]] = [(None, None)]
+    outcome: list[tuple[T | None, Exception | None]] = [(None, None)]
     if rank() == 0:
         try:
-            said = [(work(), None)]
-        except Exception as error:  # whatever it is, the others wait for it
-            said = [(None, error)]
-    with waiting(f"the broadcast of {what}"):
-        dist.broadcast_object_list(said)
-    value, raised = said[0]
+            outcome = [(work(), None)]
+        except Exception as error:  # the other processes wait for the outcome
+            outcome = [(None, error)]
+    with waiting(f"the broadcast of {subject}"):
+        dist.broadcast_object_list(outcome)
+    value, raised = outcome[0]
     if raised is not None:
         raise raised
-    return value  # type: ignore[return-value]  # None where work gives None
+    return value  # type: ignore[return-value]  # T may be None
 
 
 def share(batch: int) -> slice:
-    """The sequences of a batch that this process takes.
+    """This process's sequences of a batch.
 
-    Raises: ValueError where the batch does not divide among the processes.
+    Raises:
+        ValueError: The processes do not divide the batch.
     """
     count = processes()
     if batch % count:
@@ -146,10 +154,11 @@ def share(batch: int) -> slice:
 
 
 @contextmanager
-def waiting(what: str, left: str = "") -> Iterator[None]:
-    """Within is the collective ``what``. ``left``: what there is to go on with.
+def waiting(collective: str, state: str = "") -> Iterator[None]:
+    """Context of a collective, for errors that name it and the saved ``state``.
 
-    Raises: Lost where another process has ended, or did not answer within the group's timeout.
+    Raises:
+        Lost: Another process has ended, or did not answer within the timeout.
     """
     start = time.perf_counter()
     try:
@@ -157,19 +166,19 @@ def waiting(what: str, left: str = "") -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, Lost) or not any(mark in str(error) for mark in _LOST):
             raise
-        silent = "Timed out" in str(error)
-        happened = "did not answer in time" if silent else "has ended"
+        timed_out = "Timed out" in str(error)
+        event = "did not answer in time" if timed_out else "has ended"
         raise Lost(
-            f"process {rank()} of {processes()} waited {time.perf_counter() - start:.1f} s for {what}, and another "
-            f"process {happened}; {left}start the same command with --resume"
-            + (", with a longer --timeout if that process was only slow" if silent else "")
+            f"process {rank()} of {processes()} waited {time.perf_counter() - start:.1f} s for {collective}, and "
+            f"another process {event}; {state}start the same command with --resume"
+            + (", with a longer --timeout if that process was only slow" if timed_out else "")
         ) from error
 
 
 def command(arguments: Sequence[str]) -> str:
-    """How to start ``lowbit`` with these arguments as this process was."""
+    """The command line that starts ``lowbit`` with these arguments, with torchrun if this process was."""
     if not launched():
         return shlex.join(["lowbit", *arguments])
-    here, count = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
-    machines = [] if int(here) == count else [f"--nnodes={count // int(here)}"]
-    return shlex.join(["torchrun", *machines, f"--nproc-per-node={here}", "-m", "lowbit", *arguments])
+    local, count = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+    machines = [] if int(local) == count else [f"--nnodes={count // int(local)}"]
+    return shlex.join(["torchrun", *machines, f"--nproc-per-node={local}", "-m", "lowbit", *arguments])

@@ -105,8 +105,8 @@ def test_a_watched_run_reports_what_its_casts_lose(tmp_path, run, one_thread):
     )
     run("train", "--out", str(directory), *TINY, *few)
     report = (directory / "report.md").read_text()
-    assert "## What the casts of the mxfp8 run lose" in report and "The worst by SQNR in step 3." in report
-    assert "The mxfp8 run computes in bf16 alone from step 4 on (its tail)." in report
+    assert "## Quantization error of the mxfp8 run" in report and "The lowest SQNR in step 3." in report
+    assert "The mxfp8 run computes only in bf16 from step 4 on (its tail)." in report
     assert "without gradient checkpointing" in report and "| mxfp8, codes, adamw |" in report
     assert (directory / "mxfp8" / "watch.png").read_bytes().startswith(b"\x89PNG")
     rows = json.loads((directory / "mxfp8" / "watch.json").read_text())["rows"]
@@ -142,7 +142,7 @@ def test_runs_within_a_memory_say_what_was_chosen_and_what_it_held(tmp_path, run
     assert 0 < measured <= plan.budget < plan.plain.peak_bytes and data["plans"]["bf16"] == plan.as_dict()
     for value in (words(plan.settings), *map(amount, (plan.peak_bytes, measured, plan.budget))):
         assert value in told and value in report
-    assert "bf16 training, peak of a step against the budget" in report and "adamw8bit, block, disk" in report
+    assert "bf16 training, peak step memory relative to budget" in report and "adamw8bit, block, disk" in report
     assert json.loads((tmp_path / "bf16" / "memory.json").read_text())["peak_bytes"] >= measured
 
     assert "continues with memory 70%, got 1GiB" in run(
@@ -183,7 +183,7 @@ def test_a_recipe_with_options_and_training_state_may_be_the_first_run(tmp_path,
     few = ("--steps", "3", "--layers", "3", "--recipe", "int8", "--precision", recipe, "--precision", "bf16")
     run("train", "--out", str(tmp_path), *TINY[: TINY.index("--precision")], *few)
     report = (tmp_path / "report.md").read_text()
-    assert "computes blocks 1, 3 of 3 in bf16, because its recipe leaves the first and the last blocks." in report
+    assert "computes blocks 1, 3 of 3 in bf16, because its recipe leaves out the first and the last blocks." in report
     assert (tmp_path / "nvfp4+rule=four-over-six" / "checkpoint.pt").exists()
     assert not any("lowbit_state" in name for name in lb.load_model(tmp_path / "model").state_dict())
 

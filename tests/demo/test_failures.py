@@ -88,7 +88,7 @@ def test_a_disk_that_is_full_keeps_the_state_before_and_says_what_to_do(corpus, 
     text = str(caught.value)
     assert caught.value.errno == errno.ENOSPC and str(trainer.path) in text
     assert "No space left on device" in text and "the state that was saved before it is whole" in text
-    assert re.search(r"make room for [\d,]+ bytes, then go on with --resume", text)
+    assert re.search(r"make room for [\d,]+ bytes, then continue with --resume", text)
     assert list(tmp_path.iterdir()) == [trainer.path], "no half of a file is left"
     monkeypatch.undo()
     resumed = made(corpus, tmp_path, precision="fp32", steps=6, save_every=2)

@@ -118,7 +118,7 @@ def test_the_tail_computes_as_a_run_in_floats(corpus, tmp_path, checkpointing):
 
 
 def test_a_tail_that_is_no_share_and_a_state_from_before_it_are_refused(corpus, tmp_path):
-    with pytest.raises(ValueError, match=r"tail is a share of the steps, from 0 to 1, got 1\.5"):
+    with pytest.raises(ValueError, match=r"tail must be a fraction of the steps, from 0 to 1, got 1\.5"):
         TrainConfig(tail=1.5)
     trainer = made(corpus, tmp_path, precision="fp8", tail=0.25, steps=4, save_every=3)
     before: list[bytes] = []

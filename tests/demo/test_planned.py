@@ -39,7 +39,7 @@ def corpus():
 @pytest.fixture
 def choose(monkeypatch):
     """Let plans choose among these names alone, which is quicker."""
-    return lambda *names: monkeypatch.setattr(planned, "_choices", lambda optimizer: ["fp32", *names])
+    return lambda *names: monkeypatch.setattr(planned, "_options", lambda optimizer: ["fp32", *names])
 
 
 @pytest.fixture
@@ -152,16 +152,16 @@ def test_a_state_of_another_plan_is_refused_and_one_from_without_plans_is_read(c
 
 # -- what is chosen ----------------------------------------------------------------------------------------------------
 def test_a_plan_chooses_what_the_loop_does_and_the_plain_choice_elsewhere():
-    names = set(planned._choices(None))
+    names = set(planned._options(None))
     assert {"adamw", "adamw8bit", "adamw4bit", "block", "everything kept", "memory", "disk"} <= names
     assert names & {choice.name for choice in TECHNIQUES["precision"]} == {"fp32", "as loaded"}, "both change nothing"
     for row in TECHNIQUES.values():
         assert names & {choice.name for choice in row}, "no dimension is left to what the loop knows nothing of"
-    assert set(planned._choices("adamw8bit")) == names - {"adamw", "adamw4bit"}
+    assert set(planned._options("adamw8bit")) == names - {"adamw", "adamw4bit"}
     with pytest.raises(
         ValueError, match="plans runs with adamw or adamw8bit or adamw4bit, got the optimizer 'lion4bit'"
     ):
-        set(planned._choices("lion4bit"))
+        set(planned._options("lion4bit"))
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_the_peak_of_a_step_is_compared_with_the_same_optimizer_and_checkpointin
         codes = held("fp8", peak, compress_activations=True, **changes)
         eight = held("fp8", 10, compress_activations=True, optimizer="adamw8bit", **changes)
         (claim,) = report.claims([ran("bf16", 2.0)], [measured("bf16", 3.0)], [*memory, codes, eight])
-        assert claim.name == "fp8 training, peak of a step against bf16"
+        assert claim.name == "fp8 training, peak step memory relative to bf16"
         assert claim.measured == pytest.approx(peak / 100 - 1) and claim.holds == (peak == allowed)
 
 
@@ -60,7 +60,7 @@ def test_training_is_held_to_the_last_loss_of_the_first_run():
     runs = [ran("bf16", 9.0, 2.0), ran("fp8", 1.0, 2.019), ran("mxfp8", 1.0, 2.021), ran("fp32", 5.0, 1.9)]
     first, second, third = report.claims(runs, [measured("bf16", 3.0)], [held("bf16", 100)])
     assert [c.holds for c in (first, second, third)] == [True, False, True]
-    assert first.name == "fp8 training, held-out loss against bf16" and first.allowed == report.LOSS_TARGET == 0.01
+    assert first.name == "fp8 training, held-out loss relative to bf16" and first.allowed == report.LOSS_TARGET == 0.01
     assert first.measured == pytest.approx(0.0095) and third.measured == pytest.approx(-0.05)
 
 
@@ -70,7 +70,7 @@ def test_recipes_are_held_to_the_model_in_the_precision_that_they_have_outside(o
             measured("nf4", perplexity * 2), measured("int4-weight-only:group32", perplexity * 1.06)]  # fmt: skip
     assert report.baseline(rows, outside).perplexity == pytest.approx(perplexity)
     int8, int4 = report.claims([ran(outside, 2.0, outside=outside)], rows, [held(outside, 100)])
-    assert int8.name == f"int8, perplexity against {outside}"
+    assert int8.name == f"int8, perplexity relative to {outside}"
     assert (int8.measured, int8.allowed, int8.holds) == (0.004, 0.005, True)
     assert (int4.measured, int4.allowed, int4.holds) == (0.06, 0.05, False)
 
