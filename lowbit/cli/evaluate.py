@@ -72,7 +72,7 @@ def evaluate(
 ) -> None:
     """Measure real models with each recipe: quality, bytes, peak memory, time to quantize and speed.
 
-    Writes evaluate.md, evaluate.csv, evaluate.png and one JSON file per model, recipe and layout.
+    Writes evaluate.md, evaluate.csv, evaluate.png and one JSON Lines file per model.
     """
     from lowbit.evaluate import models, report, run
     from lowbit.evaluate.data import Wanted

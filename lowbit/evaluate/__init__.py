@@ -1,6 +1,6 @@
-"""Quality, size and speed of quantized real models: what ``lowbit evaluate`` measures.
+"""Measurements of quality, size and speed of quantized real models, for ``lowbit evaluate``.
 
-``models`` names the models, ``tasks`` says what quality means for each kind, ``run`` measures a model with a recipe (a
-*cell* of the table) in a process of its own, ``report`` makes tables and a plot of the cells. Nothing but the
-command line imports this package, and what it needs beyond lowbit is the extra ``lowbit[evaluate]``.
+``models`` lists the models, and ``tasks`` defines quality for each kind of model. ``run`` measures each *cell* of the
+table, a model with a recipe, in a separate process. ``report`` writes tables and a plot. Only the command line imports
+this package; its dependencies are the extra ``lowbit[evaluate]``.
 """

@@ -1,6 +1,6 @@
-"""One cell of the table: a model with a recipe in a layout, measured in this process.
+"""Measure one cell of the table, a model with a recipe and layout, in this process.
 
-``python -m lowbit.evaluate.cell`` reads a request from standard input and writes the result's file.
+``python -m lowbit.evaluate.cell`` reads a request from standard input and writes the result to a file.
 """
 
 from __future__ import annotations
@@ -43,46 +43,50 @@ __all__ = [
     "weight_error",
 ]
 
-#: The layout in which nothing is packed, and the rows that quantize nothing.
+#: The layouts, and the unquantized rows.
 PLAIN, PACKED = "plain", "packed"
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-#: The row whose outputs the others are held against, and the file that keeps them.
+#: The row whose outputs are the reference, and the suffix of the file for these outputs.
 REFERENCE, OUTPUTS = "fp32", ".reference.pt"
 
-#: What a method may name besides those of ``lb.calibrate``: BatchNorm folded before, biases corrected after.
+#: Steps of a method in addition to ``lb.calibrate``: fold BatchNorm first, and correct biases at the end.
 FOLD, BIAS = "fold", "bias"
 
-#: Generation is timed over so many tokens after a prompt of so many; the first is left out.
+#: Tokens of the prompt, and tokens whose generation is timed; the first of them is left out.
 PROMPT, NEW_TOKENS = 16, 24
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure, and where the result goes. ``recipe``: one of lowbit's, a float format, or a peer. ``dtype``: of
-    what a recipe leaves alone. ``method``: of calibration, several joined by ``+``, ``fold`` and ``bias`` among them;
-    None: rounding to nearest.
-    ``calibration``: the text it is on, where the model needs one; ``samples``: how many windows or texts of it.
-    """
+    """The settings of a cell."""
 
     model: str
     recipe: str
+    """A recipe of lowbit, a float format or a peer."""
     layout: str
     dtype: str
+    """Dtype of the unquantized parts."""
     text: str | None
     windows: int
     limit: int
     table: str
+    """JSON Lines file for the result."""
     name: str
+    """Name of the result in the file."""
     key: Mapping[str, Any]
+    """Everything that determines the result; a result with another key is measured again."""
     method: str | None = None
+    """Calibration methods, ``fold`` and ``bias``, joined by ``+``; None: the default without data."""
     calibration: str | None = None
+    """File of the calibration text, if the model needs one."""
     samples: int = 0
+    """Windows, texts or images for calibration."""
     part: str = "all"
 
     @property
     def steps(self) -> list[str]:
-        """The names that ``method`` joins."""
+        """The parts of ``method``."""
         return [] if self.method is None else self.method.split("+")
 
     @property
@@ -91,27 +95,27 @@ class Request:
 
     @property
     def calibrated_on(self) -> Wanted:
-        """The data that the method looks at."""
+        """The calibration data."""
         text = Path(self.calibration) if self.calibration else None
         return Wanted(text, self.samples, self.samples, "calibration")
 
 
 def calibrated(steps: list[str]) -> list[str]:
-    """Those of the names that ``lb.calibrate`` knows."""
+    """The names for ``lb.calibrate``."""
     return [name for name in steps if name not in (FOLD, BIAS)]
 
 
 def measure(request: Request) -> dict[str, Any]:
-    """The result of a cell, as it stands in its file. Raises what loading raises.
+    """The result of a cell, as in its file; raises the errors of loading.
 
-    A recipe that ``quantize_`` refuses, and a layout that no layer has, are results too: ``refused`` says why.
+    If ``quantize_`` rejects the recipe, or no layer has a packed layout, the result has the reason as ``refused``.
     """
     row = models.find(request.model)
     loaded = row.load(row.location(), request.wanted)
     result: dict[str, Any] = {"task": loaded.task, "data": loaded.origin, "data_sha256": digest(loaded.batches)}
     model = loaded.model
-    saved = bool(row.held) and request.recipe not in FLOATS
-    if row.held and not saved:
+    measures_saved = bool(row.held) and request.recipe not in FLOATS
+    if row.held and not measures_saved:
         lb.dequantize_(model)
     calibration = None
     data: list[Any] = []
@@ -128,7 +132,7 @@ def measure(request: Request) -> dict[str, Any]:
             return {"key": dict(request.key), "result": {**result, "refused": str(error)}, "made": provenance()}
         result.update(seconds_to_calibrate=time.perf_counter() - start, peak_bytes_to_calibrate=peak_bytes())
     plain = copy.deepcopy(model) if BIAS in request.steps else None
-    converted = _laid_out(model, request) if saved else _convert(model, request, calibration)
+    converted = _apply_layout(model, request) if measures_saved else _convert(model, request, calibration)
     result.update(converted)
     if plain is not None and "refused" not in converted:
         start = time.perf_counter()
@@ -141,7 +145,7 @@ def measure(request: Request) -> dict[str, Any]:
 
 
 def _convert(model: nn.Module, request: Request, calibration: lb.Calibration | None) -> dict[str, Any]:
-    """Quantize ``model`` in place, and lay it out; how long that took and what was converted."""
+    """Quantize ``model`` in place and apply the layout; returns times, bytes and numbers of layers."""
     if request.recipe in FLOATS:
         model.to(FLOATS[request.recipe])
         return {"bytes": model_bytes(model), "converted": 0, "left": []}
@@ -158,12 +162,12 @@ def _convert(model: nn.Module, request: Request, calibration: lb.Calibration | N
         "seconds_to_quantize": time.perf_counter() - start, "weight_error": weight_error(model, weights),
     }  # fmt: skip
     del weights
-    made = _laid_out(model, request)
-    return made if "refused" in made else {**facts, **made}
+    layout = _apply_layout(model, request)
+    return layout if "refused" in layout else {**facts, **layout}
 
 
-def _laid_out(model: nn.Module, request: Request) -> dict[str, Any]:
-    """Cast what is not quantized of ``model``, and pack the rest if that is asked for; its bytes then."""
+def _apply_layout(model: nn.Module, request: Request) -> dict[str, Any]:
+    """Cast the unquantized parts of ``model``, and pack the rest for the packed layout; returns its bytes."""
     model.to(FLOATS[request.dtype])
     if request.layout != PACKED:
         return {"bytes": model_bytes(model)}
@@ -183,60 +187,62 @@ def _convert_by_peer(model: nn.Module, name: str) -> dict[str, Any]:
 
 
 def weight_error(model: nn.Module, weights: Mapping[str, Tensor]) -> float | None:
-    """The relative error of all quantized weights of ``model``, by norm; None where none is found again by name.
+    """The relative error of all quantized weights in Frobenius norm; None if no weight has its original name.
 
-    ``weights``: the parameters of the model that was quantized.
+    Args:
+        model: The quantized model.
+        weights: The original parameters by name.
     """
-    wrong = whole = 0.0
+    error = total = 0.0
     for name, module in model.named_modules():
         weight, plain = getattr(module, "weight", None), weights.get(f"{name}.weight")
         if isinstance(weight, lb.Quantized) and plain is not None:
-            expected = plain.double().movedim(1, -1).flatten()  # taps, then channels, of a convolution
-            wrong += float((weight.dequantize().double().flatten() - expected).square().sum())
-            whole += float(expected.square().sum())
-    return (wrong / whole) ** 0.5 if whole else None
+            expected = plain.double().movedim(1, -1).flatten()  # weights of convolutions have channels last
+            error += float((weight.dequantize().double().flatten() - expected).square().sum())
+            total += float(expected.square().sum())
+    return (error / total) ** 0.5 if total else None
 
 
 def _evaluate(loaded: Loaded, request: Request) -> dict[str, Any]:
-    """Quality, speed and peak memory of the model as it is now."""
+    """Quality, speed and peak memory of the model."""
     task, model = TASKS[loaded.task], loaded.model
     dtype = FLOATS[request.recipe if request.recipe in FLOATS else request.dtype]
     stored = Path(request.table).with_suffix(OUTPUTS)
     is_reference = task.reference and request.recipe == REFERENCE
     reference = torch.load(stored, weights_only=True) if task.reference and not is_reference else None
     gc.collect()
-    fresh = reset_peak()
+    was_reset = reset_peak()
     values: dict[str, list[float]] = {}
     outputs, rates = [], []
-    # Some peers' tensors cannot be made in inference mode.
+    # Tensors of some peers do not support inference mode.
     with torch.no_grad() if request.recipe in PEERS else torch.inference_mode():
         loaded.call(model, _as(loaded.batches[0].inputs, dtype))  # the first call plans and allocates
         for index, batch in enumerate(loaded.batches):
             start = time.perf_counter()
-            made = loaded.call(model, _as(batch.inputs, dtype))
+            output = loaded.call(model, _as(batch.inputs, dtype))
             rates.append(batch.units / (time.perf_counter() - start))
-            target = made.float() if is_reference else None if reference is None else reference[index]
-            for name, found in task.measure(batch, made.float(), target).items():
-                values.setdefault(name, []).extend(found)
+            target = output.float() if is_reference else None if reference is None else reference[index]
+            for name, items in task.measure(batch, output.float(), target).items():
+                values.setdefault(name, []).extend(items)
             if is_reference:
-                outputs.append(made.float().clone())
+                outputs.append(output.float().clone())
         generated = _generation(loaded)
     if is_reference:
         write_atomically(stored, lambda file: torch.save(outputs, file))
     return {
         "values": values, "units_per_second": statistics.median(rates), "generated_per_second": generated,
-        "peak_bytes": peak_bytes(), "peak_of": "evaluation" if fresh else "process",
+        "peak_bytes": peak_bytes(), "peak_of": "evaluation" if was_reset else "process",
         "threads": torch.get_num_threads(),
     }  # fmt: skip
 
 
 def _as(inputs: Any, dtype: torch.dtype) -> Any:
-    """Float inputs in ``dtype``; all others as they are."""
+    """Cast float inputs to ``dtype``."""
     return inputs.to(dtype) if isinstance(inputs, Tensor) and inputs.is_floating_point() else inputs
 
 
 def _generation(loaded: Loaded) -> float | None:
-    """Tokens a second of one sequence with a KV cache: the median over single tokens."""
+    """Generated tokens per second of one sequence with a KV cache: the median over single tokens."""
     if loaded.generate is None:
         return None
     prompt = loaded.batches[0].inputs[:, :PROMPT]
@@ -248,7 +254,7 @@ def _generation(loaded: Loaded) -> float | None:
 
 
 def main() -> None:
-    """Measure what standard input asks for."""
+    """Measure the cell whose request is on standard input."""
     request = Request(**json.load(sys.stdin))
     write_record(Path(request.table), request.name, measure(request))
 

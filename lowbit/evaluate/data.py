@@ -1,4 +1,4 @@
-"""What models are evaluated on: windows of a text, texts, and photographs, as batches."""
+"""Evaluation data as batches: windows of a text, sentences, and photographs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ __all__ = [
     "windows",
 ]
 
-#: Tokens of a window; of a text, at most.
+#: Tokens per window, and the largest number of tokens per text.
 WINDOW, LONGEST = 512, 128
 
-#: Texts in a batch.
+#: Texts per batch.
 TEXTS = 8
 
-#: Photographs that packages ship, by the folder (package and path) that holds them.
+#: Photographs in packages, by package and folder.
 PHOTOGRAPHS: dict[tuple[str, str], tuple[str, ...]] = {
     ("skimage", "data"): (
         "astronaut.png", "brick.png", "camera.png", "cell.png", "chelsea.png", "coffee.png", "coins.png", "grass.png",
@@ -42,29 +42,28 @@ PHOTOGRAPHS: dict[tuple[str, str], tuple[str, ...]] = {
     ("sklearn", "datasets/images"): ("china.jpg", "flower.jpg"),
 }  # fmt: skip
 
-#: How many images stand in for photographs where none are installed.
+#: Number of generated images if no photographs are installed.
 GENERATED = 16
 
-#: The side of the square that a photograph is resized to, over the side of the crops.
+#: Side of the square to which a photograph is resized, relative to the side of the crops.
 _MARGIN = 256 / 224
 
 
 class Wanted(NamedTuple):
-    """What the user asked for: a text file, how many windows of it, and how many texts or photographs.
-
-    ``part``: of data that has to serve both, ``"calibration"`` is what is calibrated on and ``"held out"`` the rest;
-    ``"all"`` where nothing is calibrated.
-    """
+    """The requested data."""
 
     text: Path | None = None
     windows: int = 12
+    """Most windows of the text."""
     limit: int = 128
+    """Most texts or photographs."""
     part: str = "all"
+    """``"calibration"`` or ``"held out"`` for disjoint parts of the data, ``"all"`` without calibration."""
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
 def read(path: Path) -> str:
-    """The text of a file. Raises: ValueError when it cannot be read or is not UTF-8."""
+    """The text of a file. Raises ValueError if it cannot be read or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -74,31 +73,32 @@ def read(path: Path) -> str:
 
 
 def require(wanted: Wanted, model: str) -> Path:
-    """The text file for perplexity. Raises: ValueError without one, saying which to give."""
+    """The text file for perplexity. Raises ValueError without one."""
     if wanted.text is None:
         raise ValueError(
-            f"{model}: perplexity needs a text, and lowbit ships none; give a file of UTF-8 text that the model was "
-            "not trained on with --text FILE (figures of papers are usually of WikiText-2's wiki.test.raw)"
+            f"{model}: perplexity needs a text, and lowbit ships none; pass UTF-8 text that the model was not trained "
+            "on with --text FILE (papers usually use wiki.test.raw of WikiText-2)"
         )
     return wanted.text
 
 
 def windows(tokens: Sequence[int], wanted: Wanted, length: int, origin: str) -> list[Batch]:
-    """The first windows of ``length`` tokens, one a batch; all tokens but the first are predicted.
+    """The first windows of ``length`` tokens, one per batch; all tokens except the first are targets.
 
-    Raises: ValueError when there are fewer tokens than one window.
+    Raises:
+        ValueError: There are fewer tokens than one window.
     """
     count = min(len(tokens) // length, wanted.windows)
     if length < 2 or count < 1:
         raise ValueError(
-            f"{origin}: {len(tokens)} tokens do not fill one window of {length}; give a longer text with --text"
+            f"{origin}: {len(tokens)} tokens do not fill one window of {length}; use a longer text with --text"
         )
     cut = torch.tensor(tokens[: count * length]).view(count, 1, length)
     return [Batch(window[:, :-1], window[:, 1:], 1, length - 1) for window in cut]
 
 
 def paragraphs(wanted: Wanted) -> list[str]:
-    """Paragraphs of English: of the user's text, or of Python's documentation as this Python ships it."""
+    """English paragraphs of the user's text, or of the documentation in this Python."""
     from lowbit.demo.text import prose
 
     if wanted.text is not None:
@@ -109,13 +109,13 @@ def paragraphs(wanted: Wanted) -> list[str]:
         paragraphs = [line for _, text in sorted(topics.items()) for line in prose(text)]
     paragraphs = list(dict.fromkeys(paragraphs))
     if not paragraphs:
-        raise ValueError(f"{wanted.text}: no paragraph reads as English; give another file with --text")
-    kept = paragraphs[wanted.limit : 2 * wanted.limit] if wanted.text is None else paragraphs[: wanted.limit]
-    return kept if wanted.part == "calibration" else paragraphs[: wanted.limit]
+        raise ValueError(f"{wanted.text}: no paragraph reads as English; use another file with --text")
+    start = wanted.limit if wanted.part == "calibration" and wanted.text is None else 0
+    return paragraphs[start : start + wanted.limit]
 
 
 def text_batches(wanted: Wanted, tokenize: Callable[[list[str]], Mapping[str, Tensor]]) -> list[Batch]:
-    """Paragraphs, several a batch, as the tokenizer makes them (padded, at most ``LONGEST`` tokens)."""
+    """Batches of tokenized paragraphs, padded, with at most ``LONGEST`` tokens."""
     texts = paragraphs(wanted)
     parts = [texts[start : start + TEXTS] for start in range(0, len(texts), TEXTS)]
     return [Batch(dict(tokenize(part)), None, len(part), len(part)) for part in parts]
@@ -123,15 +123,15 @@ def text_batches(wanted: Wanted, tokenize: Callable[[list[str]], Mapping[str, Te
 
 # -- images ----------------------------------------------------------------------------------------------------------
 def photographs(limit: int) -> tuple[list[Tensor], str]:
-    """Images [3, H, W] of 0 to 255 in fp32, and where they are from: installed packages, or a generator."""
-    found: list[Tensor] = []
+    """Images [3, H, W] in fp32, from 0 to 255, from installed packages or else generated; and their origin."""
+    images: list[Tensor] = []
     for (package, folder), names in PHOTOGRAPHS.items():
         spec = find_spec(package)
         for root in (spec.submodule_search_locations or ()) if spec else ():
             paths = [Path(root) / folder / name for name in names]
-            found += [_image(path) for path in paths if path.exists()]
-    if found:
-        return found[:limit], "scikit-image and scikit-learn"
+            images += [_image(path) for path in paths if path.exists()]
+    if images:
+        return images[:limit], "scikit-image and scikit-learn"
     return list(generated(min(limit, GENERATED))), "generated images (install scikit-image for photographs)"
 
 
@@ -144,44 +144,44 @@ def _image(path: Path) -> Tensor:
 
 
 def generated(count: int, side: int = 320) -> Iterator[Tensor]:
-    """Clouds of color [3, side, side], 0 to 255: noise whose amplitude falls with frequency, as in photographs."""
+    """Noise [3, side, side], from 0 to 255, whose amplitude falls with frequency, as in photographs."""
     generator = torch.Generator().manual_seed(0)
     frequency = torch.hypot(torch.fft.fftfreq(side)[:, None], torch.fft.rfftfreq(side)[None, :])
     for _ in range(count):
         spectrum = torch.fft.rfft2(torch.randn(3, side, side, generator=generator)) / (frequency + 1 / side)
-        clouds = torch.fft.irfft2(spectrum, s=(side, side))
-        low, high = clouds.amin((1, 2), keepdim=True), clouds.amax((1, 2), keepdim=True)
-        yield (clouds - low) / (high - low) * 255
+        noise = torch.fft.irfft2(spectrum, s=(side, side))
+        low, high = noise.amin((1, 2), keepdim=True), noise.amax((1, 2), keepdim=True)
+        yield (noise - low) / (high - low) * 255
 
 
 def photograph_batches(wanted: Wanted, side: int, mean: float, scale: float) -> tuple[list[Batch], str]:
-    """Five crops [5, 3, side, side] of each photograph (the corners and the middle) as ``(x - mean) / scale``."""
+    """Five crops [5, 3, side, side] of each photograph, as ``(x - mean) / scale``, and the photographs' origin."""
     images, origin = photographs(wanted.limit)
-    if wanted.part != "all":  # every second one
+    if wanted.part != "all":
         images = images[0 if wanted.part == "calibration" else 1 :: 2]
     return [Batch((crops(image, side) - mean) / scale, None, 1, 5) for image in images], origin
 
 
 def crops(image: Tensor, side: int) -> Tensor:
-    """The corners and the middle [5, C, side, side] of the square in the middle of ``image`` [C, H, W], resized."""
+    """Corners and center [5, C, side, side] of the resized central square of ``image`` [C, H, W]."""
     square = min(image.shape[1:])
     top, left = ((size - square) // 2 for size in image.shape[1:])
     middle = image[None, :, top : top + square, left : left + square]
-    whole = round(side * _MARGIN)
-    resized = F.interpolate(middle, size=(whole, whole), mode="bicubic", antialias=True)[0].clamp(0, 255)
-    edge, half = whole - side, (whole - side) // 2
+    size = round(side * _MARGIN)
+    resized = F.interpolate(middle, size=(size, size), mode="bicubic", antialias=True)[0].clamp(0, 255)
+    edge, half = size - side, (size - side) // 2
     corners = ((0, 0), (0, edge), (edge, 0), (edge, edge), (half, half))
     return torch.stack([resized[:, y : y + side, x : x + side] for y, x in corners])
 
 
 def digest(batches: Sequence[Batch]) -> str:
     """SHA-256 of all inputs and targets."""
-    total = hashlib.sha256()
+    hasher = hashlib.sha256()
     for batch in batches:
         for value in _tensors(batch.inputs) + _tensors(batch.targets):
-            total.update(str((value.dtype, tuple(value.shape))).encode())
-            total.update(value.contiguous().numpy().tobytes())
-    return total.hexdigest()
+            hasher.update(str((value.dtype, tuple(value.shape))).encode())
+            hasher.update(value.contiguous().numpy().tobytes())
+    return hasher.hexdigest()
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""EfficientNet-Lite0 (ImageNet) in plain layers, with the parameter names of its PyTorch checkpoint.
+"""EfficientNet-Lite0 (ImageNet) with the parameter names of its PyTorch checkpoint.
 
 Source: M. Tan and Q. Le, arXiv 1905.11946; the Lite variants of google/tpu (no squeeze-excite, ReLU6, fixed stem and
 head). Padding is TensorFlow's "same", which for stride 2 is uneven.
@@ -11,10 +11,10 @@ from torch import Tensor, fx, nn
 
 __all__ = ["MEAN", "SCALE", "SIDE", "EfficientNetLite0"]
 
-#: What the model expects of an image of 0 to 255: (x - MEAN) / SCALE, SIDE x SIDE.
+#: Input of the model: images SIDE x SIDE as (x - MEAN) / SCALE, for x from 0 to 255.
 SIDE, MEAN, SCALE = 224, 127.0, 128.0
 
-#: Stages: blocks, kernel, stride of the first block, expansion, output channels.
+#: Stages: number of blocks, kernel, stride of the first block, expansion, output channels.
 STAGES = (
     (1, 3, 1, 1, 16), (2, 3, 2, 6, 24), (2, 5, 2, 6, 40), (3, 3, 2, 6, 80), (3, 5, 1, 6, 112), (4, 5, 2, 6, 192),
     (1, 3, 1, 6, 320),
@@ -25,15 +25,15 @@ def _norm(channels: int) -> nn.BatchNorm2d:
     return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.01)
 
 
-@fx.wrap  # what depends on sizes cannot be traced
+@fx.wrap  # code that depends on sizes cannot be traced
 def _same(x: Tensor, kernel: int, stride: int) -> Tensor:
-    """Pad [B, C, H, W] so that a convolution gives ceil(size / stride) positions, the odd one at the far end."""
+    """TensorFlow's "same" padding of [B, C, H, W]: ceil(size / stride) outputs, an odd row or column at the end."""
     need = [max((-(-size // stride) - 1) * stride + kernel - size, 0) for size in (x.shape[3], x.shape[2])]
     return F.pad(x, [part for total in need for part in (total // 2, total - total // 2)])
 
 
 class Block(nn.Module):
-    """Expand by a 1x1 convolution, filter each channel, project; the input is added where shapes agree."""
+    """1x1 expansion, depthwise convolution and 1x1 projection; the input is added if shapes are equal."""
 
     def __init__(self, channels: int, out: int, kernel: int, stride: int, expansion: int) -> None:
         super().__init__()

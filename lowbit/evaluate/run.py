@@ -1,4 +1,4 @@
-"""Running the cells of a table: each in a process of its own, those that are finished already left out."""
+"""Run the cells of a table that are not finished, each in a separate process."""
 
 from __future__ import annotations
 
@@ -33,24 +33,23 @@ __all__ = ["Cell", "Methods", "cells_of", "default_of", "read", "run"]
 #: The version of result files.
 FORMAT = 1
 
-#: What the result of a model as it was saved is called, which may hold many recipes.
+#: Result name of an already quantized model, which may have many recipes.
 SAVED = "saved"
 
-
-#: What the float rows are of a model that is quantized already.
+#: Note of the float rows of an already quantized model.
 DECODED = "the quantized weights, decoded"
 
-#: Lines of a failed process's output that are shown.
+#: Lines of a failed process's output to print.
 TAIL = 12
 
-#: A weight error below 2 ** -(bits + this) is smaller than rounding to so many bits makes of any weights that fill
-#: their range: ordinary weights are at about 2 ** -bits for integers and 2 ** -(bits - 2) for FP8.
+#: A weight error below 2 ** -(bits + EXACT) means that the weights were already on the grid. Rounding ordinary weights
+#: gives about 2 ** -bits for integers, and 2 ** -(bits - 2) for FP8.
 EXACT = 3
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A model with a recipe in a layout, and its result once it is measured."""
+    """A model with a recipe and layout, and its result if it is measured."""
 
     model: Model
     request: Request
@@ -59,12 +58,12 @@ class Cell:
 
     @property
     def baseline(self) -> bool:
-        """Whether this is the model in the float format that quantized ones have elsewhere."""
+        """Whether this is the unquantized model, in the dtype of the other rows' unquantized parts."""
         return self.request.recipe == self.request.dtype
 
     @property
     def note(self) -> str:
-        """What a reader of the figures must know, or why there are none."""
+        """A remark on the result, or the reason why there is none."""
         if self.failed is not None:
             return f"failed: {self.failed.splitlines()[-1]}"
         if self.result is None:
@@ -76,25 +75,25 @@ class Cell:
         return self._not_meaningful() or ""
 
     def _not_meaningful(self) -> str | None:
-        """The reason where the stored weights lie on the recipe's grid, so that quantizing loses nothing."""
+        """A note if the stored weights are on the recipe's grid, so that quantization loses nothing."""
         assert self.result is not None
         if self.request.recipe in FLOATS or self.request.recipe in PEERS or self.model.held:
             return None
-        chosen, error = find_recipe(self.request.recipe), self.result.get("weight_error")
-        if error is not None and error < 2.0 ** -(chosen.weight.format.bits + EXACT):
-            return f"not meaningful: the stored weights lie on this grid already (weight error {error:.1e})"
+        recipe, error = find_recipe(self.request.recipe), self.result.get("weight_error")
+        if error is not None and error < 2.0 ** -(recipe.weight.format.bits + EXACT):
+            return f"not meaningful: the stored weights are already on this grid (weight error {error:.1e})"
         return None
 
 
 class Methods(NamedTuple):
-    """The methods of calibration to compare, each several names joined by ``+`` (``fold`` and ``bias`` fold BatchNorm
-    before, and correct biases after); the text that they look at, where the
-    model needs one; how many windows or texts of it.
-    """
+    """Calibration methods to compare."""
 
     names: tuple[str, ...] = ()
+    """Methods, each as names joined by ``+``; ``fold`` folds BatchNorm first, ``bias`` corrects biases at the end."""
     text: Path | None = None
+    """Calibration text, if the model needs one."""
     samples: int = 128
+    """Windows, texts or images for calibration."""
 
 
 def cells_of(
@@ -106,22 +105,34 @@ def cells_of(
     methods: Methods = Methods(),  # noqa: B008 (a tuple)
     peers: Iterable[str] = (),
 ) -> list[Cell]:
-    """The cells of ``model``: fp32 and bf16, then each recipe, plain and packed, or with ``methods`` plain, without
-    data and by each method that says something of the recipe; then each of ``peers``. A model that is quantized
-    already is measured as it is, plain and packed, and decoded to fp32 and bf16: nothing is quantized again.
+    """The cells of a model: fp32 and bf16, each recipe, then each peer.
 
-    Raises: ValueError for an unknown recipe, method, peer or dtype, and where the model needs a text to calibrate on;
-    ImportError for a peer that is not installed, and as ``Model.location`` where the model is not.
+    Recipes are measured plain and packed. With ``methods`` they are measured plain only: without data, and with each
+    method that applies to the recipe. An already quantized model is measured as saved, plain and packed, and decoded
+    to fp32 and bf16.
+
+    Args:
+        model: The model.
+        recipes: Names of recipes; None: all named recipes that need no data.
+        wanted: The evaluation data.
+        directory: Directory for the results.
+        dtype: Dtype of unquantized parts; None: the model's default.
+        methods: Calibration methods to compare.
+        peers: Names of other packages.
+
+    Raises:
+        ValueError: A recipe, method, peer or dtype is unknown, or the model needs a text.
+        ImportError: A peer is not installed, or as for ``Model.location``.
     """
-    others = [find_peer(name) for name in dict.fromkeys(peers)]
+    other_packages = [find_peer(name) for name in dict.fromkeys(peers)]
     methods = Methods() if model.held else methods
-    for one in methods.names:
-        choose(calibrated(one.split("+")))
+    for method_names in methods.names:
+        choose(calibrated(method_names.split("+")))
     if methods.names:
         wanted = wanted._replace(part="held out")
         if model.needs_text and methods.text is None:
             raise ValueError(
-                f"{model.name}: methods of calibration look at a text that is not the one of --text; give it with "
+                f"{model.name}: calibration methods need a text other than the one of --text; pass it with "
                 "--calibrate FILE"
             )
     if dtype is not None and dtype not in FLOATS:
@@ -131,35 +142,36 @@ def cells_of(
     for name in names:
         find_recipe(name)
     if model.recipe is not None:
-        names, others = [model.recipe], []
+        names, other_packages = [model.recipe], []
     if wanted.windows < 1 or wanted.limit < 1:
-        raise ValueError(f"--windows and --limit must be 1 or more, got {wanted.windows} and {wanted.limit}")
+        raise ValueError(f"--windows and --limit must be at least 1, got {wanted.windows} and {wanted.limit}")
     if model.needs_text:
         require(wanted, model.name)
-    of = {"dtype": dtype or model.dtype, **_data_key(model, wanted)}
+    data = {"dtype": dtype or model.dtype, **_data_key(model, wanted)}
     seen = _data_key(model, Wanted(methods.text, methods.samples, methods.samples)) if methods.names else {}
-    key = {"model": model.name, "weights": fingerprint(model), **of, "lowbit": __version__, "format": FORMAT}
-    wide = [(name, PLAIN) for name in FLOATS]
+    key = {"model": model.name, "weights": fingerprint(model), **data, "lowbit": __version__, "format": FORMAT}
     layouts = (PLAIN,) if methods.names else (PLAIN, PACKED)
-    rows: list[tuple[str, str, str | None]] = [(name, layout, None) for name, layout in wide]
+    rows: list[tuple[str, str, str | None]] = [(name, PLAIN, None) for name in FLOATS]
     for name in dict.fromkeys(names):
         static = model.recipe is None and find_recipe(name).static
         rows += [(name, layout, None) for layout in layouts if not static]
         rows += [(name, PLAIN, method) for method in methods.names if static or not _repeats(method, name)]
-    rows += [(peer.name, PLAIN, None) for peer in others]
-    versions = {peer.name: {"peer": peer.name, **{name: _installed(name) for name in peer.packages}} for peer in others}
+    rows += [(peer.name, PLAIN, None) for peer in other_packages]
+    versions = {
+        peer.name: {"peer": peer.name, **{name: _installed(name) for name in peer.packages}} for peer in other_packages
+    }
     cells = []
     for name, layout, method in rows:
         file = SAVED if name == model.recipe else name.replace(":", "-")
         table, cell_name = directory / f"{model.name}.jsonl", f"{file}.{method or layout}"
-        told = versions.get(name) or (name if name in FLOATS or model.held else find_recipe(name).to_dict())
+        recipe = versions.get(name) or (name if name in FLOATS or model.held else find_recipe(name).to_dict())
         more: dict[str, Any] = {} if method is None else {"method": method, "seen": seen}
-        if method is None and isinstance(told, dict) and name not in versions and default_of(name) != "nearest":
-            more = {"rule": default_of(name)}  # what is recorded of others was rounded to nearest as well
+        if method is None and isinstance(recipe, dict) and name not in versions and default_of(name) != "nearest":
+            more = {"rule": default_of(name)}  # records without this key were rounded to nearest
         request = Request(
-            model=model.name if model.module else model.path, recipe=name, layout=layout, dtype=of["dtype"],
+            model=model.name if model.module else model.path, recipe=name, layout=layout, dtype=data["dtype"],
             text=str(wanted.text.resolve()) if wanted.text else None, windows=wanted.windows, limit=wanted.limit,
-            table=str(table.resolve()), name=cell_name, key={**key, "recipe": told, "layout": layout, **more},
+            table=str(table.resolve()), name=cell_name, key={**key, "recipe": recipe, "layout": layout, **more},
             method=method, calibration=str(methods.text.resolve()) if methods.text else None, samples=methods.samples,
             part=wanted.part,
         )  # fmt: skip
@@ -168,12 +180,12 @@ def cells_of(
 
 
 def default_of(recipe: str) -> str:
-    """The rule by which rows of a recipe without a method are quantized."""
+    """The data-free method for rows without a calibration method."""
     return default_data_free(find_recipe(recipe).weight).name
 
 
 def _repeats(method: str, recipe: str) -> bool:
-    """Whether a recipe without static scales is measured with this already: observers have nothing to observe there."""
+    """Whether a recipe without static scales needs no row for ``method``: the default, or a method with observers."""
     steps = calibrated(method.split("+"))
     weights = choose(steps).weights
     observers = [step for step in steps if find_observer(step) and (weights is None or step != weights.name)]
@@ -181,22 +193,22 @@ def _repeats(method: str, recipe: str) -> bool:
 
 
 def _data_key(model: Model, wanted: Wanted) -> dict[str, Any]:
-    """What decides what a model is evaluated on: a text by its SHA-256, and what stands in for one by its version."""
+    """The evaluation data in a key: the SHA-256 of a text, or the versions of packages that have the data."""
     if wanted.text is not None:
         if not wanted.text.is_file():
-            raise FileNotFoundError(f"--text {wanted.text} does not exist; give a file of UTF-8 text")
+            raise FileNotFoundError(f"--text {wanted.text} does not exist; pass a file of UTF-8 text")
         data = sha256(wanted.text)
     else:
         settings = Path(model.path).parent / "settings.json"
-        made = sha256(settings) if model.module is None and settings.is_file() else ""
-        shipped = " ".join(f"{name} {_installed(name)}" for name in ("scikit-image", "scikit-learn"))
-        data = f"Python {platform.python_version()}, {shipped} {made}".strip()
+        digest = sha256(settings) if model.module is None and settings.is_file() else ""
+        packages = " ".join(f"{name} {_installed(name)}" for name in ("scikit-image", "scikit-learn"))
+        data = f"Python {platform.python_version()}, {packages} {digest}".strip()
     key = {"data": data, "windows": wanted.windows, "limit": wanted.limit}
     return key if wanted.part == "all" else {**key, "part": wanted.part}
 
 
 def _installed(package: str) -> str:
-    """The version of a package, which need not be one that can be imported here."""
+    """The version of a package, or ``none``."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -204,7 +216,7 @@ def _installed(package: str) -> str:
 
 
 def read(cell: Cell) -> Cell:
-    """The cell with its result, where a file holds one for the same key; else as it is."""
+    """The cell with its saved result, if there is one with the same key."""
     table = Path(cell.request.table)
     try:
         record = read_records(table)[cell.request.name]
@@ -221,9 +233,9 @@ def read(cell: Cell) -> Cell:
 def run(
     cells: list[Cell], overwrite: bool = False, on_cell: Callable[[Cell], object] = lambda cell: None
 ) -> Iterator[Cell]:
-    """Each cell with its result, in order: read from its file, or measured now. A failure spoils no other cell.
+    """Yield each cell with its result, read from its file or measured now; a failed cell does not stop the others.
 
-    ``on_cell`` hears of each cell that is about to be measured.
+    ``on_cell`` is called before each measurement.
     """
     for cell in cells:
         done = cell if overwrite else read(cell)
@@ -237,13 +249,13 @@ def run(
 
 
 def _measure(request: Request) -> str | None:
-    """Measure in a new process; None where that succeeds, else the end of what it said."""
+    """Measure in a new process; returns the end of its output if it fails, else None."""
     root = str(Path(lb.__file__).resolve().parents[1])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "lowbit.evaluate.cell"]
-    asked = json.dumps(asdict(request))
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, env=environment, check=False)
+    data = json.dumps(asdict(request))
+    done = subprocess.run(command, input=data, capture_output=True, text=True, env=environment, check=False)
     if done.returncode == 0:
         return None
     if done.returncode < 0:

@@ -1,4 +1,4 @@
-"""What quality means for each kind of model: the table of tasks."""
+"""The table of tasks: quality metrics for each kind of model."""
 
 from __future__ import annotations
 
@@ -21,46 +21,49 @@ from lowbit.evaluate.metrics import (
 
 __all__ = ["TASKS", "Batch", "Figure", "Task", "Values"]
 
-#: Values of single items by the name of their metric.
+#: Values per item, by metric.
 Values = Mapping[str, Sequence[float]]
 
 
 class Batch(NamedTuple):
-    """What a model is called with, and what its outputs are held against (for language models: the next tokens).
-
-    ``items`` counts windows, texts or images; ``units`` what speed counts: tokens, texts or images.
-    """
+    """A batch of evaluation data."""
 
     inputs: Any
     targets: Tensor | None
+    """Next tokens for language models; None for other models."""
     items: int
+    """Number of windows, texts or images."""
     units: int
+    """Number of tokens, texts or images, for speeds."""
 
 
 class Figure(NamedTuple):
-    """One column of the table, an ``estimate`` of the items' values of the metric ``of`` and the baseline's; none where
-    a result has no such metric. ``percent``: written as a percentage; ``loss``: how far from none lost, for the plot.
-    """
+    """A column of the table."""
 
     title: str
-    of: str
+    metric: str
+    """Name of the values; a result without them has no figure."""
     estimate: Callable[[Sequence[float], Sequence[float]], Estimate]
+    """Function of the values and the baseline's values."""
     percent: bool = False
+    """Whether to print a percentage."""
     loss: Callable[[float], float] | None = None
+    """The quality loss for the plot, 0 for no loss."""
 
 
 class Task(NamedTuple):
-    """``measure`` turns a batch, the model's outputs and those of the fp32 model into values of the batch's items.
-
-    ``reference``: whether it needs the outputs of the fp32 model. ``figures`` are made of the values and of the
-    baseline's (the model in the float format that is quantized from); the first with a ``loss`` is drawn.
-    """
+    """A kind of evaluation."""
 
     items: str
+    """Plural name of the items."""
     units: str
+    """Plural name of the units."""
     reference: bool
+    """Whether ``measure`` needs the outputs of the fp32 model."""
     measure: Callable[[Batch, Tensor, Tensor | None], dict[str, list[float]]]
+    """Function of a batch, outputs and fp32 outputs that returns values per item by metric."""
     figures: tuple[Figure, ...]
+    """Columns; the first with a ``loss`` is plotted."""
 
 
 def _next_tokens(batch: Batch, outputs: Tensor, reference: Tensor | None) -> dict[str, list[float]]:
@@ -74,13 +77,13 @@ def _directions(batch: Batch, outputs: Tensor, reference: Tensor | None) -> dict
 
 
 def _classes(batch: Batch, outputs: Tensor, reference: Tensor | None) -> dict[str, list[float]]:
-    """A photograph is one item: its crops ``[items * crops, classes]`` are averaged, because they are alike."""
+    """Means over the crops of a photograph, ``[items * crops, classes]``: the crops are not independent items."""
     assert reference is not None
-    made = {
+    metrics = {
         "top-1": same_top(outputs, reference), "top-5": same_top(outputs, reference, 5),
         "cosine": cosine(outputs, reference), "sqnr": sqnr(outputs, reference),
     }  # fmt: skip
-    return {name: torch.tensor(values).view(batch.items, -1).mean(1).tolist() for name, values in made.items()}
+    return {name: torch.tensor(values).view(batch.items, -1).mean(1).tolist() for name, values in metrics.items()}
 
 
 def _mean(values: Sequence[float], baseline: Sequence[float]) -> Estimate:
@@ -89,7 +92,7 @@ def _mean(values: Sequence[float], baseline: Sequence[float]) -> Estimate:
 
 _COSINE = Figure("cosine to fp32", "cosine", _mean, loss=lambda value: 1 - value)
 
-#: Every kind of model. The names stand in result files.
+#: All tasks. Result files contain the names.
 TASKS: dict[str, Task] = {
     "perplexity": Task(
         "windows", "tokens", False, _next_tokens,

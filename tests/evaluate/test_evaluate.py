@@ -457,7 +457,7 @@ def test_a_model_that_is_not_installed_is_named_with_its_command(monkeypatch):
         (("LLAMA", "--text", "absent.txt"), "absent.txt does not exist"),
         (("LLAMA", "--text", "TEXT", "--recipes", "int5"), "int5"),
         (("LLAMA", "--text", "TEXT", "--peers", "torchao"), "unknown peer 'torchao'; expected one of torchao:int8"),
-        (("LLAMA", "--text", "TEXT", "--windows", "0"), "--windows and --limit must be 1 or more"),
+        (("LLAMA", "--text", "TEXT", "--windows", "0"), "--windows and --limit must be at least 1"),
         (("LLAMA", "--text", "TEXT", "--dtype", "fp8"), "unknown --dtype 'fp8'; expected one of fp32, bf16"),
     ],
 )
