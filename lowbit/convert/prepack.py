@@ -24,7 +24,7 @@ from lowbit.tensor.prepack import refusal
 __all__ = ["no_gain_by_packing", "prepack_", "unprepack_"]
 
 #: The adapter of every layer: packing depends on the weight alone.
-_EVERY = Adapter(lambda layer, make: layer, lambda layer, made, plain: None, lambda layer: None)
+_EVERY = Adapter(lambda layer, make: layer, lambda layer, quantized, plain: None, lambda layer: None)
 
 
 def prepack_(model: nn.Module) -> Report:
