@@ -146,7 +146,7 @@ class Trainer:
     ) -> None:
         self.model, self.corpus, self.config, self.plan, self.strategy = model, corpus, config, plan, strategy
         self.path, self._directory = directory / (STATE if strategy is None else SHARED_STATE), str(directory)
-        self._waits = torchrun.Waits("", "", "") if strategy is None else torchrun.WAITS[strategy]
+        self._waits = torchrun.Waits("", "", "") if strategy is None else torchrun.waits_of(strategy)
         self._share = slice(None) if strategy is None else torchrun.share(config.batch)
         self._settings = TrainingSettings() if plan is None else plan.settings
         self.prepared = arrange_(model, config)

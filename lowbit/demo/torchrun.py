@@ -18,12 +18,12 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from lowbit import distributed
 from lowbit.dist_utils import processes
 
 __all__ = [
     "STRATEGIES",
     "TIMEOUT",
-    "WAITS",
     "Lost",
     "Waits",
     "command",
@@ -33,6 +33,7 @@ __all__ = [
     "rank",
     "share",
     "waiting",
+    "waits_of",
 ]
 
 T = TypeVar("T")
@@ -52,21 +53,19 @@ class Waits(NamedTuple):
     update: str
 
 
-WAITS = {
-    "ddp": Waits("the broadcast of buffers", "the all-reduce of gradients", "the all-reduce of magnitudes"),
-    "zero1": Waits("the broadcast of buffers", "the all-reduce of gradients", "the all-gather of parameters"),
-    "zero2": Waits(
-        "the all-gather of parameters", "the reduce-scatter of gradients", "the all-reduce of the norm of gradients"
-    ),
-    "zero3": Waits(
-        "the all-gather of parameters",
-        "the all-gather of parameters or the reduce-scatter of gradients",
-        "the all-reduce of the norm of gradients",
-    ),
-}
+def waits_of(strategy: str) -> Waits:
+    """The collectives of a row of ``lowbit.distributed.STRATEGIES``."""
+    row = distributed.STRATEGIES[strategy]
+    if not row.parameters:
+        update = "the all-gather of parameters" if row.states else "the all-reduce of magnitudes"
+        return Waits("the broadcast of buffers", "the all-reduce of gradients", update)
+    gather, reduce = "the all-gather of parameters", "the reduce-scatter of gradients"
+    backward = f"{gather} or {reduce}" if row.gathered == "a block" else reduce
+    return Waits(gather, backward, "the all-reduce of the norm of gradients")
 
-#: The strategies of ``lowbit.distributed`` that a run supports.
-STRATEGIES = tuple(WAITS)
+
+#: The strategies of ``lowbit.distributed`` that a run supports. The demo has no groups of processes.
+STRATEGIES = tuple(name for name, row in distributed.STRATEGIES.items() if not row.one_process and not row.grouped)
 
 
 class Lost(RuntimeError):

@@ -24,6 +24,17 @@ from lowbit.optim.offload import OFFLOADED
 __all__ = ["STRATEGIES", "Strategy", "shard_"]
 
 
+class Arguments(NamedTuple):
+    """Arguments of ``shard_``."""
+
+    blocks: list[nn.Module] | None
+    group_size: int | None
+    precision: torch.dtype | None
+    reduce: torch.dtype | None
+    offload: bool
+    options: dict[str, Any]
+
+
 class Strategy(NamedTuple):
     """A sharding strategy, a row of ``STRATEGIES``.
 
@@ -35,8 +46,12 @@ class Strategy(NamedTuple):
         states: Whether optimizer states are sharded.
         gathered: Full parameters that a process has in addition to its shard during forward and backward: ``""``,
             ``"all"`` or ``"a block"``.
-        sent: Bytes that a process sends per step, as a multiple of the bytes of the parameters times ``(n - 1) / n``
-            for ``n`` processes.
+        sends: Bytes that a process sends in forward, in backward and after the optimizer's step, as multiples of the
+            bytes of the parameters times ``(n - 1) / n`` for ``n`` processes. Each micro-batch has its own forward and
+            backward: gradients that are summed only after the last one would need memory besides their buckets.
+        shard: Shards a model and its optimizer in place and returns the model to call.
+        grouped: Whether it shards within groups of ``group_size`` processes.
+        one_process: Whether one process trains on several GPUs. Plans do not choose it.
     """
 
     name: str
@@ -45,7 +60,15 @@ class Strategy(NamedTuple):
     gradients: bool
     states: bool
     gathered: str
-    sent: float
+    sends: tuple[float, float, float]
+    shard: Callable[[nn.Module, torch.optim.Optimizer, Arguments], nn.Module]
+    grouped: bool = False
+    one_process: bool = False
+
+    @property
+    def sent(self) -> float:
+        """The sum of ``sends``."""
+        return sum(self.sends)
 
     def bytes(self, parameters: int, gradients: int, states: int, processes: int) -> int:
         """Bytes per process between steps.
@@ -58,35 +81,6 @@ class Strategy(NamedTuple):
         """
         sizes = zip((parameters, gradients, states), (self.parameters, self.gradients, self.states), strict=True)
         return sum(-(-size // processes) if sharded else size for size, sharded in sizes)
-
-
-STRATEGIES = {
-    strategy.name: strategy
-    for strategy in (
-        Strategy("dp", "one process copies the model to every GPU in each forward pass (torch.nn.DataParallel)",
-            False, False, False, "", 2),
-        Strategy("ddp", "nothing is sharded; gradients are summed (DistributedDataParallel)",
-            False, False, False, "", 2),
-        Strategy("zero1", "optimizer states are sharded", False, False, True, "", 3),
-        Strategy("zero2", "everything is sharded; parameters are gathered once per step (fully_shard)",
-            True, True, True, "all", 2),
-        Strategy("zero3", "everything is sharded; each block gathers its parameters in forward and in backward "
-            "(fully_shard)", True, True, True, "a block", 3),
-        Strategy("hsdp", "zero3 within groups of processes; gradients are summed over groups",
-            True, True, True, "a block", 3),
-    )
-}  # fmt: skip
-
-
-class _Arguments(NamedTuple):
-    """Arguments of ``shard_``."""
-
-    blocks: list[nn.Module] | None
-    group_size: int | None
-    precision: torch.dtype | None
-    reduce: torch.dtype | None
-    offload: bool
-    options: dict[str, Any]
 
 
 def shard_(
@@ -134,22 +128,24 @@ def shard_(
         raise ValueError(
             f"distributed.shard_: unknown strategy {strategy!r}{did_you_mean(strategy, known)}; use one of {known}"
         )
+    row = STRATEGIES[strategy]
     sharding = {"blocks": blocks, "precision": precision, "reduce": reduce, "offload": offload or None}
     unsupported = [name for name, value in sharding.items() if value is not None]
-    if unsupported and strategy not in _FULLY:
+    if unsupported and not row.parameters:
         raise ValueError(
-            f"distributed.shard_: {', '.join(unsupported)} are for {', '.join(_FULLY)}, got strategy={strategy!r}; do "
-            f"not pass them"
+            f"distributed.shard_: {', '.join(unsupported)} are for {_FULLY}, got strategy={strategy!r}; do not pass "
+            f"them"
         )
-    if group_size is not None and strategy != "hsdp":
-        raise ValueError(f"distributed.shard_: group_size is for hsdp, got strategy={strategy!r}; do not pass it")
-    if strategy not in _FULLY and gathered_layers(model):
+    if group_size is not None and not row.grouped:
+        raise ValueError(f"distributed.shard_: group_size is for {_GROUPED}, got strategy={strategy!r}; do not pass it")
+    if not row.parameters and gathered_layers(model):
         raise ValueError(
-            f"distributed.shard_: all_gather_ is for strategies that gather weights, {', '.join(_FULLY)}, got "
+            f"distributed.shard_: all_gather_ is for strategies that gather weights, {_FULLY}, got "
             f"strategy={strategy!r}; use one of them, or a model without all_gather_"
         )
-    if strategy == "dp":
-        return nn.DataParallel(model, **options), optimizer
+    arguments = Arguments(None if blocks is None else list(blocks), group_size, precision, reduce, offload, options)
+    if row.one_process:
+        return row.shard(model, optimizer, arguments), optimizer
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
             f"distributed.shard_: {strategy!r} needs a process group; start the script with torchrun, and call "
@@ -157,7 +153,7 @@ def shard_(
         )
     if getattr(optimizer, "in_backward", False):
         raise ValueError(refusal("in_backward processes", "distributed.shard_"))
-    if hasattr(optimizer, OFFLOADED) and STRATEGIES[strategy].states:
+    if hasattr(optimizer, OFFLOADED) and row.states:
         raise ValueError(refusal("offload shard", "distributed.shard_"))
     names = named(model)
     strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
@@ -166,29 +162,32 @@ def shard_(
             f"distributed.shard_: the optimizer steps {len(strangers)} parameters that the model does not have, the "
             f"first with shape {list(strangers[0].shape)}; create it with model.parameters()"
         )
-    arguments = _Arguments(None if blocks is None else list(blocks), group_size, precision, reduce, offload, options)
-    return _SHARD[strategy](model, optimizer, arguments), optimizer
+    return row.shard(model, optimizer, arguments), optimizer
 
 
 # -- by strategy -----------------------------------------------------------------------------------------------------
-def _ddp(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: _Arguments) -> nn.Module:
+def _dp(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: Arguments) -> nn.Module:
+    return nn.DataParallel(model, **arguments.options)
+
+
+def _ddp(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: Arguments) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, **arguments.options)
 
 
-def _zero1(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: _Arguments) -> nn.Module:
+def _zero1(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: Arguments) -> nn.Module:
     share_states_(model, optimizer, _mesh(model, (dist.get_world_size(),), ("shard",)))
     return _ddp(model, optimizer, arguments)
 
 
-def _zero2(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: _Arguments) -> nn.Module:
+def _zero2(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: Arguments) -> nn.Module:
     return _fully(model, optimizer, arguments, _mesh(model, (dist.get_world_size(),), ("shard",)), False)
 
 
-def _zero3(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: _Arguments) -> nn.Module:
+def _zero3(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: Arguments) -> nn.Module:
     return _fully(model, optimizer, arguments, _mesh(model, (dist.get_world_size(),), ("shard",)), True)
 
 
-def _hsdp(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: _Arguments) -> nn.Module:
+def _hsdp(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: Arguments) -> nn.Module:
     count, size = dist.get_world_size(), arguments.group_size or int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     if size < 1 or count % size:
         raise ValueError(
@@ -196,12 +195,6 @@ def _hsdp(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: _Argume
             f"processes; give a divisor of {count} (with torchrun, the default is the processes of one machine)"
         )
     return _fully(model, optimizer, arguments, _mesh(model, (count // size, size), ("replicate", "shard")), True)
-
-
-_FULLY = ("zero2", "zero3", "hsdp")
-_SHARD: dict[str, Callable[[nn.Module, torch.optim.Optimizer, _Arguments], nn.Module]] = {
-    "ddp": _ddp, "zero1": _zero1, "zero2": _zero2, "zero3": _zero3, "hsdp": _hsdp,
-}  # fmt: skip
 
 
 def _mesh(model: nn.Module, sizes: tuple[int, ...], names: tuple[str, ...]) -> Any:
@@ -212,7 +205,7 @@ def _mesh(model: nn.Module, sizes: tuple[int, ...], names: tuple[str, ...]) -> A
 
 
 def _fully(
-    model: nn.Module, optimizer: torch.optim.Optimizer, arguments: _Arguments, mesh: Any, reshard_after_forward: bool
+    model: nn.Module, optimizer: torch.optim.Optimizer, arguments: Arguments, mesh: Any, reshard_after_forward: bool
 ) -> nn.Module:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard  # takes seconds
 
@@ -297,3 +290,27 @@ def _of_other_dtypes(block: nn.Module, model: nn.Module) -> list[nn.Module]:
             )
     most = max(sizes, key=lambda dtype: sizes[dtype], default=None)
     return [module for module, module_dtypes in dtypes.items() if module_dtypes - {most} and module is not block]
+
+
+STRATEGIES = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("dp", "one process copies the model to every GPU in each forward pass (torch.nn.DataParallel)",
+            False, False, False, "", (1, 1, 0), _dp, one_process=True),
+        Strategy("ddp", "nothing is sharded; gradients are summed (DistributedDataParallel)",
+            False, False, False, "", (0, 2, 0), _ddp),
+        Strategy("zero1", "optimizer states are sharded", False, False, True, "", (0, 2, 1), _zero1),
+        Strategy("zero2", "everything is sharded; parameters are gathered once per step (fully_shard)",
+            True, True, True, "all", (1, 1, 0), _zero2),
+        Strategy("zero3", "everything is sharded; each block gathers its parameters in forward and in backward "
+            "(fully_shard)", True, True, True, "a block", (1, 2, 0), _zero3),
+        Strategy("hsdp", "zero3 within groups of processes; gradients are summed over groups",
+            True, True, True, "a block", (1, 2, 0), _hsdp, grouped=True),
+    )
+}  # fmt: skip
+
+#: Names for errors: the strategies that shard parameters, and those that have a ``group_size``.
+_FULLY, _GROUPED = (
+    ", ".join(name for name, strategy in STRATEGIES.items() if getattr(strategy, field))
+    for field in ("parameters", "grouped")
+)

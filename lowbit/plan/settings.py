@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -19,11 +19,10 @@ from lowbit.tiled.fused_loss import fusing_libraries
 from lowbit.train import compress_activations_, mixed_, prepare_
 from lowbit.user_warnings import warn
 
-__all__ = ["ARITHMETIC", "TrainingSettings", "accumulate", "arrange_", "elsewhere", "make_optimizer", "optimizer_class",
-           "policy_of", "prepare_model_", "require_processes", "sharded"]  # fmt: skip
-
-#: The fields of ``TrainingSettings`` that say what forward and backward compute.
-ARITHMETIC = ("bf16_params", "loaded", "precision", "recipe", "activation_codes", "attention", "fused_loss")
+__all__ = [
+    "ARITHMETIC", "PLACEMENT", "STEPPING", "TrainingSettings", "accumulate", "arrange_", "elsewhere", "make_optimizer",
+    "optimizer_class", "policy_of", "prepare_model_", "require_processes", "sharded",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,23 @@ class TrainingSettings:
         return self.gpus > 1 and STRATEGIES[self.strategy].parameters
 
     @property
+    def group(self) -> int:
+        """The number of processes among which the model is sharded."""
+        return (self.group_size if STRATEGIES[self.strategy].grouped else None) or self.gpus
+
+    @property
     def working_copies(self) -> bool:
         """Whether matrices are stored in the precision of products. ``fully_shard`` takes parameters of one dtype."""
         return (self.bf16_params or self.precision is not None) and not self.fully
+
+
+#: The fields that decide the step of the optimizer, and those that decide which process or device holds the model.
+STEPPING = ("bf16_params", "loaded", "precision", "bits", "master")
+PLACEMENT = ("gpus", "strategy", "group_size", "offload_weights")
+
+#: All other fields decide what forward and backward compute, so that estimates never ignore a new field.
+_OTHERS = {*PLACEMENT, "bits", "master", "checkpoint", "micro_batches", "offload_states", "offload_activations"}
+ARITHMETIC = tuple(field.name for field in fields(TrainingSettings) if field.name not in _OTHERS)
 
 
 def arrange_(model: nn.Module, settings: TrainingSettings, where: str, **options: Any) -> torch.optim.Optimizer:

@@ -329,7 +329,7 @@ TECHNIQUES: dict[str, tuple[Technique, ...]] = {
         Technique(strategy.name, {} if strategy.name == TrainingSettings.strategy else {"strategy": strategy.name},
                   strategy.about, "close", acts="placement",
                   code=f'lb.distributed.shard_(model, optimizer, "{strategy.name}")' if strategy.states else "")
-        for strategy in STRATEGIES.values() if strategy.name != "dp"
+        for strategy in STRATEGIES.values() if not strategy.one_process
     ),
     MICRO_BATCHES: (
         Technique("whole batch", {}, "the whole batch at once"),

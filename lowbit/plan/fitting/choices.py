@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from lowbit.distributed.strategies import STRATEGIES
 from lowbit.name_tables import did_you_mean
 from lowbit.plan.allowed import left, names_in
 from lowbit.plan.settings import TrainingSettings
@@ -66,7 +67,7 @@ def allowed(
     require, exclude = names_in(require), names_in(exclude)
     rows = {dimension: {choice.name: choice for choice in row} for dimension, row in TECHNIQUES.items()}
     strategies = {name for name in rows[STRATEGY] if gpus > 1 or name == TrainingSettings.strategy}
-    strategies -= set() if group_size else {"hsdp"}
+    strategies -= set() if group_size else {name for name, one in STRATEGIES.items() if one.grouped}
     asked = [name for name in require if name in rows[STRATEGY] and name not in strategies]
     if asked:
         needed = "gpus=2 or more" if gpus == 1 else "group_size=, the processes of one machine"

@@ -17,25 +17,11 @@ import torch
 import torch.distributed as dist
 
 from lowbit.dist_utils import processes
+from lowbit.distributed.strategies import STRATEGIES
 from lowbit.plan.settings import TrainingSettings
 from lowbit.sizes import bytes_in
 
-__all__ = ["ALONE", "DEFAULTS", "EXCHANGES", "Exchange", "Together", "bandwidth_of", "exchange_seconds", "together"]
-
-
-class Exchange(NamedTuple):
-    """What a process sends in each part of a step, as multiples of the bytes of parameters and of ``(n - 1) / n``; the
-    sum is ``Strategy.sent``. Each part of a batch has its forward and its backward: gradients of buckets that are
-    summed later would lie beside the buckets.
-    """
-
-    forward: float
-    backward: float
-    step: float
-
-    @property
-    def sent(self) -> float:
-        return self.forward + self.backward + self.step
+__all__ = ["ALONE", "DEFAULTS", "Together", "bandwidth_of", "exchange_seconds", "together"]
 
 
 class Together(NamedTuple):
@@ -47,7 +33,7 @@ class Together(NamedTuple):
 
     def of(self, settings: TrainingSettings) -> TrainingSettings:
         """Settings for them."""
-        group_size = self.group_size if settings.strategy == "hsdp" else None
+        group_size = self.group_size if STRATEGIES[settings.strategy].grouped else None
         return replace(settings, gpus=self.gpus, group_size=group_size)
 
 
@@ -64,15 +50,6 @@ def together(gpus: int, link: str | float | None, group_size: int | None, device
         raise ValueError(f"fit: group_size is a divisor of gpus={gpus}, got {group_size!r}")
     return ALONE if gpus == 1 else Together(gpus, bandwidth_of(link, device), group_size)
 
-
-#: By way.
-EXCHANGES = {
-    "ddp": Exchange(0, 2, 0),
-    "zero1": Exchange(0, 2, 1),
-    "zero2": Exchange(1, 1, 0),
-    "zero3": Exchange(1, 2, 0),
-    "hsdp": Exchange(1, 2, 0),
-}
 
 #: By the type of a device, bytes a second that a process sends where nothing is measured or said: gloo over 10 Gb/s
 #: Ethernet; NCCL over PCIe 4.0 with 16 lanes.
@@ -94,14 +71,14 @@ def exchange_seconds(
     """
     if settings.gpus == 1:
         return 0.0
-    exchange = EXCHANGES[settings.strategy]
-    group = (settings.group_size if settings.strategy == "hsdp" else None) or settings.gpus
+    in_forward, in_backward, in_step = STRATEGIES[settings.strategy].sends
+    group = settings.group
     each = parameters * (group - 1) / group / bandwidth
     groups = settings.gpus // group
     between = 2 * parameters / group * (groups - 1) / groups / bandwidth
-    forward = max(0.0, exchange.forward * each - (_FORWARD * compute if overlaps else 0.0))
-    backward = max(0.0, exchange.backward * each + between - (1 - _FORWARD) * compute)
-    return settings.micro_batches * (forward + backward) + exchange.step * each
+    forward = max(0.0, in_forward * each - (_FORWARD * compute if overlaps else 0.0))
+    backward = max(0.0, in_backward * each + between - (1 - _FORWARD) * compute)
+    return settings.micro_batches * (forward + backward) + in_step * each
 
 
 def bandwidth_of(link: str | float | None, device: torch.device) -> float:

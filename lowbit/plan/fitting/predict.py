@@ -29,7 +29,16 @@ from lowbit.plan.fitting.comparison import Comparison, compare, is_mean_of_cross
 from lowbit.plan.fitting.link import DEFAULTS, exchange_seconds
 from lowbit.plan.fitting.sharing import Sharing, share_
 from lowbit.plan.fitting.streaming import Streaming
-from lowbit.plan.settings import ARITHMETIC, TrainingSettings, accumulate, elsewhere, make_optimizer, prepare_model_
+from lowbit.plan.settings import (
+    ARITHMETIC,
+    PLACEMENT,
+    STEPPING,
+    TrainingSettings,
+    accumulate,
+    elsewhere,
+    make_optimizer,
+    prepare_model_,
+)
 from lowbit.plan.subject import Subject
 from lowbit.plan.techniques import least_rows, recompute_
 from lowbit.storage.bandwidth import bandwidth
@@ -287,7 +296,7 @@ class Predictor:
 
     def _streamed(self, settings: TrainingSettings) -> int:
         """The bytes of weights that lie elsewhere."""
-        arithmetic = TrainingSettings(**{name: getattr(settings, name) for name in ARITHMETIC})
+        arithmetic = _only(settings, *ARITHMETIC)
         if arithmetic not in self._streams:
             self._streams[arithmetic] = Streaming.of(self.model).moved(self._estimated(arithmetic, 1, None))
         return self._streams[arithmetic]
@@ -301,7 +310,7 @@ class Predictor:
         """The most that a part holds with activations elsewhere, of a model without blocks: on the line through the
         whole batch and half of it.
         """
-        arithmetic = TrainingSettings(**{name: getattr(settings, name) for name in ARITHMETIC}, **_placed(settings))
+        arithmetic = _only(settings, *ARITHMETIC, *PLACEMENT)
         kept = replace(arithmetic, checkpoint=settings.checkpoint, offload_activations=True)
         counts = [1] if settings.micro_batches == 1 else [1, 2]
         for count in counts:
@@ -316,7 +325,7 @@ class Predictor:
     # -- estimates ---------------------------------------------------------------------------------------------------
     def _table(self, settings: TrainingSettings, policy: str) -> BlockTable:
         """Of one part, with one policy for all blocks."""
-        arithmetic = TrainingSettings(**{name: getattr(settings, name) for name in ARITHMETIC}, **_placed(settings))
+        arithmetic = _only(settings, *ARITHMETIC, *PLACEMENT)
         key = arithmetic, policy
         if key not in self._lines:
             self._lines[key] = self._line(arithmetic, policy)
@@ -362,8 +371,7 @@ class Predictor:
         return Sharing.of(settings, self.model).applied(self._passes[alone])
 
     def _step(self, settings: TrainingSettings) -> _Step:
-        names = ("bf16_params", "loaded", "precision", "bits", "master")
-        key = TrainingSettings(**{name: getattr(settings, name) for name in names}, **_placed(settings))
+        key = _only(settings, *STEPPING, *PLACEMENT)
         if key not in self._steps:
             sharing = Sharing.of(key, self.model)
             wholes = []
@@ -419,10 +427,9 @@ class Predictor:
         )  # fmt: skip
 
 
-def _placed(settings: TrainingSettings) -> dict[str, Any]:
-    """What settings say of where the model is."""
-    names = ("gpus", "strategy", "group_size", "offload_weights")
-    return {name: getattr(settings, name) for name in names}
+def _only(settings: TrainingSettings, *names: str) -> TrainingSettings:
+    """Settings with these fields, and the defaults of all others."""
+    return TrainingSettings(**{name: getattr(settings, name) for name in names})
 
 
 def _gradients_alone(model: nn.Module, batch: Any, loss: Any) -> None:

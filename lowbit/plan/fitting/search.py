@@ -33,7 +33,7 @@ from lowbit.plan.fitting.plan import TrainingPlan
 from lowbit.plan.fitting.predict import Prediction, Predictor
 from lowbit.plan.settings import ARITHMETIC, TrainingSettings
 from lowbit.plan.subject import Subject
-from lowbit.plan.techniques import LAST, MICRO_BATCHES, PLANNED, Technique, conflict, loaded
+from lowbit.plan.techniques import LAST, MICRO_BATCHES, PLANNED, Technique, conflict, defaults, loaded
 from lowbit.progress import Progress, reporting
 from lowbit.sizes import amount, budget_in
 
@@ -229,7 +229,7 @@ class _Search:
             if predictor.applies(policy)
         ]
         weights: dict[str, Any] = {"bf16_params": has_half(predictor.model), "loaded": loaded(predictor.model)}
-        computing = [rows.pop(dimension) for dimension in ("precision", "attention", "loss")]
+        computing = [rows.pop(name) for name in list(rows) if not defaults(name).keys().isdisjoint(ARITHMETIC)]
         arithmetics = [replace(settings, **weights) for settings in combinations(computing)]
         self._placements = [group.of(settings) for settings in combinations(rows.values())]
         self._measured_losses = most.losses

@@ -80,8 +80,7 @@ class Sharing:
     def of(cls, settings: TrainingSettings, model: nn.Module) -> Sharing:
         """That of the settings, for this model."""
         device = next((p.device.type for p in model.parameters()), "cpu")
-        shards = settings.group_size if settings.strategy == "hsdp" and settings.group_size else settings.gpus
-        return cls(STRATEGIES[settings.strategy], shards, tuple(blocks_of(model)), _STAGED.get(device, 0.0))
+        return cls(STRATEGIES[settings.strategy], settings.group, tuple(blocks_of(model)), _STAGED.get(device, 0.0))
 
     def part(self, size: float) -> int:
         """The share of so many bytes."""

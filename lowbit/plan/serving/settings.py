@@ -18,9 +18,6 @@ PLAIN, WHOLE, PACKED, STORED = "plain cache", "whole prompt", "prepacked", "as s
 #: How many tokens of a prompt are taken at a time; None: all.
 _PARTS = (None, 512, 64)
 
-#: The schemes of a cache; None: as the model has it.
-_CACHES = (None, "int8:group32", "nf4:group32")
-
 #: By dimension, the plain choice first, each with what it means.
 CHOICES: dict[str, dict[str, str]] = {
     "weights": {
@@ -77,7 +74,7 @@ def allowed(require: Iterable[str], exclude: Iterable[str]) -> Allowed:
     found = left(CHOICES, require, exclude, who="fit_generation")
     return Allowed(
         list(found["weights"]),
-        [scheme for scheme in _CACHES if cache_name(scheme) in found["cache"]],
+        [None if name == PLAIN else name for name in found["cache"]],
         [part for part in _PARTS if part_name(part) in found["prompt"]],
         [name == PACKED for name in found["layout"]],
     )
