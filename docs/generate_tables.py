@@ -1,6 +1,7 @@
-"""Write the documentation's tables from the tables in the code, between ``<!-- table: NAME -->`` and ``<!-- end -->``.
+"""Generates the documentation's tables between ``<!-- table: NAME -->`` and ``<!-- end -->`` from the code.
 
-``python docs/generate_tables.py`` rewrites stale tables (``make tables``); ``--check`` names their files and exits 1.
+``python docs/generate_tables.py`` (``make tables``) rewrites stale tables. ``--check`` lists the stale files and exits
+with 1.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ FILES = (
 
 
 def _number(value: float) -> str:
-    """Short and exact: a power of two where it is one and far from 1."""
+    """Return a short, exact text: powers of two far from 1 are written as such."""
     exponent = power_of_two(value)
     return f"{value:.7g}" if exponent is None or -3 <= exponent <= 6 else f"2^{exponent}"
 
@@ -61,7 +62,7 @@ def _number(value: float) -> str:
 def formats() -> str:
     special = {"none": "-", "all_ones": "NaN", "ieee": "Inf, NaN"}
     return markdown(
-        ("format", "bits", "layout", "bias", "max", "least normal", "least", "Inf, NaN", "source"),
+        ("format", "bits", "layout", "bias", "max", "smallest normal", "smallest", "Inf, NaN", "source"),
         (
             (
                 f"`{f.name}`", f.bits, f.layout, f.bias if f.kind in ("float", "exponent") else "", _number(f.max),
@@ -75,13 +76,13 @@ def formats() -> str:
 def scalings() -> str:
     def row(pattern: str) -> tuple[object, ...]:
         example = re.sub(r"{\w}", "128", pattern)
-        found = find_scaling(example)
-        assert isinstance(found, Scaling), example
-        block = " x ".join("all" if size is None else str(size) for size in (found.rows, found.cols))
-        scale = found.scale_format + (" under one fp32 for the tensor" if found.global_scale else "")
+        scaling = find_scaling(example)
+        assert isinstance(scaling, Scaling), example
+        block = " x ".join("all" if size is None else str(size) for size in (scaling.rows, scaling.cols))
+        scale = scaling.scale_format + (", and one global fp32 scale per tensor" if scaling.global_scale else "")
         return f"`{pattern}`", f"`{example}`" if example != pattern else "", block, scale
 
-    return markdown(("scaling", "for instance", "block, rows x cols", "scale"), (row(name) for name in SCALINGS))
+    return markdown(("scaling", "example", "block, rows x cols", "scale"), (row(name) for name in SCALINGS))
 
 
 def short_names() -> str:
@@ -89,14 +90,14 @@ def short_names() -> str:
         return f"{8 * scheme(text).nbytes((4096, 4096)) / 4096**2:.4g}"
 
     return markdown(
-        ("short name", "means", "bits an element, 4096 x 4096"),
+        ("short name", "scheme", "bits per element, 4096 x 4096"),
         ((f"`{short}`", f"`{long}`", bits(short)) for short, long in SHORT_NAMES.items()),
     )
 
 
 def recipes() -> str:
     return markdown(
-        ("recipe", "weight", "input", "trains", "what it is"),
+        ("recipe", "weight", "input", "trains", "description"),
         (
             (
                 f"`{r.name}`", f"`{r.weight}`", (f"`{r.input}`" if r.input else "-") + (", static" if r.static else ""),
@@ -108,27 +109,27 @@ def recipes() -> str:
 
 
 def recipe_options() -> str:
-    """What the name of a recipe that trains may carry."""
+    """Return the options in names of training recipes."""
     return markdown(
-        ("option", "values", "what it says"),
+        ("option", "values", "description"),
         ((f"`{name}`", row.values.replace("|", "or"), row.about) for name, row in OPTIONS.items()),
     )
 
 
 def ops() -> str:
     return markdown(
-        ("op", "returns", "equal to the reference"),
+        ("op", "returns", "compared with the reference"),
         (
             (
                 f"`{o.name}({', '.join(o.args._fields)})`", ", ".join(o.returns),
-                "within its bound" if o.tolerance else "in every bit",
+                "within its error bound" if o.tolerance else "bit-identical",
             )
             for o in OPS.values()
         ),
     )  # fmt: skip
 
 
-#: What the README shows of bench/results/cpu.csv: operations, and of what.
+#: Rows of bench/results/cpu.csv in the README: operation and subject.
 SHOWN = (
     ("encode", "fp8_e4m3"), ("quantize fp32", "mxfp8"), ("linear 1x4096x4096", "bf16 x int4:group128"),
     ("linear 16x4096x4096", "fp32 -> int8:row x int8:row"), ("linear 512x4096x4096", "fp32 -> int8:row x int8:row"),
@@ -143,23 +144,23 @@ def speed() -> str:
 
     def row(op: str, subject: str) -> tuple[object, ...]:
         cases = [case for case in measured if (case["op"], case["subject"]) == (op, subject)]
-        ours, theirs = (
-            [case for case in cases if case["who"].startswith("lowbit ") == mine] for mine in (True, False)
+        lowbit, peers = (
+            [case for case in cases if case["who"].startswith("lowbit ") == is_lowbit] for is_lowbit in (True, False)
         )  # fmt: skip
-        best = min(ours, key=lambda case: float(case["seconds"]))
-        what = f"{op} `{subject}`", f"{1e3 * float(best['seconds']):.3g} ms", f"{float(best['percent']):.0f}%"
-        if not theirs:
-            return *what, "-", ""
-        peer = min(theirs, key=lambda case: float(case["seconds"]))
-        times = float(peer["seconds"]) / float(best["seconds"])
-        return *what, f"{peer['who']}, {1e3 * float(peer['seconds']):.3g} ms", f"{times:.2g}x"
+        best = min(lowbit, key=lambda case: float(case["seconds"]))
+        cells = f"{op} `{subject}`", f"{1e3 * float(best['seconds']):.3g} ms", f"{float(best['percent']):.0f}%"
+        if not peers:
+            return *cells, "-", ""
+        peer = min(peers, key=lambda case: float(case["seconds"]))
+        speedup = float(peer["seconds"]) / float(best["seconds"])
+        return *cells, f"{peer['who']}, {1e3 * float(peer['seconds']):.3g} ms", f"{speedup:.2g}x"
 
-    head = ("operation", "lowbit", "of the machine's limit", "best of the others", "speed over it")
+    head = ("operation", "lowbit", "share of the machine's limit", "fastest other library", "speedup")
     return markdown(head, (row(*shown) for shown in SHOWN))
 
 
 def _cells(directory: str) -> list[Cell]:
-    """The records of ``lowbit evaluate`` in that directory of bench/results, in the order of the recipes."""
+    """Return the records of ``lowbit evaluate`` in a directory of bench/results, in the order of the recipes."""
     cells = []
     tables = (ROOT / "bench" / "results" / directory).glob("*.jsonl")
     for table, (name, record) in ((path, row) for path in tables for row in read_records(path).items()):
@@ -172,22 +173,21 @@ def _cells(directory: str) -> list[Cell]:
         cells.append(Cell(models.find(table.stem), request, record["result"]))
     order = [*FLOATS, *RECIPES]
 
-    def place(cell: Cell) -> tuple[Any, ...]:
+    def rank(cell: Cell) -> tuple[Any, ...]:
         base = cell.request.recipe.split(":")[0]
         return cell.request.recipe in PEERS, order.index(base) if base in order else len(order), cell.request.name
 
-    return sorted(cells, key=place)
+    return sorted(cells, key=rank)
 
 
-#: Of the records of ``lowbit evaluate``: the figure of each model that the README shows, and how it is written.
+#: Figures of ``lowbit evaluate`` in the README, by model: column title, field of the record, number format.
 EVALUATED = {
     "smollm2": ("SmolLM2-135M: perplexity", "change", "+.2%"),
     "minilm": ("MiniLM: 1 - cosine", "cosine to fp32", ".2g"),
     "efficientnet-lite0": ("EfficientNet-Lite0: same top class", "same top class as fp32", ".1%"),
 }
 
-
-#: The recipes of them that the README shows.
+#: The recipes of that table.
 SHOWN_RECIPES = (
     "bf16", "int8", "int8-group", "int8-weight-only", "int4-weight-only:group32", "nf4", "nvfp4-weight-only", "fp8",
     "mxfp8",
@@ -195,7 +195,7 @@ SHOWN_RECIPES = (
 
 
 class _Evaluated:
-    """The records of recipes without data: figures by recipe, as the README writes them."""
+    """Figures of recipes without calibration data, formatted for the README."""
 
     def __init__(self) -> None:
         self.cells = {(row["model"], row["recipe"], row["layout"]): row for row in rows(_cells("evaluate"))}
@@ -210,14 +210,14 @@ class _Evaluated:
         return _quality(self.cells[model, recipe, "plain"], model, error)
 
     def speed(self, recipe: str, column: str) -> str:
-        """Of the faster layout, relative to bf16."""
+        """Return the speed of the faster layout relative to bf16."""
         rates = [float(row[column]) for layout in ("plain", "packed")
                  if (row := self.cells.get(("smollm2", recipe, layout))) and row[column]]  # fmt: skip
         return f"{max(rates) / float(self.base[column]):.2g}x" if rates else "-"
 
 
 def choose() -> str:
-    """Which recipe to take for which goal, with the recorded figures that say so."""
+    """Return the recommended recipe for each goal, with the recorded figures."""
     plain, calibrated = _Evaluated(), _calibrated()
     small, method = "nvfp4-weight-only", "guided-gptq"
     conv, steps = "int8-static-affine", "fold+nearest+mse+bias"
@@ -229,10 +229,10 @@ def choose() -> str:
         return f"perplexity {plain.quality(recipe, 'smollm2', False)}"
 
     return markdown(
-        ("you want", "take", "why"),
+        ("goal", "use", "recorded result"),
         (
             (
-                "a model that is as good as before", "`int8-weight-only`",
+                "the quality of the original model", "`int8-weight-only`",
                 f"{language('int8-weight-only')} at {plain.size('int8-weight-only')} of the size",
             ),
             (
@@ -245,7 +245,7 @@ def choose() -> str:
                 f"1 - cosine to fp32 is {plain.quality('int8', 'minilm', False)} (MiniLM)",
             ),
             (
-                "about 4 bits a weight", f"`{small}` with `lb.calibrate`",
+                "about 4 bits per weight", f"`{small}` with `lb.calibrate`",
                 f"{plain.size(small)} of the size; perplexity "
                 f"{_quality(calibrated[small, method]['smollm2'], 'smollm2', False)}, without calibration "
                 f"{plain.quality(small, 'smollm2', False)}",
@@ -253,11 +253,11 @@ def choose() -> str:
             (
                 "a convolutional network",
                 f'`{conv}` with `lb.fold_`, `lb.calibrate(..., method=("nearest", "mse"))`, `lb.correct_bias_`',
-                f"the top class is that of fp32 for {network(conv, steps)} of photographs (EfficientNet-Lite0; bf16: "
+                f"same top class as fp32 for {network(conv, steps)} of photographs (EfficientNet-Lite0; bf16: "
                 f"{plain.quality('bf16', 'efficientnet-lite0', False)})",
             ),
             (
-                "FP8, in training too", "`fp8`",
+                "FP8, also in training", "`fp8`",
                 f"{language('fp8')}; training the demo's GPT in FP8 changes its held-out loss relative to bf16 by "
                 f"{loss_tables.in_words(loss_tables.recipe_changes()['fp8'])}",
             ),
@@ -266,9 +266,9 @@ def choose() -> str:
 
 
 def evaluate() -> str:
-    """Quality by recipe; size and speed of the language model, relative to its bf16 baseline."""
+    """Return quality by recipe, and the language model's size and speed relative to bf16."""
     plain = _Evaluated()
-    head = ["recipe", "size", *(title for title, _, _ in EVALUATED.values()), "prompt", "generation"]
+    head = ["recipe", "size", *(title for title, _, _ in EVALUATED.values()), "prompt speed", "generation speed"]
     return markdown(
         head,
         (
@@ -281,21 +281,26 @@ def evaluate() -> str:
     )  # fmt: skip
 
 
-#: What the README shows of EfficientNet-Lite0 with static scales: recipe, method, both in words, and the record's name.
+#: Rows of EfficientNet-Lite0 with static scales in the README: recipe and method in words, then their recorded names.
 SHOWN_NETWORKS = (
     ("`int8-static`", '`("nearest", "mse")`', "int8-static", "fold+nearest+mse"),
     ("`int8-static`", "the same, and `correct_bias_`", "int8-static", "fold+nearest+mse+bias"),
     ("`int8-static-affine`", "the same, and `correct_bias_`", "int8-static-affine", "fold+nearest+mse+bias"),
-    ("`int8-static-affine:tensor`, one scale for a weight", "`nearest`", "int8-static-affine:tensor", "fold+nearest"),
+    (
+        "`int8-static-affine:tensor`, one scale per weight tensor",
+        "`nearest`",
+        "int8-static-affine:tensor",
+        "fold+nearest",
+    ),
 )
 
 
 def networks() -> str:
-    """Static scales of a convolutional network, by recipe and method, and what training brings on top."""
-    found, name = _calibrated(), "efficientnet-lite0"
+    """Return the quality of a convolutional network with static scales, also after quantization-aware training."""
+    records, name = _calibrated(), "efficientnet-lite0"
 
     def row(recipe: str, shown: str, key: str, method: str) -> tuple[str, ...]:
-        record = found[key, method][name]
+        record = records[key, method][name]
         return recipe, shown, _quality(record, name, True), f"{record['cosine to fp32']:.3f}"
 
     steps = "60 steps of training ([qat_conv.md](bench/results/qat_conv.md))"
@@ -305,47 +310,47 @@ def networks() -> str:
 
 
 def _calibrated() -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
-    """The records of methods of calibration and of other packages, by recipe and method, then by model."""
-    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    """Return the records of calibration methods and other packages, by recipe and method, then by model."""
+    records: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in rows(_cells("calibrate")):
         if row["recipe"] not in FLOATS and not row["note"]:
             method = row["method"] or ("" if row["recipe"] in PEERS else default_of(row["recipe"]))
-            found.setdefault((row["recipe"], method), {})[row["model"]] = row
-    return found
+            records.setdefault((row["recipe"], method), {})[row["model"]] = row
+    return records
 
 
 def _quality(row: dict[str, Any] | None, model: str, error: bool) -> str:
-    """The figure of a model, with its standard error on request."""
+    """Return the figure of a model; with ``error``, also its standard error."""
     if row is None:
         return ""
     _, column, style = EVALUATED[model]
-    value, of = row[column], row[f"{column}, standard error"]
+    value, deviation = row[column], row[f"{column}, standard error"]
     value = 1 - value if column.startswith("cosine") else value
-    return f"{value:{style}}" + (f" ± {of:{'.1g' if style == '.2g' else style.lstrip('+')}}" if error else "")
+    return f"{value:{style}}" + (f" ± {deviation:{'.1g' if style == '.2g' else style.lstrip('+')}}" if error else "")
 
 
 def methods() -> str:
-    """All records, with standard errors and the seconds of calibration."""
-    found = _calibrated()
-    names = [name for name in EVALUATED if any(name in by for by in found.values())]
-    head = ["recipe", "method", *(EVALUATED[name][0] for name in names), *(f"{name}, s" for name in names)]
+    """Return all calibration records, with standard errors and the seconds of calibration."""
+    records = _calibrated()
+    names = [name for name in EVALUATED if any(name in by_model for by_model in records.values())]
+    head = ["recipe", "method", *(EVALUATED[name][0] for name in names), *(f"{name}: seconds" for name in names)]
 
-    def took(row: dict[str, Any] | None) -> str:
+    def seconds(row: dict[str, Any] | None) -> str:
         return f"{row['seconds_to_calibrate']:.0f}" if row and row["seconds_to_calibrate"] else ""
 
     return markdown(
         head,
         (
             (
-                f"`{recipe}`", method, *(_quality(by.get(name), name, True) for name in names),
-                *(took(by.get(name)) for name in names),
+                f"`{recipe}`", method, *(_quality(by_model.get(name), name, True) for name in names),
+                *(seconds(by_model.get(name)) for name in names),
             )
-            for (recipe, method), by in found.items()
+            for (recipe, method), by_model in records.items()
         ),
     )  # fmt: skip
 
 
-#: What the README shows of them: recipes, and the method of each column; None: the default one without data.
+#: The calibration table of the README: recipes, and the method of each column (None: the default without data).
 COMPARED = ("int4-weight-only", "int4-weight-only:group32", "nf4", "nvfp4-weight-only", "int8-group")
 SHOWN_METHODS = {
     "nearest": "nearest", "without data": None, "search": "search", "gptq": "gptq", "guided-gptq": "guided-gptq",
@@ -354,13 +359,13 @@ SHOWN_METHODS = {
 
 
 def calibrate() -> str:
-    """Quality by recipe and method of calibration, of two models."""
-    found = _calibrated()
+    """Return the quality of two models by recipe and calibration method."""
+    records = _calibrated()
 
     def shown(recipe: str, method: str | None) -> str:
-        by = found.get((recipe, method or default_of(recipe)), {})
-        figures = (_quality(by.get(model), model, False) for model in ("smollm2", "minilm"))
-        return ", ".join(figure or "-" for figure in figures) if by else ""
+        by_model = records.get((recipe, method or default_of(recipe)), {})
+        figures = (_quality(by_model.get(model), model, False) for model in ("smollm2", "minilm"))
+        return ", ".join(figure or "-" for figure in figures) if by_model else ""
 
     return markdown(
         ["recipe", *SHOWN_METHODS],
@@ -369,12 +374,12 @@ def calibrate() -> str:
 
 
 def confirm() -> str:
-    """Quality on the windows of SmolLM2's text that no method was chosen by, which are those after the first twelve."""
-    kept = []
+    """Return the quality on windows of SmolLM2's text that no method was tuned on: all after the first twelve."""
+    held_out = []
     for cell in _cells("confirm"):
         assert cell.result is not None
-        values = {name: of[12:] for name, of in cell.result["values"].items()}
-        kept.append(replace(cell, result={**cell.result, "values": values}))
+        values = {name: windows[12:] for name, windows in cell.result["values"].items()}
+        held_out.append(replace(cell, result={**cell.result, "values": values}))
     return markdown(
         ("recipe", "method", "windows", "SmolLM2-135M: perplexity"),
         (
@@ -384,53 +389,53 @@ def confirm() -> str:
                 row["items"],
                 _quality(row, "smollm2", True),
             )
-            for row in rows(kept)
+            for row in rows(held_out)
             if row["recipe"] not in FLOATS
         ),
     )
 
 
 def others() -> str:
-    """What other packages make of the same models, each at its best on a CPU, where there is a figure of both."""
+    """Return the quality of other packages on the same models, in their best setting on a CPU."""
     both = ("smollm2", "minilm")
     return markdown(
         ["package", *(EVALUATED[model][0] for model in both)],
         (
-            (f"`{recipe}`", *(_quality(by[model], model, True) for model in both))
-            for (recipe, _), by in _calibrated().items()
-            if recipe in PEERS and by.keys() >= set(both)
+            (f"`{recipe}`", *(_quality(by_model[model], model, True) for model in both))
+            for (recipe, _), by_model in _calibrated().items()
+            if recipe in PEERS and by_model.keys() >= set(both)
         ),
     )
 
 
-def llama7b_ways() -> str:
-    """The memory of training a 7B model by the way to train it."""
+def llama7b_memory() -> str:
+    """Return the memory of training a 7B model, by training method."""
     return llama7b.table(json.loads((ROOT / "bench" / "results" / "llama7b.json").read_text()))
 
 
 def states() -> str:
-    """Rows of lb.optim, with the bytes that they take a parameter of AdamW."""
+    """Return the state precisions of lb.optim, with AdamW's bytes per parameter."""
 
     def row(states: States) -> tuple[object, ...]:
-        moments = [_state_bits(kind) for kind in (states.signed, states.root)]
+        schemes = states.signed, states.root
         first = next(other for other in STATES.values() if other.bits == states.bits) is states
-        width = states.bits if first else ""
-        kinds = (f"`{states.signed}`", f"`{states.root}`")
-        return f"`{states.name}`", width, *kinds, states.rounding, f"{sum(moments) / 8:.2f}"
+        size = sum(map(_state_bits, schemes)) / 8
+        names = (f"`{name}`" for name in schemes)
+        return f"`{states.name}`", states.bits if first else "", *names, states.rounding, f"{size:.2f}"
 
-    head = ("row", "bits", "first moment", "root of the second", "rounding", "bytes of both, a parameter")
+    head = ("name", "bits", "first moment", "root of the second moment", "rounding", "bytes per parameter")
     return markdown(head, map(row, STATES.values()), numbers=(5,))
 
 
-def _state_bits(kind: str) -> float:
-    if kind in FLOAT_STATES:
-        return 8.0 * FLOAT_STATES[kind].itemsize
-    made = scheme(kind)
-    return made.format.bits + made.scale_bits / (made.block[1] or 1)
+def _state_bits(name: str) -> float:
+    if name in FLOAT_STATES:
+        return 8.0 * FLOAT_STATES[name].itemsize
+    state = scheme(name)
+    return state.format.bits + state.scale_bits / (state.block[1] or 1)
 
 
-#: What techniques do to losses.
-RESULTS = {"equal": "none: bit-identical", "close": "order of sums", "own": "other arithmetic"}
+#: The effect of techniques on losses.
+RESULTS = {"equal": "none (bit-identical)", "close": "order of sums", "own": "other arithmetic"}
 
 
 def _change(technique: Technique) -> str:
@@ -439,7 +444,7 @@ def _change(technique: Technique) -> str:
 
 
 def techniques() -> str:
-    """Names of ``require`` and ``exclude`` of ``lb.fit``."""
+    """Return the techniques that ``require`` and ``exclude`` of ``lb.fit`` name."""
 
     def row(dimension: str, technique: Technique) -> tuple[str, ...]:
         plain = technique is TECHNIQUES[dimension][0]
@@ -449,21 +454,26 @@ def techniques() -> str:
             _change(technique) if technique.changes else "", live if technique.changes else "",
         )  # fmt: skip
 
-    head = ("dimension", "name", "what it does", "change of losses, recorded", "`run.refit` may change it")
-    return markdown(head, (row(dimension, one) for dimension, ones in TECHNIQUES.items() for one in ones))
+    head = ("dimension", "name", "description", "recorded loss change", "`run.refit` may change it")
+    return markdown(head, (row(name, technique) for name, options in TECHNIQUES.items() for technique in options))
 
 
 def fallbacks() -> str:
-    """What a run tries when memory runs out."""
-    again = {True: ", twice as many as before", False: ""}
+    """Return the fallbacks of a run that is out of memory."""
     return markdown(
-        ("tried in this order", "what it does", "change of losses"),
-        ((f"`{one.name}`{again[one.more is not None]}", one.about, RESULTS[one.results]) for _, one in FALLBACKS),
-    )
+        ("setting, in this order", "description", "loss change"),
+        (
+            (
+                f"`{technique.name}`" + (", doubled each time" if technique.more else ""), technique.about,
+                RESULTS[technique.results],
+            )
+            for _, technique in FALLBACKS
+        ),
+    )  # fmt: skip
 
 
 def policies() -> str:
-    """What ``checkpoint_`` knows by name."""
+    """Return the named policies of ``checkpoint_``."""
     return markdown(
         ("policy", "recomputes"),
         ((f'`"{name}{":N" if row.argument else ""}"`', row.about) for name, row in POLICIES.items()),
@@ -472,9 +482,9 @@ def policies() -> str:
 
 def combinations() -> str:
     return markdown(
-        ("together", "because", "do instead", "noticed"),
+        ("technique", "cannot be combined with", "reason", "alternative", "raises an error"),
         (
-            (f"{pair.first} with {pair.second}", pair.why, pair.instead, "an error" if pair.noticed else "no")
+            (pair.first, pair.second, pair.why, pair.instead, "yes" if pair.raises else "no")
             for pair in COMBINATIONS.values()
         ),
     )
@@ -503,13 +513,13 @@ TABLES: dict[str, Callable[[], str]] = {
         methods,
         states,
     )
-} | {"llama7b": llama7b_ways, **loss_tables.TABLES, **module_tables.TABLES}
-_PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+} | {"llama7b": llama7b_memory, **loss_tables.TABLES, **module_tables.TABLES}
+_TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def filled(text: str) -> str:
-    """``text`` with every marked table as the code has it. Raises KeyError for a table that is not in ``TABLES``."""
-    return _PLACE.sub(lambda place: f"{place[1]}{TABLES[place[2]]()}\n{place[3]}", text)
+    """Return ``text`` with every marked table generated again. Raises KeyError for a name that ``TABLES`` lacks."""
+    return _TABLE.sub(lambda table: f"{table[1]}{TABLES[table[2]]()}\n{table[3]}", text)
 
 
 def main() -> None:

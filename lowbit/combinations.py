@@ -19,7 +19,7 @@ class Combination(NamedTuple):
     #: The remedy.
     instead: str
     #: Whether an error is raised.
-    noticed: bool = True
+    raises: bool = True
 
     @property
     def words(self) -> str:
@@ -54,7 +54,7 @@ COMBINATIONS = {
     ),
     "in_backward torch clip": Combination(
         _IN_BACKWARD, "torch.nn.utils.clip_grad_norm_", "it finds no gradients, and returns 0",
-        "use lb.optim.clip_grad_norm_, which raises, and step after the backward pass", noticed=False,
+        "use lb.optim.clip_grad_norm_, which raises, and step after the backward pass", raises=False,
     ),
     "in_backward accumulation": Combination(
         _IN_BACKWARD, "gradient accumulation", "each backward pass is a step",
@@ -77,7 +77,7 @@ COMBINATIONS = {
     ),
     "offload gradients torch clip": Combination(
         "lb.optim.offload_(gradients=True) on CUDA", "torch.nn.utils.clip_grad_norm_",
-        "gradients are in host memory, and it finds none", "use lb.optim.clip_grad_norm_", noticed=False,
+        "gradients are in host memory, and it finds none", "use lb.optim.clip_grad_norm_", raises=False,
     ),
     "offload activations shard": Combination(
         "lb.memory.offload_activations", "lb.distributed.shard_ by zero2, zero3 or hsdp",

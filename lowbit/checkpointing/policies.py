@@ -238,16 +238,16 @@ POLICIES = {
     "attention": _of_part("attention", "the attention of each block", "attention", fallback=1),
     "mlp": _of_part("mlp", "the feed-forward part of each block", "the feed-forward part"),
     "save_matmuls": _by_block(
-        _full_block, "each block, but for the results of products, convolutions and attention", contexts=kept_products,
-        fallback=2,
+        _full_block, "each block except matmuls, convolutions and attention, whose results are saved",
+        contexts=kept_products, fallback=2,
     ),
     "block": _by_block(_full_block, "each repeated block", fallback=4),
-    "sqrt": Policy(_sqrt, "about sqrt(N) segments of consecutive blocks, each as one", fallback=3),
-    "every": Policy(_every, "each N-th block, from the first", _count),
-    "ratio": Policy(_ratio, "a share of the blocks, spread evenly", _share),
-    "segments": Policy(_segments, "N segments of consecutive blocks, each as one", _count),
+    "sqrt": Policy(_sqrt, "about sqrt(N) segments of consecutive blocks, each as a unit", fallback=3),
+    "every": Policy(_every, "every N-th block, starting with the first", _count),
+    "ratio": Policy(_ratio, "a fraction N of the blocks, evenly spaced", _share),
+    "segments": Policy(_segments, "N segments of consecutive blocks, each as a unit", _count),
     "stages": Policy(
-        find_stages, "of a convolutional net what comes before its last down-sampling", missing=_no_stages
+        find_stages, "in a convolutional network, the layers before its last down-sampling", missing=_no_stages
     ),
 }  # fmt: skip
 

@@ -46,24 +46,24 @@ class Option(NamedTuple):
 #: Options by name. Names are API.
 OPTIONS: dict[str, Option] = {
     "output": Option(
-        " | ".join(PRECISIONS[:2]), "how forward is multiplied in training",
+        " | ".join(PRECISIONS[:2]), "precision of the forward matmul in training",
         lambda base, value: base.with_products(output=value),
     ),
     "grad_input": Option(
-        " | ".join(PRECISIONS), "how the gradient of the input is multiplied",
+        " | ".join(PRECISIONS), "precision of the matmul for the input gradient",
         lambda base, value: base.with_products(grad_input=value),
     ),
     "grad_weight": Option(
-        " | ".join(PRECISIONS), "how the gradient of the weight is multiplied",
+        " | ".join(PRECISIONS), "precision of the matmul for the weight gradient",
         lambda base, value: base.with_products(grad_weight=value),
     ),
-    "gradients": Option("e4m3 | e5m2 or a name of a format", "what gradients are quantized to", _gradients),
+    "gradients": Option("e4m3 | e5m2 or a format name", "format of quantized gradients", _gradients),
     "rule": Option(
-        "amax | search | four-over-six", "how scales of forward's operands follow from a block's elements",
+        "amax | search | four-over-six", "scale rule of the forward operands",
         lambda base, value: base.with_rule(value),
     ),
     "keep_blocks": Option(
-        "a share such as 0.15", "which share of the blocks, first and last, stays as it is", _keep_blocks
+        "a share such as 0.15", "share of the blocks, first and last, that are not quantized", _keep_blocks
     ),
 }  # fmt: skip
 

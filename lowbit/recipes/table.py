@@ -40,53 +40,54 @@ RECIPES: dict[str, Recipe] = {
             Gemm("int8:row", "int8:row"),
             Gemm("int8:row", "fold"),
             Gemm(None, "dequantize"),
-            name="int8", about="8-bit weights and activations (dynamic, a scale a token); trains as SwitchBack does",
+            name="int8", about="8-bit weights and activations (dynamic, one scale per token); trains like SwitchBack",
         ),
         Recipe(
             Gemm("int8:row", "int8:row"),
             Gemm(Cast("int8:row", rounding="stochastic"), "fold"),
             Gemm(Cast("int8:col", rounding="stochastic"), "fold"),
-            name="int8-stochastic", about="int8 with 8-bit gradients, rounded stochastically, in all products; trains",
+            name="int8-stochastic", about="int8 with 8-bit, stochastically rounded gradients in all matmuls; trains",
         ),
         Recipe(
             Gemm("int8:group128", "int8:row"),
-            name="int8-group", about="8-bit weights and activations, a scale for 128 activations: loses less on LLMs",
+            name="int8-group", about="8-bit weights and activations, one scale per 128 activations, for LLMs",
         ),
         Recipe(Gemm(None, "int8:row"), name="int8-weight-only", about="8-bit weights"),
         Recipe(
             Gemm(None, "int4:group128"),
-            name="int4-weight-only", about="4-bit weights, a scale for 128; say :group32 for finer ones",
+            name="int4-weight-only", about="4-bit weights, one scale per 128; :group32 for smaller groups",
         ),
         Recipe(
             Gemm(None, "uint4:group128:affine"),
-            name="uint4-weight-only", about="4-bit weights with zero points, a scale for 128",
+            name="uint4-weight-only", about="4-bit weights with zero points, one scale per 128",
         ),
         Recipe(Gemm(None, "nf4"), name="nf4", about="4-bit NormalFloat weights (QLoRA)"),
         Recipe(
             Gemm("fp8_e4m3:row", "fp8_e4m3:row"),
             Gemm("fp8_e5m2:row", "fold"),
             Gemm("fp8_e5m2:col", "fold"),
-            name="fp8", about="FP8, a scale a row; trains",
+            name="fp8", about="FP8, one scale per row; trains",
         ),
         # torchao's "rowwise". Its "rowwise_with_gw_hp" is fp8-pow2:grad_weight=high, except the weight of grad_input.
         Recipe(
             Gemm(_POW2, _POW2),
             Gemm(_POW2, f"{_POW2}:T", save="operand"),
             Gemm(f"{_POW2}:T", f"{_POW2}:T", save="operand"),
-            name="fp8-pow2", about="FP8 (E4M3 alone), scales of rows that are powers of two; trains",
+            name="fp8-pow2", about="FP8 (E4M3 only), one power-of-two scale per row; trains",
         ),
         Recipe(
             Gemm("fp8_e4m3:tensor", "fp8_e4m3:tensor"),
             Gemm("fp8_e5m2:tensor", "reuse"),
             Gemm("fp8_e5m2:tensor", "reuse"),
-            name="fp8-tensor", about="FP8, a scale a tensor; trains",
+            name="fp8-tensor", about="FP8, one scale per tensor; trains",
         ),
         # Formats and history of TransformerEngine's DelayedScaling(), so that runs can be compared.
         Recipe(
             Gemm(_delayed("fp8_e4m3"), _delayed("fp8_e4m3")),
             Gemm(_delayed("fp8_e5m2"), "reuse"),
             Gemm(_delayed("fp8_e5m2"), "reuse"),
-            name="fp8-delayed", about="FP8, a scale a tensor from the last 1024 steps; trains, deployed as fp8-tensor",
+            name="fp8-delayed",
+            about="FP8, one scale per tensor, from the last 1024 steps; trains, deployed as fp8-tensor",
         ),
         Recipe(
             Gemm("fp8_e4m3:group128", "fp8_e4m3:block128x128"),
@@ -115,7 +116,7 @@ RECIPES: dict[str, Recipe] = {
             Gemm(_stochastic("nvfp4:ceil"), "reuse"),
             Gemm(_hadamard("nvfp4:ceil:T", "stochastic"), _hadamard("nvfp4:T"), save="operand"),
             forward=Gemm("nvfp4:global_row", "fp4_e2m1:block16x16:e4m3"), keep_blocks=_KEEP_BLOCKS,
-            name="nvfp4", about="NVFP4: FP4 elements, a scale for 16, one for a row of activations or a weight; trains",
+            name="nvfp4", about="NVFP4: FP4, one scale per 16, one global scale per activation row or weight; trains",
         ),
         # Quartet II (arXiv 2601.22813) keeps no block in high precision.
         Recipe(
@@ -134,7 +135,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             Gemm(Cast("uint8:tensor:affine", scale="static"), "int8:row"),
-            name="int8-static-affine", about="the same with a zero point, for activations that are seldom negative",
+            name="int8-static-affine", about="the same with a zero point, for activations that are rarely negative",
         ),
         Recipe(
             Gemm(Cast("fp8_e4m3:tensor", scale="static"), "fp8_e4m3:row"),

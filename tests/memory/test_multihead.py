@@ -551,7 +551,7 @@ def test_doctor_and_fit_choose_it_where_it_spares_scores():
     asking = nn.MultiheadAttention(8, 2, batch_first=True).train()
     assert attends_without_scores(asking, (torch.randn(1, 9, 8),) * 3)
     for other, given in ((GPT().train(), batch), (GPT(dropout=0.1).eval(), batch)):
-        with pytest.raises(NotHere, match="no attention here holds scores"):
+        with pytest.raises(NotHere, match="no attention of the model allocates scores"):
             technique.measure(Step(Subject(other, given, loss)), plain)
 
 

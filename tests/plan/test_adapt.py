@@ -243,7 +243,7 @@ def test_states_that_were_half_made_go_elsewhere(tmp_path, monkeypatch):
 
     run, hook, zeros = made("plain", TrainingSettings(), tmp_path), NoMemory(6), torch.zeros_like
     monkeypatch.setattr(torch, "zeros_like", lambda *args, **more: (hook(), zeros(*args, **more))[1])
-    with pytest.warns(UserWarning, match="before anything moved; its states lie in"):
+    with pytest.warns(UserWarning, match="before anything moved; its states are offloaded to"):
         found = [run.step(ROWS) for _ in range(3)]
     assert hook.count > 6 and run.settings == TrainingSettings(offload_states=True) and found == losses
     assert_same(remembered(run), expected)
@@ -262,7 +262,7 @@ def test_a_later_step_of_the_optimizer(away, tmp_path):
             run.step(ROWS)
         assert_same(remembered(run), before)
     else:
-        with pytest.warns(UserWarning, match="before anything moved; its states lie in"):
+        with pytest.warns(UserWarning, match="before anything moved; its states are offloaded to"):
             found.append(run.step(ROWS))
     found += [run.step(ROWS) for _ in range(3 - len(found))]
     assert found == losses and run.settings.offload_states

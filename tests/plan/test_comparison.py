@@ -232,7 +232,7 @@ def test_models_in_fp16_and_fp64_train_as_loaded(dtype, name):
     batch = torch.randn(8, 16, dtype=dtype)
     plan = lb.fit(model(), batch, "400%", squares, exclude=("disk", "micro-batches"), progress=False, quality="any")
     assert plan.settings.loaded == name and f"weights in {name}, as the model comes" in str(plan)
-    with pytest.raises(ValueError, match=f"'fp32' is of a model in fp32.*has weights in {name}"):
+    with pytest.raises(ValueError, match=f"'fp32' needs a model in fp32.*has weights in {name}"):
         lb.fit(model(), batch, "400%", squares, require=("fp32",))
     trained = model()
     run = plan.apply_(trained, lr=1e-2)

@@ -47,7 +47,7 @@ def test_losses_of_a_caller_replace_the_records(tmp_path):
     assert most_of((), 0.3, {"bf16": 0.02}).lost(TrainingSettings(precision="bf16")) == 2.0
     plan = planned("100%", losses={"bf16": 0.02})
     assert plan.settings.precision is None  # nor fp8, whose other ops are in bf16
-    given = {one.name: one.by({"bf16": 0.02, "fp8": 0.03}).counted for one in TECHNIQUES["precision"]}
+    given = {one.name: one.with_losses({"bf16": 0.02, "fp8": 0.03}).counted for one in TECHNIQUES["precision"]}
     assert given["fp32"] == 0 and given["bf16"] == given["mxfp8"] == 2 and given["fp8"] == given["fp8-compressed"] == 3
     asked = planned("100%", require=("bf16",), losses={"bf16": 0.02, "adamw8bit": -0.5})
     assert asked.settings.precision == "bf16" and "2.00% more (given)" in str(asked) and "given: bf16" in str(asked)
@@ -84,7 +84,7 @@ def test_a_model_in_bf16_trains_as_loaded():
         and "as loaded" in str(plan)
         and "fp32" not in str(plan).split("which means")[1].split()[1]
     )
-    with pytest.raises(ValueError, match=r"'fp32' is of a model in fp32.*require 'as loaded', or call model.float\(\)"):
+    with pytest.raises(ValueError, match=r"'fp32' needs a model in fp32.*require 'as loaded', or call model.float\(\)"):
         lb.fit(half, rows, "300%", squares, require=("fp32",))
     assert (
         planned("100%", require=("fp32", "adamw")).settings == planned("100%", require=("as loaded", "adamw")).settings

@@ -231,7 +231,7 @@ def test_padding_that_parts_have_different_shares_of_is_told_of(tmp_path, recwar
 
 def test_a_loss_among_rows_that_transformers_names_is_not_taken_in_parts():
     parts = next(technique for technique in TECHNIQUES[MICRO_BATCHES] if technique.name == "micro-batches")
-    assert parts.why_not(Subject(nn.Linear(1, 1), {"return_loss": True})) == "its loss is among rows"
+    assert parts.why_not(Subject(nn.Linear(1, 1), {"return_loss": True})) == "its loss compares rows of the batch"
     for batch in ({"return_loss": False}, INPUTS):
         assert parts.why_not(Subject(nn.Linear(1, 1), batch)) is None
 

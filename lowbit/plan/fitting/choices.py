@@ -76,8 +76,8 @@ def allowed(
 
     def offered(choice: Technique) -> bool:
         return (
-            not choice.asked
-            and choice.by(most.losses).counted <= most.percent
+            not choice.opt_in
+            and choice.with_losses(most.losses).counted <= most.percent
             and (choice.name not in rows[STRATEGY] or choice.name in strategies)
         )
 
@@ -139,7 +139,7 @@ def described(settings: TrainingSettings, losses: Mapping[str, float] = MappingP
             continue
         technique = technique_of(dimension, settings)
         about = _about(technique, settings)
-        found[dimension] = (replace(technique, about=about) if about else technique).by(losses)
+        found[dimension] = (replace(technique, about=about) if about else technique).with_losses(losses)
     return found
 
 
