@@ -23,11 +23,11 @@ bool encode(const Tensor& given, const Text& format, const Text& rounding, bool 
     const auto f = named_format(format.view());
     if (!f || f->kind == kKindExponent) return false;
     const Tensor x = in_rows(given);
-    const cpu::Shape shape = shape_of(x, "x");
+    const cpu::Shape shape = shape_of(x);
     const auto random = random_of(rounding, shape.cols, rng, stream, offset, pitch);
     if (!random) return false;
-    cpu::encode(values_of(x, "x"), shape, *f, random->rounding, saturate, random->rng,
-                new_bytes_of(out, shape.rows, shape.cols, "out"));
+    cpu::encode(values_of(x), shape, *f, random->rounding, saturate, random->rng,
+                new_bytes_of(out, shape.rows, shape.cols));
     return true;
 }
 
@@ -40,26 +40,26 @@ bool decode(const Tensor& given, const Text& format, ScalarType, const Tensor& o
     const auto f = named_format(format.view());
     if (!f) return false;
     const Tensor codes = dense(given);
-    const cpu::Shape shape = shape_of(out, "out");
-    cpu::decode(bytes_of(codes, shape.rows, shape.cols, "codes"), shape, *f, results_of(out, "out", shape));
+    const cpu::Shape shape = shape_of(out);
+    cpu::decode(bytes_of(codes, shape.rows, shape.cols), shape, *f, results_of(out, shape));
     return true;
 }
 
 bool pack(const Tensor& given, int64_t bits, const Tensor& out) {
     const Tensor codes = dense(given);
-    const cpu::Shape shape = shape_of(codes, "codes");
+    const cpu::Shape shape = shape_of(codes);
     const int width = static_cast<int>(bits);
-    cpu::pack(bytes_of(codes, shape.rows, shape.cols, "codes"), shape, width,
-              new_bytes_of(out, shape.rows, cpu::packed_cols(shape.cols, width), "out"));
+    cpu::pack(bytes_of(codes, shape.rows, shape.cols), shape, width,
+              new_bytes_of(out, shape.rows, cpu::packed_cols(shape.cols, width)));
     return true;
 }
 
 bool unpack(const Tensor& given, int64_t bits, int64_t, const Tensor& out) {
     const Tensor packed = dense(given);
-    const cpu::Shape shape = shape_of(out, "out");
+    const cpu::Shape shape = shape_of(out);
     const int width = static_cast<int>(bits);
-    cpu::unpack(bytes_of(packed, shape.rows, cpu::packed_cols(shape.cols, width), "packed"), shape, width,
-                new_bytes_of(out, shape.rows, shape.cols, "out"));
+    cpu::unpack(bytes_of(packed, shape.rows, cpu::packed_cols(shape.cols, width)), shape, width,
+                new_bytes_of(out, shape.rows, shape.cols));
     return true;
 }
 

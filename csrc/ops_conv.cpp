@@ -27,15 +27,13 @@ mm::Window window_of(const Tensor& x, const Geometry& geometry) {
     const auto has = [&](const Ints& numbers, int64_t each) {
         return static_cast<int64_t>(numbers.size()) == each * axes;
     };
-    STD_TORCH_CHECK(axes >= 1 && axes <= 3 && has(geometry.kernel, 1) && has(geometry.stride, 1) &&
-                        has(geometry.padding, 2) && has(geometry.dilation, 1),
-                    "lowbit: conv takes x of 1 to 3 axes besides N and C, and a number for each");
+    require(axes >= 1 && axes <= 3 && has(geometry.kernel, 1) && has(geometry.stride, 1) && has(geometry.padding, 2) &&
+            has(geometry.dilation, 1));
     mm::Window w;
     w.batch = x.size(0);
     w.channels = x.size(axes + 1);
     w.groups = geometry.groups;
-    STD_TORCH_CHECK(w.batch > 0 && w.groups > 0 && w.channels > 0 && w.channels % w.groups == 0,
-                    "lowbit: conv: groups must divide the channels");
+    require(w.batch > 0 && w.groups > 0 && w.channels > 0 && w.channels % w.groups == 0);
     for (int64_t i = 0; i < 3; ++i) {
         const int64_t axis = i - missing;
         const auto at = static_cast<size_t>(axis);
@@ -46,11 +44,10 @@ mm::Window window_of(const Tensor& x, const Geometry& geometry) {
         w.stride[i] = is_there ? geometry.stride[at] : 1;
         w.dilation[i] = is_there ? geometry.dilation[at] : 1;
         w.before[i] = is_there ? geometry.padding[2 * at] : 0;
-        STD_TORCH_CHECK(
-            w.size[i] > 0 && w.kernel[i] > 0 && w.stride[i] > 0 && w.dilation[i] > 0 && w.before[i] >= 0 && after >= 0,
-            "lowbit: conv: sizes must be positive");
+        require(w.size[i] > 0 && w.kernel[i] > 0 && w.stride[i] > 0 && w.dilation[i] > 0 && w.before[i] >= 0 &&
+                after >= 0);
         const int64_t room = w.size[i] + w.before[i] + after - w.dilation[i] * (w.kernel[i] - 1) - 1;
-        STD_TORCH_CHECK(room >= 0, "lowbit: conv: the kernel is larger than the padded input");
+        require(room >= 0);
         w.out[i] = room / w.stride[i] + 1;
     }
     return w;
@@ -119,8 +116,8 @@ bool conv(const Tensor& given, const Tensor& weight, const Text& scheme, const T
     if (!codes || !serves(w, input, *codes)) return false;
     mm::Problem p;
     p.depth = w.depth();
-    p.b = operand_of("weight", *codes, p.depth);
-    STD_TORCH_CHECK(cols % w.groups == 0, "lowbit: conv: groups must have rows of the weight of their own");
+    p.b = operand_of(*codes, p.depth);
+    require(cols % w.groups == 0);
     add_bias(p, bias);
     const Tensor x = dense(given);
     const bool are_codes = x.scalar_type() == ScalarType::Byte;
@@ -130,18 +127,17 @@ bool conv(const Tensor& given, const Tensor& weight, const Text& scheme, const T
             input->once ? cpu::Shape{w.pixels(), w.channels} : cpu::Shape{rows * w.groups, p.depth};
         from = cpu::PixelInput{input->rounded.scheme, given_scales(input->rounded, shape), input->once, are_codes};
     }
-    STD_TORCH_CHECK(!are_codes || (from && from->once && from->given.scale != nullptr),
-                    "lowbit: conv: codes have one scale, which is given");
+    require(!are_codes || (from && from->once && from->given.scale != nullptr));
     std::optional<cpu::Output> to;
     if (output) {
         const SchemeParams& s = output->scheme;
-        STD_TORCH_CHECK(output->scale.has_value() && s.global_scale == 0, "lowbit: an output in codes needs its scale");
+        require(output->scale.has_value() && s.global_scale == 0);
         to = cpu::Output{s, given_scales(*output, {rows, cols}),
-                         new_bytes_of(out, rows, cpu::packed_cols(cols, s.format.bits), "out")};
+                         new_bytes_of(out, rows, cpu::packed_cols(cols, s.format.bits))};
     } else {
         add_out(p, rows, out);
     }
-    const Dtype dtype = are_codes ? Dtype::kFloat32 : dtype_of(x, "x");  // of codes nothing reads it
+    const Dtype dtype = are_codes ? Dtype::kFloat32 : dtype_of(x);  // of codes nothing reads it
     cpu::conv({x.const_data_ptr(), dtype, w.channels}, w, from ? &*from : nullptr, p, to ? &*to : nullptr);
     return true;
 }

@@ -15,7 +15,7 @@ using entry::Text;
 
 namespace {
 
-mm::Element element_of(const Tensor& x, const char* name) {
+mm::Element element_of(const Tensor& x) {
     switch (x.scalar_type()) {
         case ScalarType::Float:
             return mm::Element::f32;
@@ -24,24 +24,21 @@ mm::Element element_of(const Tensor& x, const char* name) {
         case ScalarType::Half:
             return mm::Element::f16;
         default:
-            STD_TORCH_CHECK(false, "lowbit: ", name, " must be float32, bfloat16 or float16");
+            throw Unserved();
     }
 }
 
-void put_rows(mm::Operand& x, const char* name, const Tensor& data, int64_t packed, int bits) {
-    STD_TORCH_CHECK(data.dim() == 2 && data.element_size() == 1 && data.size(1) == packed, "lowbit: ", name,
-                    " must be a matrix of ", packed, " bytes a row");
+void put_rows(mm::Operand& x, const Tensor& data, int64_t packed, int bits) {
+    require(data.dim() == 2 && data.element_size() == 1 && data.size(1) == packed);
     x.row_stride = data.stride(0);
     x.col_stride = data.stride(1);
-    STD_TORCH_CHECK(bits == 8 || x.col_stride == 1 || packed <= 1, "lowbit: packed rows of ", name,
-                    " must be contiguous");
+    require(bits == 8 || x.col_stride == 1 || packed <= 1);
 }
 
-mm::Operand float_operand(const char* name, const Tensor& data, int64_t cols) {
-    STD_TORCH_CHECK(data.dim() == 2 && data.size(1) == cols, "lowbit: ", name, " must be a matrix of ", cols,
-                    " columns");
+mm::Operand float_operand(const Tensor& data, int64_t cols) {
+    require(data.dim() == 2 && data.size(1) == cols);
     mm::Operand x;
-    x.dtype = element_of(data, name);
+    x.dtype = element_of(data);
     x.data = data.const_data_ptr();
     x.rows = data.size(0);
     x.row_stride = data.stride(0);
@@ -58,22 +55,20 @@ void put_format(mm::Operand& x, const SchemeParams& s) {
 
 }  // namespace
 
-mm::Operand operand_of(const char* name, const Coded& codes, int64_t cols) {
-    if (!codes.scheme) return float_operand(name, codes.data, cols);
+mm::Operand operand_of(const Coded& codes, int64_t cols) {
+    if (!codes.scheme) return float_operand(codes.data, cols);
     const SchemeParams& s = *codes.scheme;
     const int bits = s.format.bits;
     mm::Operand x;
     x.data = codes.data.const_data_ptr();
     x.rows = codes.data.size(0);
-    put_rows(x, name, codes.data, (cols * bits + 7) / 8, bits);
+    put_rows(x, codes.data, (cols * bits + 7) / 8, bits);
     put_format(x, s);
     const cpu::Shape blocks = scale_shape({x.rows, cols}, s);
     auto check = [&](const Tensor& t, ScalarType dtype) {
-        STD_TORCH_CHECK(
-            t.dim() == 2 && t.size(0) == blocks.rows && t.size(1) == blocks.cols && t.scalar_type() == dtype,
-            "lowbit: ", name, " needs scales (and zero points) of its scheme, one a block");
+        require(t.dim() == 2 && t.size(0) == blocks.rows && t.size(1) == blocks.cols && t.scalar_type() == dtype);
     };
-    STD_TORCH_CHECK(codes.scale.has_value(), "lowbit: ", name, " needs its scales");
+    require(codes.scale.has_value());
     // Layers keep floating-point scales as the integers of their bits.
     constexpr ScalarType kBits[] = {ScalarType::Int, ScalarType::Short, ScalarType::Short, ScalarType::Byte,
                                     ScalarType::Byte};
@@ -82,8 +77,7 @@ mm::Operand operand_of(const char* name, const Coded& codes, int64_t cols) {
     x.scale = codes.scale->const_data_ptr();
     x.scale_row_stride = codes.scale->stride(0);
     x.scale_col_stride = codes.scale->stride(1);
-    STD_TORCH_CHECK((s.affine != 0) == codes.zero_point.has_value(), "lowbit: ", name,
-                    " needs zero points if it is affine, and has none if not");
+    require((s.affine != 0) == codes.zero_point.has_value());
     if (s.affine) {
         check(*codes.zero_point, zero_type(s));
         x.zero_point = static_cast<const uint8_t*>(codes.zero_point->const_data_ptr());
@@ -91,11 +85,9 @@ mm::Operand operand_of(const char* name, const Coded& codes, int64_t cols) {
         x.zero_col_stride = codes.zero_point->stride(1);
     }
     const int64_t global_scales = global_scale_count(s, x.rows);
-    STD_TORCH_CHECK((s.global_scale != 0) == codes.global_scale.has_value() &&
-                        (!codes.global_scale ||
-                         (codes.global_scale->numel() == global_scales && codes.global_scale->element_size() == 4)),
-                    "lowbit: ", name, " needs ", global_scales,
-                    " global scales if its scheme has a global scale, else none");
+    require((s.global_scale != 0) == codes.global_scale.has_value() &&
+            (!codes.global_scale ||
+             (codes.global_scale->numel() == global_scales && codes.global_scale->element_size() == 4)));
     x.global_scale = static_cast<const float*>(data_of(codes.global_scale));
     if (s.global_scale == kGlobalScaleRow) x.global_scale_row_stride = codes.global_scale->stride(0);
     return x;
@@ -119,34 +111,32 @@ bool rounded(std::optional<Rounded>& to, const entry::MaybeText& scheme, int64_t
 
 void add_bias(mm::Problem& p, const MaybeTensor& bias) {
     if (!bias.has_value()) return;
-    STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == p.b.rows, "lowbit: bias must be [", p.b.rows, "]");
+    require(bias->dim() == 1 && bias->size(0) == p.b.rows);
     p.bias = bias->const_data_ptr();
-    p.bias_dtype = element_of(*bias, "bias");
+    p.bias_dtype = element_of(*bias);
     p.bias_stride = bias->stride(0);
 }
 
 void add_out(mm::Problem& p, int64_t rows, const Tensor& out) {
-    STD_TORCH_CHECK(
-        out.dim() >= 1 && out.size(out.dim() - 1) == p.b.rows && out.numel() == rows * p.b.rows && out.is_contiguous(),
-        "lowbit: out must be contiguous, of ", rows, " rows of ", p.b.rows);
-    p.out_dtype = element_of(out, "out");
+    require(out.dim() >= 1 && out.size(out.dim() - 1) == p.b.rows && out.numel() == rows * p.b.rows &&
+            out.is_contiguous());
+    p.out_dtype = element_of(out);
     p.out = out.mutable_data_ptr();
 }
 
 cpu::Scales given_scales(const Rounded& r, cpu::Shape shape) {
     const SchemeParams& s = r.scheme;
     if (!r.scale) {
-        STD_TORCH_CHECK(!r.zero_point && !r.global_scale, "lowbit: a zero point and a global scale need their scale");
+        require(!r.zero_point && !r.global_scale);
         return {};
     }
     check_scale(*r.scale, shape, s, false);
-    STD_TORCH_CHECK((s.affine != 0) == r.zero_point.has_value(), "lowbit: affine schemes alone have zero points");
+    require((s.affine != 0) == r.zero_point.has_value());
     if (r.zero_point) check_scale(*r.zero_point, shape, s, true);
-    STD_TORCH_CHECK((s.global_scale != 0) == r.global_scale.has_value() &&
-                        (!r.global_scale ||
-                         (r.global_scale->scalar_type() == ScalarType::Float && r.global_scale->is_contiguous() &&
-                          r.global_scale->numel() == global_scale_count(s, shape.rows))),
-                    "lowbit: schemes with a global scale alone have a global scale");
+    require(
+        (s.global_scale != 0) == r.global_scale.has_value() &&
+        (!r.global_scale || (r.global_scale->scalar_type() == ScalarType::Float && r.global_scale->is_contiguous() &&
+                             r.global_scale->numel() == global_scale_count(s, shape.rows))));
     return {data_of(r.scale), data_of(r.zero_point), static_cast<const float*>(data_of(r.global_scale))};
 }
 
@@ -155,15 +145,15 @@ namespace {
 void multiply_rows(const Tensor& x, const std::optional<Rounded>& input, mm::Problem& p, const MaybeTensor& bias,
                    const std::optional<Rounded>& output, const Tensor& out) {
     const int64_t axes = x.dim();
-    STD_TORCH_CHECK(axes >= 1, "lowbit: x must have an axis");
+    require(axes >= 1);
     const int64_t cols = x.size(axes - 1), step = x.stride(axes - 1);
-    STD_TORCH_CHECK(cols > 0, "lowbit: x must have columns");
+    require(cols > 0);
     // Floats of a matrix that are multiplied as they are may lie in any way; rows that are quantized are contiguous.
     if (axes == 2 ? input && step != 1 && cols > 1 : !x.is_contiguous()) {
         return multiply_rows(in_rows(x), input, p, bias, output, out);
     }
     const int64_t rows = x.numel() / cols;
-    p.a.dtype = element_of(x, "x");
+    p.a.dtype = element_of(x);
     p.a.data = x.const_data_ptr();
     p.a.rows = rows;
     p.a.row_stride = axes == 2 ? x.stride(0) : cols;
@@ -172,11 +162,10 @@ void multiply_rows(const Tensor& x, const std::optional<Rounded>& input, mm::Pro
     add_bias(p, bias);
     std::optional<cpu::Output> codes;
     if (output) {
-        STD_TORCH_CHECK(output->scale.has_value() && output->scheme.global_scale == 0,
-                        "lowbit: an output in codes needs its scale, and a scheme without a global scale");
+        require(output->scale.has_value() && output->scheme.global_scale == 0);
         const cpu::Shape shape{rows, p.b.rows};
         codes = cpu::Output{output->scheme, given_scales(*output, shape),
-                            new_bytes_of(out, rows, cpu::packed_cols(shape.cols, output->scheme.format.bits), "out")};
+                            new_bytes_of(out, rows, cpu::packed_cols(shape.cols, output->scheme.format.bits))};
     } else {
         add_out(p, rows, out);
         if (!input) return mm::multiply(p);
@@ -184,8 +173,7 @@ void multiply_rows(const Tensor& x, const std::optional<Rounded>& input, mm::Pro
     std::optional<cpu::Input> floats;
     if (input) {
         const cpu::Shape shape{rows, cols};
-        floats =
-            cpu::Input{{p.a.data, dtype_of(x, "x"), p.a.row_stride}, shape, input->scheme, given_scales(*input, shape)};
+        floats = cpu::Input{{p.a.data, dtype_of(x), p.a.row_stride}, shape, input->scheme, given_scales(*input, shape)};
     }
     cpu::linear(floats ? &*floats : nullptr, p, codes ? &*codes : nullptr);
 }
@@ -227,8 +215,8 @@ bool scaled_mm(const Tensor& a, const Tensor& b, int64_t cols, const MaybeText& 
                right = coded_or_float(b, b_scheme, b_scale, b_zero_point, b_global_scale, cols);
     if (!left || !right) return false;
     mm::Problem p;
-    p.a = operand_of("a", *left, cols);
-    p.b = operand_of("b", *right, cols);
+    p.a = operand_of(*left, cols);
+    p.b = operand_of(*right, cols);
     p.depth = cols;
     add_bias(p, bias);
     add_out(p, p.a.rows, out);
@@ -255,7 +243,7 @@ void multiply_codes(const Tensor& x, const Rounded& input, mm::Problem& p, const
                     const std::optional<Rounded>& output, const Tensor& out) {
     const int64_t cols = x.size(x.dim() - 1);
     const Tensor codes = as_matrix(x);
-    p.a = operand_of("x", {codes, input.scheme, input.scale, input.zero_point, input.global_scale}, cols);
+    p.a = operand_of({codes, input.scheme, input.scale, input.zero_point, input.global_scale}, cols);
     p.depth = cols;
     add_bias(p, bias);
     const Tensor y = output ? new_tensor({p.a.rows, p.b.rows}, ScalarType::Float) : out;
@@ -264,8 +252,8 @@ void multiply_codes(const Tensor& x, const Rounded& input, mm::Problem& p, const
     if (!output) return;
     const SchemeParams& s = output->scheme;
     const cpu::Shape shape{p.a.rows, p.b.rows};
-    cpu::quantize_static(values_of(y, "y"), shape, s, given_scales(*output, shape), kNearest, {},
-                         new_bytes_of(out, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "out"));
+    cpu::quantize_static(values_of(y), shape, s, given_scales(*output, shape), kNearest, {},
+                         new_bytes_of(out, shape.rows, cpu::packed_cols(shape.cols, s.format.bits)));
 }
 
 bool linear(const Tensor& x, const Tensor& weight, const Text& scheme, const Tensor& scale,
@@ -280,7 +268,7 @@ bool linear(const Tensor& x, const Tensor& weight, const Text& scheme, const Ten
     const auto codes = coded(weight, scheme, scale, zero_point, global_scale, cols);
     if (!codes || (output && !output->scale)) return false;
     mm::Problem p;
-    p.b = operand_of("weight", *codes, cols);
+    p.b = operand_of(*codes, cols);
     if (x.scalar_type() != ScalarType::Byte) {
         multiply_rows(x, input, p, bias, output, out);
     } else {
@@ -313,10 +301,9 @@ struct Packed {
 
 // `buffer` is contiguous.
 Packed packed_of(const Tensor& buffer) {
-    STD_TORCH_CHECK(buffer.dim() == 1 && buffer.scalar_type() == ScalarType::Byte && buffer.numel() >= kPackedHeader,
-                    "lowbit: a packed weight is a vector of bytes that prepack made");
+    require(buffer.dim() == 1 && buffer.scalar_type() == ScalarType::Byte && buffer.numel() >= kPackedHeader);
     const auto* words = static_cast<const int64_t*>(buffer.const_data_ptr());
-    STD_TORCH_CHECK(words[0] == kPackedMagic && words[1] == buffer.numel(), "lowbit: this is no packed weight");
+    require(words[0] == kPackedMagic && words[1] == buffer.numel());
     return {words, words[2], words[3]};
 }
 
@@ -336,7 +323,7 @@ bool linear_packed(const Tensor& x, const Tensor& buffer, int64_t out_features, 
     if (packed.rows != out_features) return false;
     const int64_t* words = packed.words;
     const int64_t cols = x.size(x.dim() - 1);
-    STD_TORCH_CHECK(x.dim() >= 1 && cols == packed.cols, "lowbit: x and the packed weight must have the same K");
+    require(x.dim() >= 1 && cols == packed.cols);
     const SchemeParams s = scheme_of(words + kPackedScheme, packed.rows, cols);
     const auto* base = reinterpret_cast<const uint8_t*>(words);
     mm::Problem p;

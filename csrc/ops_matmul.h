@@ -19,7 +19,7 @@ struct Coded {
 };
 
 // Parts of the description that cpu/matmul/matmul.h multiplies, of tensors; what does not fit throws.
-mm::Operand operand_of(const char* name, const Coded& codes, int64_t cols);
+mm::Operand operand_of(const Coded& codes, int64_t cols);
 void add_bias(mm::Problem& problem, const MaybeTensor& bias);
 // `out` holds [rows, b.rows], contiguous, with any number of axes.
 void add_out(mm::Problem& problem, int64_t rows, const Tensor& out);

@@ -38,11 +38,10 @@ StepRule step_rule(const RuleRow& row, const std::vector<double>& factors) {
 }
 
 // A tensor of param's shape beside the new one: contiguous, of the same dtype.
-void check_numbers(const Tensor& t, const Tensor& made, cpu::Shape shape, const char* what) {
+void check_numbers(const Tensor& t, const Tensor& made, cpu::Shape shape) {
     for (const Tensor& each : {t, made}) {
-        STD_TORCH_CHECK(
-            each.is_contiguous() && each.numel() == shape.rows * shape.cols && each.scalar_type() == t.scalar_type(),
-            what, " and what it becomes must be contiguous, of param's shape and one dtype");
+        require(each.is_contiguous() && each.numel() == shape.rows * shape.cols &&
+                each.scalar_type() == t.scalar_type());
     }
 }
 
@@ -57,13 +56,13 @@ struct MomentTensors {
 std::optional<cpu::Moment> moment(const MomentTensors& given, const Tensor& codes, const MaybeTensor& scale,
                                   cpu::Shape shape) {
     if (codes.scalar_type() != ScalarType::Byte) {
-        check_numbers(codes, given.new_codes, shape, "moment");
-        return cpu::FloatMoment{dtype_of(codes, "moment"), codes.const_data_ptr(), given.new_codes.mutable_data_ptr()};
+        check_numbers(codes, given.new_codes, shape);
+        return cpu::FloatMoment{dtype_of(codes), codes.const_data_ptr(), given.new_codes.mutable_data_ptr()};
     }
     const auto s = named_scheme(given.scheme.view(), shape.rows, shape.cols);
     if (!s || !scale) return std::nullopt;
     for (const Tensor& t : {codes, given.new_codes}) {
-        check_bytes(t, shape.rows, cpu::packed_cols(shape.cols, s->format.bits), "moment");
+        check_bytes(t, shape.rows, cpu::packed_cols(shape.cols, s->format.bits));
     }
     for (const Tensor& t : {*scale, given.new_scale}) check_scale(t, shape, *s, false);
     return cpu::CodedMoment{*s, static_cast<const uint8_t*>(codes.const_data_ptr()), scale->const_data_ptr(),
@@ -73,10 +72,9 @@ std::optional<cpu::Moment> moment(const MomentTensors& given, const Tensor& code
 
 // Adds the master, and what it becomes, to a weight.
 void add_master(const Tensor& master, const Tensor& new_master, cpu::Shape shape, cpu::Weight& weight) {
-    check_numbers(master, new_master, shape, "master");
+    check_numbers(master, new_master, shape);
     const bool residual = master.scalar_type() == ScalarType::Char;
-    STD_TORCH_CHECK(residual ? weight.param.dtype == Dtype::kBFloat16 : master.scalar_type() == ScalarType::Float,
-                    "master must be float32, or int8 beside a bfloat16 param");
+    require(residual ? weight.param.dtype == Dtype::kBFloat16 : master.scalar_type() == ScalarType::Float);
     weight.kind = residual ? cpu::Weight::kResidual : cpu::Weight::kFloat32;
     weight.master = master.const_data_ptr(), weight.new_master = new_master.mutable_data_ptr();
 }
@@ -91,20 +89,19 @@ bool optimizer_step(const Tensor& given_param, const Tensor& given_grad, const M
     const RuleRow* row = find_rule(rule_name.view());
     if (row == nullptr || factors.size() != row->factors) return false;
     const Tensor param = in_rows(given_param), grad = in_rows(given_grad);
-    const cpu::Shape shape = shape_of(param, "param");
-    results_of(grad, "grad", shape);
-    STD_TORCH_CHECK(new_param.scalar_type() == param.scalar_type(), "new_param must have param's dtype");
+    const cpu::Shape shape = shape_of(param);
+    results_of(grad, shape);
+    require(new_param.scalar_type() == param.scalar_type());
 
     const auto random = random_of(rounding, shape.cols, rng, stream, offset, pitch),
                param_random = random_of(param_rounding, shape.cols, rng, stream + 1, offset, pitch);
     if (!random || !param_random) return false;
 
-    cpu::Weight weight{values_of(param, "param"), results_of(new_param, "new_param", shape)};
+    cpu::Weight weight{values_of(param), results_of(new_param, shape)};
     weight.rng = param_random->bits();
     const MaybeTensor master = dense(given_master);
     if (master) add_master(*master, new_master, shape, weight);
-    STD_TORCH_CHECK(!weight.rng || (!master && weight.param.dtype == Dtype::kBFloat16),
-                    "param_rounding is stochastic for a bfloat16 param without master alone");
+    require(!weight.rng || (!master && weight.param.dtype == Dtype::kBFloat16));
 
     const MomentTensors given[] = {{first, first_scale, first_scheme, new_first, new_first_scale},
                                    {second, second_scale, second_scheme, new_second, new_second_scale}};
@@ -118,8 +115,8 @@ bool optimizer_step(const Tensor& given_param, const Tensor& given_grad, const M
         moments[k] = *made;
     }
     cpu::optimizer_steps(step_rule(*row, factors),
-                         {{shape, weight, values_of(grad, "grad"), {moments[0], moments[1]}, random->bits()}},
-                         row->moments, 0, nullptr);
+                         {{shape, weight, values_of(grad), {moments[0], moments[1]}, random->bits()}}, row->moments, 0,
+                         nullptr);
     return true;
 }
 
@@ -171,10 +168,10 @@ class Steps {
         } else {
             made_.push_back(torch::stable::contiguous(grad));
         }
-        const Dtype dtype = dtype_of(param, "param");
+        const Dtype dtype = dtype_of(param);
         cpu::StepTensor made{{count / cols, cols},
                              {{param.const_data_ptr(), dtype, cols}, {param.mutable_data_ptr(), dtype, cols}},
-                             {made_.back().const_data_ptr(), dtype_of(grad, "grad"), cols}};
+                             {made_.back().const_data_ptr(), dtype_of(grad), cols}};
         tensors.push_back(std::move(made));
         return true;
     }
@@ -198,7 +195,7 @@ class Steps {
             if (codes.scalar_type() != (name == "fp32" ? ScalarType::Float : ScalarType::BFloat16)) return false;
             if (!is_of(codes, count())) return false;
             tensors.back().moments[k] =
-                cpu::FloatMoment{dtype_of(codes, "moment"), codes.const_data_ptr(), codes.mutable_data_ptr()};
+                cpu::FloatMoment{dtype_of(codes), codes.const_data_ptr(), codes.mutable_data_ptr()};
             return true;
         }
         const auto s = named_scheme(name, shape.rows, shape.cols);
@@ -286,14 +283,12 @@ void steps_entry(StableIValue* stack, uint64_t inputs, uint64_t) { run_steps(sta
 
 bool square_sums(const Tensor& given, const Tensor& given_exponents, int64_t axis, const Tensor& sums) {
     const Tensor x = in_rows(given), exponents = dense(given_exponents);
-    const cpu::Shape shape = shape_of(x, "x");
+    const cpu::Shape shape = shape_of(x);
     const int64_t count = axis == 0 ? shape.rows : shape.cols;
-    STD_TORCH_CHECK(exponents.scalar_type() == ScalarType::Int && exponents.numel() == count,
-                    "exponents must be int32, one for each row or column");
-    STD_TORCH_CHECK(sums.scalar_type() == ScalarType::Long && sums.is_contiguous() && sums.numel() == count,
-                    "sums must be int64, contiguous, one for each row or column");
+    require(exponents.scalar_type() == ScalarType::Int && exponents.numel() == count);
+    require(sums.scalar_type() == ScalarType::Long && sums.is_contiguous() && sums.numel() == count);
     const auto run = axis == 0 ? cpu::row_square_sums : cpu::column_square_sums;
-    run(values_of(x, "x"), shape, static_cast<const int32_t*>(exponents.const_data_ptr()),
+    run(values_of(x), shape, static_cast<const int32_t*>(exponents.const_data_ptr()),
         static_cast<int64_t*>(sums.mutable_data_ptr()));
     return true;
 }

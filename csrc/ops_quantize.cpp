@@ -25,15 +25,13 @@ Out codes_out(const Tensor& x, const SchemeParams& s) {
 }
 
 uint8_t* new_codes_of(const Tensor& t, cpu::Shape shape, const SchemeParams& s) {
-    return new_bytes_of(t, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "codes");
+    return new_bytes_of(t, shape.rows, cpu::packed_cols(shape.cols, s.format.bits));
 }
 
 void check_global_scale(const MaybeTensor& t, cpu::Shape shape, const SchemeParams& s) {
-    STD_TORCH_CHECK((s.global_scale != 0) == t.has_value(),
-                    "schemes with a global scale, and no others, have a global_scale");
+    require((s.global_scale != 0) == t.has_value());
     const int64_t count = global_scale_count(s, shape.rows);
-    STD_TORCH_CHECK(!t || (t->scalar_type() == ScalarType::Float && t->numel() == count && t->is_contiguous()),
-                    "global_scale must be ", count, " numbers, float32 and contiguous");
+    require(!t || (t->scalar_type() == ScalarType::Float && t->numel() == count && t->is_contiguous()));
 }
 
 const float* floats_of(const MaybeTensor& t) { return static_cast<const float*>(data_of(t)); }
@@ -45,8 +43,7 @@ struct Given {
     Given(const MaybeTensor& scale, const MaybeTensor& zero_point, const MaybeTensor& global_scale, cpu::Shape shape,
           const SchemeParams& s)
         : scale(dense(scale)), zero_point(dense(zero_point)), global_scale(dense(global_scale)) {
-        STD_TORCH_CHECK(scale ? (s.affine != 0) == zero_point.has_value() : !zero_point,
-                        "affine schemes, and no others, have zero points");
+        require(scale ? (s.affine != 0) == zero_point.has_value() : !zero_point);
         if (this->scale) check_scale(*this->scale, shape, s, false);
         if (this->zero_point) check_scale(*this->zero_point, shape, s, true);
         check_global_scale(this->global_scale, shape, s);
@@ -57,26 +54,24 @@ struct Given {
 // -- ranges ----------------------------------------------------------------------------------------------------------
 bool global_scale(const Tensor& given, const Text& scheme, const Tensor& out) {
     const Tensor x = in_rows(given);
-    const cpu::Shape shape = shape_of(x, "x");
+    const cpu::Shape shape = shape_of(x);
     const auto s = scheme_on(scheme, x);
     if (!s) return false;
     check_global_scale(out, shape, *s);
-    cpu::global_scale(values_of(x, "x"), shape, *s, static_cast<float*>(out.mutable_data_ptr()));
+    cpu::global_scale(values_of(x), shape, *s, static_cast<float*>(out.mutable_data_ptr()));
     return true;
 }
 
 bool block_range(const Tensor& given, const Text& scheme, const Tensor& low, const Tensor& high) {
     const Tensor x = in_rows(given);
-    const cpu::Shape shape = shape_of(x, "x");
+    const cpu::Shape shape = shape_of(x);
     const auto s = scheme_on(scheme, x);
     if (!s) return false;
     const cpu::Shape blocks = scale_shape(shape, *s);
     for (const Tensor& t : {low, high}) {
-        STD_TORCH_CHECK(
-            t.scalar_type() == ScalarType::Float && t.numel() == blocks.rows * blocks.cols && t.is_contiguous(),
-            "low and high must be ", blocks.rows * blocks.cols, " numbers, float32 and contiguous");
+        require(t.scalar_type() == ScalarType::Float && t.numel() == blocks.rows * blocks.cols && t.is_contiguous());
     }
-    cpu::block_range(values_of(x, "x"), shape, *s, static_cast<float*>(low.mutable_data_ptr()),
+    cpu::block_range(values_of(x), shape, *s, static_cast<float*>(low.mutable_data_ptr()),
                      static_cast<float*>(high.mutable_data_ptr()));
     return true;
 }
@@ -87,8 +82,7 @@ cpu::Values times(cpu::Values x, cpu::Shape shape, const MaybeTensor& factors) {
     if (!factors) return x;
     const int64_t rows = factors->dim() == 2 ? factors->size(0) : 0, cols = rows ? factors->size(1) : 0;
     const bool by_row = rows == shape.rows && cols == 1, by_col = rows == 1 && cols == shape.cols;
-    STD_TORCH_CHECK(factors->scalar_type() == ScalarType::Float && (by_row || by_col), "factors must be float32 [",
-                    shape.rows, ", 1] or [1, ", shape.cols, "]");
+    require(factors->scalar_type() == ScalarType::Float && (by_row || by_col));
     (by_row ? x.row_factors : x.col_factors) = static_cast<const float*>(factors->const_data_ptr());
     return x;
 }
@@ -108,7 +102,7 @@ bool quantize(const Tensor& given, const Text& scheme, const MaybeTensor& global
               const MaybeTensor& rng, int64_t stream, int64_t offset, MaybeInt pitch, const MaybeTensor& given_factors,
               const Tensor& codes, const Tensor& scale, const Tensor& zero_point) {
     const Tensor x = in_rows(given);
-    const cpu::Shape shape = shape_of(x, "x");
+    const cpu::Shape shape = shape_of(x);
     const auto s = scheme_on(scheme, x);
     if (!s) return false;
     const auto random = random_of(rounding, shape.cols, rng, stream, offset, pitch);
@@ -119,7 +113,7 @@ bool quantize(const Tensor& given, const Text& scheme, const MaybeTensor& global
     check_global_scale(above, shape, *s);
     const cpu::NewScales scales{scale.mutable_data_ptr(), s->affine ? zero_point.mutable_data_ptr() : nullptr,
                                 floats_of(above)};
-    cpu::quantize(times(values_of(x, "x"), shape, factors), shape, *s, scales, random->rounding, random->rng,
+    cpu::quantize(times(values_of(x), shape, factors), shape, *s, scales, random->rounding, random->rng,
                   new_codes_of(codes, shape, *s));
     return true;
 }
@@ -135,13 +129,13 @@ bool quantize_static(const Tensor& given, const Text& scheme, const Tensor& scal
                      const MaybeTensor& global_scale, const Text& rounding, const MaybeTensor& rng, int64_t stream,
                      int64_t offset, MaybeInt pitch, const Tensor& codes) {
     const Tensor x = in_rows(given);
-    const cpu::Shape shape = shape_of(x, "x");
+    const cpu::Shape shape = shape_of(x);
     const auto s = scheme_on(scheme, x);
     if (!s) return false;
     const auto random = random_of(rounding, shape.cols, rng, stream, offset, pitch);
     if (!random) return false;
     const Given scales(scale, zero_point, global_scale, shape, *s);
-    cpu::quantize_static(values_of(x, "x"), shape, *s, scales, random->rounding, random->rng,
+    cpu::quantize_static(values_of(x), shape, *s, scales, random->rounding, random->rng,
                          new_codes_of(codes, shape, *s));
     return true;
 }
@@ -157,10 +151,10 @@ bool dequantize(const Tensor& given, const Text& scheme, int64_t, const Tensor& 
     const auto s = scheme_on(scheme, out);
     if (!s) return false;
     const Tensor codes = dense(given);
-    const cpu::Shape shape = shape_of(out, "out");
+    const cpu::Shape shape = shape_of(out);
     const Given scales(scale, zero_point, global_scale, shape, *s);
-    cpu::dequantize(bytes_of(codes, shape.rows, cpu::packed_cols(shape.cols, s->format.bits), "codes"), shape, *s,
-                    scales, results_of(out, "out", shape));
+    cpu::dequantize(bytes_of(codes, shape.rows, cpu::packed_cols(shape.cols, s->format.bits)), shape, *s, scales,
+                    results_of(out, shape));
     return true;
 }
 
@@ -175,14 +169,13 @@ bool fake_quantize(const Tensor& given, const Text& scheme, const MaybeTensor& s
                    const MaybeTensor& global_scale, const Text& rounding, const MaybeTensor& rng, int64_t stream,
                    int64_t offset, MaybeInt pitch, const Tensor& out) {
     const Tensor x = in_rows(given);
-    const cpu::Shape shape = shape_of(x, "x");
+    const cpu::Shape shape = shape_of(x);
     const auto s = scheme_on(scheme, x);
     if (!s) return false;
     const auto random = random_of(rounding, shape.cols, rng, stream, offset, pitch);
     if (!random) return false;
     const Given scales(scale, zero_point, global_scale, shape, *s);
-    cpu::fake_quantize(values_of(x, "x"), shape, *s, scales, random->rounding, random->rng,
-                       results_of(out, "out", shape));
+    cpu::fake_quantize(values_of(x), shape, *s, scales, random->rounding, random->rng, results_of(out, shape));
     return true;
 }
 
@@ -190,17 +183,15 @@ bool fake_quantize_backward(const Tensor& given_grad, const Tensor& given, const
                             const MaybeTensor& zero_point, const MaybeTensor& global_scale, const Tensor& grad_x,
                             const Tensor& grad_scale) {
     const Tensor x = in_rows(given), grad = in_rows(given_grad);
-    const cpu::Shape shape = shape_of(x, "x");
+    const cpu::Shape shape = shape_of(x);
     const auto s = scheme_on(scheme, x);
     if (!s) return false;
-    STD_TORCH_CHECK(grad.scalar_type() == grad_x.scalar_type(), "grad_x must have grad's dtype");
+    require(grad.scalar_type() == grad_x.scalar_type());
     const Given scales(scale, zero_point, global_scale, shape, *s);
-    STD_TORCH_CHECK(grad_scale.scalar_type() == ScalarType::Float && grad_scale.is_contiguous() &&
-                        grad_scale.numel() == (scale ? (s->affine ? 2 : 1) * scale->numel() : 0),
-                    "grad_scale must be float32, one for each scale and zero point given");
-    results_of(grad, "grad", shape);
-    cpu::fake_quantize_backward(values_of(grad, "grad"), values_of(x, "x"), shape, *s, scales,
-                                results_of(grad_x, "grad_x", shape),
+    require(grad_scale.scalar_type() == ScalarType::Float && grad_scale.is_contiguous() &&
+            grad_scale.numel() == (scale ? (s->affine ? 2 : 1) * scale->numel() : 0));
+    results_of(grad, shape);
+    cpu::fake_quantize_backward(values_of(grad), values_of(x), shape, *s, scales, results_of(grad_x, shape),
                                 scale ? static_cast<float*>(grad_scale.mutable_data_ptr()) : nullptr);
     return true;
 }

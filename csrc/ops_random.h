@@ -19,8 +19,7 @@ inline std::optional<Random> random_of(const entry::Text& rounding, int64_t cols
                                        int64_t stream, int64_t offset, std::optional<int64_t> pitch) {
     if (rounding.view() == "nearest") return Random{kNearest, {}};
     if (rounding.view() != "stochastic") return std::nullopt;
-    STD_TORCH_CHECK(rng && rng->scalar_type() == ScalarType::Long && rng->numel() == 2,
-                    "stochastic rounding takes rng, int64 [seed, step]");
+    require(rng && rng->scalar_type() == ScalarType::Long && rng->numel() == 2);
     const Tensor key = dense(*rng);
     const int64_t place[] = {stream, offset, pitch.value_or(cols)};
     return Random{kStochastic, rng_params(static_cast<const int64_t*>(key.const_data_ptr()), place)};

@@ -1,4 +1,5 @@
-// Stable tensors as the matrices, codes and scales that the CPU kernels take; what does not fit throws.
+// Stable tensors as the matrices, codes and scales that the CPU kernels take. An argument that does not fit throws
+// Unserved, which has no words: Python checks the call again and words the error (ops_entry.h).
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -7,6 +8,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <exception>
 #include <optional>
 #include <vector>
 
@@ -18,10 +20,17 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
+struct Unserved : std::exception {
+    const char* what() const noexcept override { return "lowbit: a kernel does not take these arguments"; }
+};
+inline void require(bool fits) {
+    if (!fits) throw Unserved();
+}
+
 inline bool is_float(ScalarType t) {
     return t == ScalarType::Float || t == ScalarType::BFloat16 || t == ScalarType::Half;
 }
-inline Dtype dtype_of(const Tensor& t, const char* what) {
+inline Dtype dtype_of(const Tensor& t) {
     switch (t.scalar_type()) {
         case ScalarType::Float:
             return Dtype::kFloat32;
@@ -30,7 +39,7 @@ inline Dtype dtype_of(const Tensor& t, const char* what) {
         case ScalarType::Half:
             return Dtype::kFloat16;
         default:
-            STD_TORCH_CHECK(false, what, " must be float32, bfloat16 or float16");
+            throw Unserved();
     }
 }
 
@@ -40,14 +49,14 @@ struct Rows {
     cpu::Shape shape;
     int64_t stride;
 };
-inline Rows rows_of(const Tensor& t, const char* what) {
+inline Rows rows_of(const Tensor& t) {
     if (t.dim() == 0) return {{1, 1}, 1};
     const int64_t cols = t.size(t.dim() - 1);
     if (t.dim() == 2) {
-        STD_TORCH_CHECK(cols <= 1 || t.stride(1) == 1, what, " must have unit column stride, got ", t.stride(1));
+        require(cols <= 1 || t.stride(1) == 1);
         return {{t.size(0), cols}, t.stride(0)};
     }
-    STD_TORCH_CHECK(t.is_contiguous(), what, " must be a matrix, or contiguous");
+    require(t.is_contiguous());
     return {{cols > 0 ? t.numel() / cols : 0, cols}, cols};
 }
 // Whether rows_of takes a tensor as it lies.
@@ -69,32 +78,28 @@ inline Tensor in_rows(const Tensor& t) {
 inline Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 inline MaybeTensor dense(const MaybeTensor& t) { return t ? MaybeTensor(dense(*t)) : std::nullopt; }
 
-inline cpu::Shape shape_of(const Tensor& t, const char* what) {
-    STD_TORCH_CHECK(t.numel() > 0, what, " must have an element");
-    return rows_of(t, what).shape;
+inline cpu::Shape shape_of(const Tensor& t) {
+    require(t.numel() > 0);
+    return rows_of(t).shape;
 }
 
-inline cpu::Values values_of(const Tensor& t, const char* what) {
-    return {t.const_data_ptr(), dtype_of(t, what), rows_of(t, what).stride};
-}
-inline cpu::Results results_of(const Tensor& t, const char* what, cpu::Shape shape) {
-    const Rows rows = rows_of(t, what);
-    STD_TORCH_CHECK(rows.shape.rows == shape.rows && rows.shape.cols == shape.cols, what, " must have shape [",
-                    shape.rows, ", ", shape.cols, "], got [", rows.shape.rows, ", ", rows.shape.cols, "]");
-    return {const_cast<void*>(t.const_data_ptr()), dtype_of(t, what), rows.stride};
+inline cpu::Values values_of(const Tensor& t) { return {t.const_data_ptr(), dtype_of(t), rows_of(t).stride}; }
+inline cpu::Results results_of(const Tensor& t, cpu::Shape shape) {
+    const Rows rows = rows_of(t);
+    require(rows.shape.rows == shape.rows && rows.shape.cols == shape.cols);
+    return {const_cast<void*>(t.const_data_ptr()), dtype_of(t), rows.stride};
 }
 
-inline void check_bytes(const Tensor& t, int64_t rows, int64_t cols, const char* what) {
-    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Byte && t.is_contiguous(), what, " must be uint8, contiguous");
-    STD_TORCH_CHECK((t.dim() == 0 ? 1 : t.size(t.dim() - 1)) == cols && t.numel() == rows * cols, what, " must hold [",
-                    rows, ", ", cols, "] bytes");
+inline void check_bytes(const Tensor& t, int64_t rows, int64_t cols) {
+    require(t.scalar_type() == ScalarType::Byte && t.is_contiguous());
+    require((t.dim() == 0 ? 1 : t.size(t.dim() - 1)) == cols && t.numel() == rows * cols);
 }
-inline const uint8_t* bytes_of(const Tensor& t, int64_t rows, int64_t cols, const char* what) {
-    check_bytes(t, rows, cols, what);
+inline const uint8_t* bytes_of(const Tensor& t, int64_t rows, int64_t cols) {
+    check_bytes(t, rows, cols);
     return static_cast<const uint8_t*>(t.const_data_ptr());
 }
-inline uint8_t* new_bytes_of(const Tensor& t, int64_t rows, int64_t cols, const char* what) {
-    check_bytes(t, rows, cols, what);
+inline uint8_t* new_bytes_of(const Tensor& t, int64_t rows, int64_t cols) {
+    check_bytes(t, rows, cols);
     return static_cast<uint8_t*>(t.mutable_data_ptr());
 }
 
@@ -109,13 +114,10 @@ inline cpu::Shape scale_shape(cpu::Shape shape, const SchemeParams& s) {
 
 // Scales (and zero points) hold one entry a block, in the scheme's scale format.
 inline void check_scale(const Tensor& t, cpu::Shape shape, const SchemeParams& s, bool zero_point) {
-    const char* what = zero_point ? "zero_point" : "scale";
     const cpu::Shape blocks = scale_shape(shape, s);
-    STD_TORCH_CHECK(t.dim() == 2 && t.is_contiguous(), what, " must be a matrix, contiguous");
-    STD_TORCH_CHECK(t.size(0) == blocks.rows && t.size(1) == blocks.cols, what, " must have shape [", blocks.rows, ", ",
-                    blocks.cols, "], got [", t.size(0), ", ", t.size(1), "]");
-    STD_TORCH_CHECK(t.scalar_type() == (zero_point ? zero_type(s) : scale_type(s)), what,
-                    " has another dtype than the scheme's");
+    require(t.dim() == 2 && t.is_contiguous());
+    require(t.size(0) == blocks.rows && t.size(1) == blocks.cols);
+    require(t.scalar_type() == (zero_point ? zero_type(s) : scale_type(s)));
 }
 
 inline const void* data_of(const MaybeTensor& t) { return t ? t->const_data_ptr() : nullptr; }

@@ -53,7 +53,7 @@ void done(const char* error) { STD_TORCH_CHECK(error == nullptr, error == nullpt
 
 lb::Matrix matrix_of(const Tensor& x, const char* name) {
     const lowbit::Rows rows = lowbit::rows_of(x, name);
-    return {x.data_ptr(), dtype_of(x, name), rows.shape.rows, rows.shape.cols, rows.stride};
+    return {x.data_ptr(), dtype_of(x), rows.shape.rows, rows.shape.cols, rows.stride};
 }
 
 // Rows of packed codes, `cols` of them a row, `bits` each.
@@ -278,8 +278,7 @@ void fake_quantize_backward(const Tensor& given_grad, const Tensor& given_x, con
                                            on.stream()));
 }
 
-lb::MmOperand operand_of(const char* name, const Tensor& data, const MaybeText& scheme, const Scales& scales,
-                         int64_t cols) {
+lb::MmOperand operand_of(const Tensor& data, const MaybeText& scheme, const Scales& scales, int64_t cols) {
     const lowbit::Rows rows = lowbit::rows_of(data, name);
     lb::MmOperand side = {};
     side.coded = scheme.has_value();
@@ -303,16 +302,16 @@ void scaled_mm(const Tensor& a, const Tensor& b, int64_t cols, const MaybeText& 
     const Tensor a_rows = in_rows(a), b_rows = in_rows(b);
     const Scales a_scales = given(a_scale, a_zero_point, a_global_scale),
                  b_scales = given(b_scale, b_zero_point, b_global_scale);
-    const lb::MmOperand left = operand_of("a", a_rows, a_scheme, a_scales, cols),
-                        right = operand_of("b", b_rows, b_scheme, b_scales, cols);
+    const lb::MmOperand left = operand_of(a_rows, a_scheme, a_scales, cols),
+                        right = operand_of(b_rows, b_scheme, b_scales, cols);
     STD_TORCH_CHECK(out.is_contiguous() && out.size(0) == left.codes.rows && out.size(1) == right.codes.rows,
                     "lowbit: out must be a contiguous [", left.codes.rows, ", ", right.codes.rows, "]");
-    lb::MmEpilogue epilogue = {out.data_ptr(), dtype_of(out, "out"), nullptr, lowbit::Dtype::kFloat32};
+    lb::MmEpilogue epilogue = {out.data_ptr(), dtype_of(out), nullptr, lowbit::Dtype::kFloat32};
     const MaybeTensor bias = dense(given_bias);
     if (bias.has_value()) {
         STD_TORCH_CHECK(bias->numel() == right.codes.rows, "lowbit: bias must be of ", right.codes.rows, " elements");
         epilogue.bias = bias->data_ptr();
-        epilogue.bias_dtype = dtype_of(*bias, "bias");
+        epilogue.bias_dtype = dtype_of(*bias);
     }
     done(lb::launch_scaled_mm(left, right, epilogue, cols, on.stream()));
 }
