@@ -118,6 +118,6 @@ def test_sensitivities_name_their_layers(saved, tmp_path, layers):
     scores = {f"layers.{number}": {"int8": score(number)} for number in range(layers)}
     Sensitivity(scores, (), {"int8": lb.recipe("int8")}, "loss", 0).plot(tmp_path / "s.png")
     words = legible(saved[0])
-    title = "What each layer loses by each recipe, "
+    title = "Loss of each layer with each recipe, "
     assert title + ("all layers" if layers == 5 else "the 40 worst of 90 layers") in words
     assert ("layers.0" in words) == (layers == 5) and f"layers.{layers - 1}" in words

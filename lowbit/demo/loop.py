@@ -34,7 +34,7 @@ from lowbit.files import read_checked, write_checked
 from lowbit.memory.profiler import Profile, profile
 from lowbit.optim import offload_
 from lowbit.plan import TrainingPlan
-from lowbit.plan.settings import TrainingSettings, elsewhere, prepare_model_
+from lowbit.plan.settings import TrainingSettings, offloading, prepare_model_
 from lowbit.train import (
     LossScaler,
     convert_,
@@ -238,7 +238,7 @@ class Trainer:
             scaled: Tensor = self.scaler.scale(loss_of(self.model, inputs_BT, targets_BT))
             return scaled
 
-        with elsewhere(self._settings, self._directory):
+        with offloading(self._settings, self._directory):
             parts = micro_batches((inputs_BT, targets_BT), self._settings.micro_batches)
             losses = [self._backward(inputs, targets, weight) for (inputs, targets), weight in parts]
         self.history.train.append(self._mean(sum(losses)))

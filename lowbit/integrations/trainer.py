@@ -22,7 +22,7 @@ from lowbit.models.wrap import Wrapper, wrap
 from lowbit.optim import offload_
 from lowbit.optim.offload import OFFLOADED
 from lowbit.plan import TrainingPlan
-from lowbit.plan.settings import TrainingSettings, elsewhere, optimizer_class, prepare_model_
+from lowbit.plan.settings import TrainingSettings, offloading, optimizer_class, prepare_model_
 from lowbit.plan.techniques import STRATEGY, in_use
 
 __all__ = ["RequireSharding", "plan_arguments"]
@@ -207,5 +207,5 @@ class _Offloading(Wrapper):
     def __call__(self, module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        with elsewhere(self.settings, self.target):
+        with offloading(self.settings, self.target):
             return forward(*args, **kwargs)

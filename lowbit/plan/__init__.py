@@ -1,6 +1,4 @@
-"""What to do for a budget: which recipe each layer gets for so many bits, how to train within so many bytes, and how to
-generate.
-"""
+"""Plans for a budget: recipes per layer for a model size, and settings for training or generation within a memory."""
 
 from lowbit.plan.bits import Score, Sensitivity
 from lowbit.plan.fitting import TrainingPlan, fit

@@ -1,4 +1,4 @@
-"""What ``require`` and ``exclude`` leave of a table of choices."""
+"""Selects from a table of choices with ``require`` and ``exclude``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["left", "names_in"]
 _Choice = TypeVar("_Choice")
 
 
-def names_in(given: Iterable[str]) -> tuple[str, ...]:
-    """The names that a caller gave, of which a single one may be a string."""
-    return (given,) if isinstance(given, str) else tuple(given)
+def names_in(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names; a string is a single name."""
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def left(
@@ -24,23 +24,25 @@ def left(
     offered: Callable[[_Choice], bool] = lambda choice: True,
     who: str = "fit",
 ) -> dict[str, dict[str, _Choice]]:
-    """By dimension and name the choices that are left: of a dimension with a required name these alone, of others
-    those that are ``offered``, and none that is excluded.
+    """Return the remaining choices by dimension and name.
 
-    Raises ValueError for an unknown name, and where a dimension has no choice left.
+    A dimension with required names keeps only these; other dimensions keep the choices that are ``offered``. Excluded
+    names are removed.
+
+    Raises:
+        ValueError: For an unknown name, or if a dimension has no choice left.
     """
     required, excluded = set(names_in(require)), set(names_in(exclude))
     known = [name for row in choices.values() for name in row]
     for name in (*required, *excluded):
         if name not in known:
             raise ValueError(f"{who}: no choice is called {name!r}{did_you_mean(name, known)}; there are {known}")
-    found = {}
+    remaining = {}
     for dimension, row in choices.items():
         chosen = [name for name in row if name in required] or [name for name in row if offered(row[name])]
-        found[dimension] = {name: row[name] for name in chosen if name not in excluded}
-        if not found[dimension]:
+        remaining[dimension] = {name: row[name] for name in chosen if name not in excluded}
+        if not remaining[dimension]:
             raise ValueError(
-                f"{who}: require and exclude leave nothing for the {dimension}, which is one of {list(row)}; leave one "
-                f"of them in"
+                f"{who}: require and exclude leave no choice for the {dimension}; allow one of {list(row)}"
             )
-    return found
+    return remaining

@@ -1,4 +1,4 @@
-"""What each layer of a model loses by each recipe, and the recipes by layer that lose the least for their size."""
+"""Sensitivity of layers to recipes, and the choice of recipes with the least loss for a model size."""
 
 from __future__ import annotations
 
@@ -16,65 +16,74 @@ from lowbit.tables import aligned
 
 __all__ = ["FLOAT", "Option", "Score", "Sensitivity", "allocate"]
 
-#: The name of the choice to leave a layer as it is.
+#: Name of the choice that leaves a layer in high precision.
 FLOAT = "float"
 
-#: The columns of the table.
 _HEAD = ("layer", "recipe", "bits", "SQNR dB: weight", "input", "output", "loss")
 
-#: A plot has so many layers at most, with room for a name each.
+#: Most layers in a plot, so that every name is readable.
 _MOST_DRAWN = 40
 
 
 @dataclass(frozen=True)
 class Score:
-    """A layer with a recipe. ``weights``: how many numbers its weights hold; ``bytes``: of codes and scales.
-
-    ``loss``: what it is estimated to cost. ``weight``, ``input``, ``output``: the SQNR of each in dB, inf without
-    error.
-    """
+    """The size and the estimated loss of one layer with one recipe."""
 
     name: str
+    """Path of the layer."""
     recipe: str
+    """Name of the recipe."""
     weights: int
+    """Number of weight elements."""
     bytes: int
+    """Bytes of quantized values and scales."""
     loss: float
+    """Estimated increase of the loss, in the units of ``Sensitivity.by``."""
     weight: float
+    """SQNR of the weight in dB; inf without error."""
     input: float
+    """SQNR of the input in dB; inf without error."""
     output: float
+    """SQNR of the output in dB; inf without error."""
 
     @property
     def bits(self) -> float:
-        """A weight, scales included."""
+        """Bits per weight, scales included."""
         return 8 * self.bytes / self.weights
 
 
 @dataclass(frozen=True, repr=False)
 class Sensitivity:
-    """What each layer of a model loses by each recipe. ``print`` shows a table, ``to_dict()`` gives JSON data.
-
-    ``scores``: by layer and recipe, in the order of the model. ``groups``: the layers that share a choice, because
-    they are given the same input or have one weight. ``by``: what the ``loss`` of a score is of, the model's ``"loss"``
-    or the layer's ``"output"``. ``others``: the bytes of all else in the model.
-    """
+    """The estimated loss of each layer of a model with each recipe. ``print`` shows a table."""
 
     scores: dict[str, dict[str, Score]]
+    """Scores by layer and recipe, in the order of the model."""
     groups: tuple[tuple[str, ...], ...]
+    """Layers that get the same recipe, because they have the same input or share a weight."""
     recipes: dict[str, Recipe | None]
+    """The recipes by name; None leaves a layer in high precision."""
     by: str
+    """Meaning of ``Score.loss``: the model's ``"loss"``, or the relative error of the layer's ``"output"``."""
     others: int
+    """Bytes of all other tensors of the model."""
 
     def choose(self, bits: float | None = None, size: int | None = None) -> dict[str, Recipe | None]:
-        """The recipe of each layer, for ``quantize_`` and ``calibrate``, with the least sum of losses. Layers deeper in
-        the model come later, since the name of a layer may be the end of another's, and the last match wins.
+        """Return the recipe of each layer, for ``quantize_`` and ``calibrate``, with the least sum of losses.
 
-        ``bits``: a weight, scales included, on average over these layers; or ``size``: bytes of the whole model.
-        Raises ValueError for neither or both, for what is no finite number, and where no choice is as small.
+        The dict has layers with longer paths last. The path of one layer may be the end of another layer's path, and
+        the last match counts.
+
+        Args:
+            bits: Largest average number of bits per weight of these layers, scales included.
+            size: Largest size of the whole model in bytes. Pass either ``bits`` or ``size``.
+
+        Raises:
+            ValueError: If neither or both are given, or one that is not finite; if no choice is small enough.
         """
-        given = [value for value in (bits, size) if value is not None]
-        if len(given) != 1 or not math.isfinite(given[0]):
+        limits = [limit for limit in (bits, size) if limit is not None]
+        if len(limits) != 1 or not math.isfinite(limits[0]):
             raise ValueError(
-                f"choose: give bits a weight, or the size of the model in bytes, for instance bits=4.5; got "
+                f"choose: expected bits per weight, such as bits=4.5, or the size of the model in bytes; got "
                 f"bits={bits} and size={size}"
             )
         weights = sum(next(iter(rows.values())).weights for rows in self.scores.values())
@@ -92,23 +101,23 @@ class Sensitivity:
         except ValueError:
             least = sum(min(option.cost for option in row) for row in options)
             raise ValueError(
-                f"choose: the smallest choice takes {8 * least / weights:.3f} bits a weight, "
-                f"{amount(least + self.others)} in all; ask for as much, or give a recipe that is smaller"
+                f"choose: the smallest choice needs {8 * least / weights:.3f} bits per weight, "
+                f"{amount(least + self.others)} in total; ask for as much, or add a smaller recipe"
             ) from None
         recipe_of = {name: names[index] for group, index in zip(self.groups, chosen, strict=True) for name in group}
         return {name: self.recipes[recipe_of[name]] for name in sorted(self.scores, key=lambda name: name.count("."))}
 
     def bits(self, chosen: Mapping[str, Recipe | None]) -> float:
-        """Bits a weight of ``chosen``, scales included."""
+        """Return the bits per weight of ``chosen``, scales included."""
         rows = self._rows(chosen)
         return 8 * sum(row.bytes for row in rows) / sum(row.weights for row in rows)
 
     def loss(self, chosen: Mapping[str, Recipe | None]) -> float:
-        """The sum of the losses of ``chosen``."""
+        """Return the sum of the losses of ``chosen``."""
         return math.fsum(row.loss for row in self._rows(chosen))
 
     def size(self, chosen: Mapping[str, Recipe | None]) -> int:
-        """Bytes of the whole model with ``chosen``."""
+        """Return the bytes of the whole model with ``chosen``."""
         return self.others + sum(row.bytes for row in self._rows(chosen))
 
     def _rows(self, chosen: Mapping[str, Recipe | None]) -> list[Score]:
@@ -116,7 +125,7 @@ class Sensitivity:
         return [rows[names[chosen[name]]] for name, rows in self.scores.items()]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON data. An infinite SQNR is None."""
+        """Return JSON data. An infinite SQNR is None."""
         rows = [asdict(score) for rows in self.scores.values() for score in rows.values()]
         finite = [
             {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
@@ -131,25 +140,26 @@ class Sensitivity:
         return self.table()
 
     def table(self, every_layer: bool = False) -> str:
-        """Lines of layers and recipes, with the sum of losses; layers whose names differ in numbers only are one line,
-        unless ``every_layer``.
+        """Return a table of layers and recipes with the sums of losses.
+
+        Layers whose names differ only in numbers share a row, unless ``every_layer`` is true.
         """
         alike: dict[tuple[str, str, float], list[Score]] = {}
         for row in (rows[recipe] for recipe in self.recipes for rows in self.scores.values()):
             alike.setdefault((row.recipe, row.name if every_layer else family(row.name), row.bits), []).append(row)
         lines: list[tuple[str, ...]] = [_HEAD]
         for (recipe, name, bits), rows in alike.items():
-            shown = [_range([getattr(row, what) for row in rows]) for what in ("weight", "input", "output")]
+            shown = [_range([getattr(row, part) for row in rows]) for part in ("weight", "input", "output")]
             lines.append((name, recipe, f"{bits:.3f}", *shown, f"{math.fsum(row.loss for row in rows):.4g}"))
         return aligned(lines, range(2, len(_HEAD)))
 
     def worst(self, count: int = 10) -> list[Score]:
-        """The layers that lose the most, by falling loss, each with the recipe by which it loses the most."""
-        found = [max(rows.values(), key=lambda score: score.loss) for rows in self.scores.values()]
-        return sorted(found, key=lambda score: -score.loss)[:count]
+        """Return the layers with the largest losses, each with its worst recipe, by falling loss."""
+        scores = [max(rows.values(), key=lambda score: score.loss) for rows in self.scores.values()]
+        return sorted(scores, key=lambda score: -score.loss)[:count]
 
     def plot(self, path: str | Path) -> None:
-        """Draw losses and the SQNR of outputs over the layers to an image. Raises ImportError without matplotlib."""
+        """Plot losses and output SQNR of the layers to an image file. Raises ImportError without matplotlib."""
         try:
             from matplotlib.figure import Figure
         except ImportError:
@@ -165,11 +175,11 @@ class Sensitivity:
             rows = [self.scores[name][recipe] for name in shown]
             losses.semilogy([row.loss for row in rows], marker=".", label=recipe)
             outputs.plot([row.output for row in rows], marker=".", label=recipe)
-        losses.set_ylabel("loss" if self.by == "loss" else "error of the output")
-        some = "all layers" if len(shown) == len(names) else f"the {len(shown)} worst of {len(names)} layers"
-        losses.set_title(f"What each layer loses by each recipe, {some}", loc="left", size=10)
+        losses.set_ylabel("loss" if self.by == "loss" else "output error")
+        selection = "all layers" if len(shown) == len(names) else f"the {len(shown)} worst of {len(names)} layers"
+        losses.set_title(f"Loss of each layer with each recipe, {selection}", loc="left", size=10)
         losses.legend()
-        outputs.set_ylabel("SQNR of the output, dB")
+        outputs.set_ylabel("output SQNR, dB")
         outputs.set_xticks(range(len(shown)), shown, rotation=90, fontsize=8)
         figure.savefig(path, dpi=150)
 
@@ -179,16 +189,16 @@ def _range(values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-# -- one choice for each of several groups: the multiple-choice knapsack ----------------------------------------------
+# -- the multiple-choice knapsack problem -----------------------------------------------------------------------------
 class Option(NamedTuple):
-    """What a choice costs, an integer, and what is lost by it."""
+    """The cost of a choice, in bytes, and its loss."""
 
     cost: int
     loss: float
 
 
 class _State(NamedTuple):
-    """Choices for the first groups: their cost and loss, the last of them, and those before it."""
+    """A choice for each of the first groups: cost and loss of all, the last choice, and the state before it."""
 
     cost: int
     loss: float
@@ -197,17 +207,19 @@ class _State(NamedTuple):
 
 
 def allocate(groups: Sequence[Sequence[Option]], budget: int) -> list[int]:
-    """The index of an option for each group, so that the costs sum to ``budget`` at most and the losses to the least.
+    """Return the index of an option for each group, with the least sum of losses and costs of at most ``budget``.
 
-    The optimum, by dynamic programming over costs: of partial choices only those stay that no other beats in both, and
-    that the relaxed problem (Lagrange multiplier of the budget) does not rule out (Pisinger, EJOR 83, 1995).
-    Raises ValueError where the cheapest choices cost more than ``budget``.
+    The result is the optimum. Dynamic programming over costs keeps the undominated partial choices that the relaxed
+    problem (Lagrange multiplier of the budget) does not rule out (Pisinger, EJOR 83, 1995).
+
+    Raises:
+        ValueError: If the cheapest options cost more than ``budget``.
     """
     least = sum(min(option.cost for option in options) for options in groups)
     if least > budget:
-        raise ValueError(f"the cheapest choice costs {least}, and the budget is {budget}")
+        raise ValueError(f"the cheapest choice costs {least}, which is above the budget of {budget}")
     price, incumbent = _relaxed(groups, budget)
-    # What the groups from each on lose at least, with a price on their cost; and what they cost at least.
+    # Lower bounds for the last groups: of their loss with the price of their cost, and of their cost.
     bounds, cheapest = [0.0], [0]
     for options in reversed(groups):
         bounds.append(bounds[-1] + min(option.loss + price * option.cost for option in options))
@@ -216,15 +228,15 @@ def allocate(groups: Sequence[Sequence[Option]], budget: int) -> list[int]:
     for index, options in enumerate(groups):
         rest, left = bounds[-2 - index], budget - cheapest[-2 - index]
         limit = incumbent - rest + price * budget
-        limit += 1e-9 * (incumbent + price * budget)  # sums in floats
-        found = [
+        limit += 1e-9 * (incumbent + price * budget)  # for rounding of the sums
+        reached = [
             _State(state.cost + option.cost, state.loss + option.loss, choice, state)
             for state in states
             for choice, option in enumerate(options)
             if state.cost + option.cost <= left
             and state.loss + option.loss + price * (state.cost + option.cost) <= limit
         ]
-        states = undominated(found, lambda state: (state.cost, state.loss))
+        states = undominated(reached, lambda state: (state.cost, state.loss))
     last: _State | None = states[-1]
     chosen: list[int] = []
     while last is not None and last.before is not None:
@@ -234,8 +246,10 @@ def allocate(groups: Sequence[Sequence[Option]], budget: int) -> list[int]:
 
 
 def _relaxed(groups: Sequence[Sequence[Option]], budget: int) -> tuple[float, float]:
-    """The loss that a unit of the budget saves at the optimum of the relaxed problem, and the loss of one choice that
-    fits: the steps along the lower convex hulls of the groups, those first that save the most for their cost.
+    """Solve the relaxed problem: take the steps on the lower convex hulls of the groups, the best ratio first.
+
+    Returns:
+        The loss that one more unit of the budget saves at the optimum, and the loss of one choice that fits.
     """
     hulls = [_hull(options) for options in groups]
     steps = [
@@ -249,7 +263,7 @@ def _relaxed(groups: Sequence[Sequence[Option]], budget: int) -> tuple[float, fl
         after = hulls[number][position]
         if number in stopped or cost + after.cost - taken[number].cost > budget:
             price = price or saved
-            stopped.add(number)  # its later steps begin where this one ends
+            stopped.add(number)  # the group's later steps start from this one
             continue
         cost += after.cost - taken[number].cost
         taken[number] = after
@@ -257,7 +271,7 @@ def _relaxed(groups: Sequence[Sequence[Option]], budget: int) -> tuple[float, fl
 
 
 def _hull(options: Sequence[Option]) -> list[Option]:
-    """The options on the lower convex hull, by rising cost and falling loss."""
+    """Return the options on the lower convex hull, by rising cost and falling loss."""
     hull: list[Option] = []
     for option in sorted(set(options)):
         if hull and option.loss >= hull[-1].loss:

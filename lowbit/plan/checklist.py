@@ -1,8 +1,7 @@
-"""What to do when memory runs out: the techniques of ``TECHNIQUES``, each with what it saves in this model and what it
-costs.
+"""Advice for a model that runs out of memory: the bytes that each technique saves, and the time that it costs.
 
-Where an estimate can take a technique, it is estimated like the plain step; else its bytes follow from the kinds of
-bytes at the plain peak.
+Techniques that ``lb.estimate`` supports are estimated like the plain step. The savings of the others are computed from
+the kinds of bytes at the plain peak.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ __all__ = ["ADVISED", "Advice", "Advised", "Checklist", "NotHere", "Step", "chec
 
 @dataclass(frozen=True)
 class Step:
-    """A step of training, as ``lb.estimate`` takes it."""
+    """A training step, with arguments of ``lb.estimate``."""
 
     subject: Subject
     optimizer: Any = "adamw"
@@ -41,32 +40,36 @@ class Step:
     micro_batches: int = 1
 
     def estimated(self) -> Estimate:
-        """The estimate of the step."""
-        one = self.subject
+        """Return the estimate of the step."""
         return estimate(
-            one.model, one.batch, one.loss, self.recipe, self.optimizer, precision=self.precision,
-            prepare=self.prepare, micro_batches=self.micro_batches,
+            self.subject.model, self.subject.batch, self.subject.loss, self.recipe, self.optimizer,
+            precision=self.precision, prepare=self.prepare, micro_batches=self.micro_batches,
         )  # fmt: skip
 
 
 class NotHere(Exception):
-    """A technique does not apply, for the reason that is given."""
+    """Raised with the reason why a technique has no effect."""
 
 
 class Effect(NamedTuple):
-    """``saves``: bytes of the peak. ``seconds``: more that a step takes."""
+    """The bytes that a technique saves at the peak, and the seconds that it adds to a step."""
 
     saves: int
     seconds: float
 
 
-#: Of the plain step and its estimate. Raises NotHere.
+#: ``measure(step, estimate of the plain step)``. Raises NotHere.
 Measure = Callable[[Step, Estimate], Effect]
 
 
 class Advised(NamedTuple):
-    """A technique that is advised. ``code``: a line that applies it. ``how``: its figures are estimated, or a sum of
-    kinds at the plain peak.
+    """A technique of the checklist.
+
+    Attributes:
+        name: Name of the technique.
+        code: A line of code that applies it.
+        measure: Returns its effect.
+        how: Source of its figures: an estimate, or a sum of kinds at the plain peak.
     """
 
     name: str
@@ -76,8 +79,15 @@ class Advised(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """What a technique does for a model: ``saves`` bytes of the peak, for ``time``, a share of a step that it adds.
-    ``note``: why it does nothing here, if it does not.
+    """The effect of a technique on a model.
+
+    Attributes:
+        name: Name of the technique.
+        saves: Bytes that it saves at the peak.
+        time: Time that it adds, as a fraction of the plain step.
+        code: A line of code that applies it.
+        how: Source of the figures.
+        note: Why it has no effect, or "".
     """
 
     name: str
@@ -89,17 +99,17 @@ class Advice(NamedTuple):
 
 
 class Checklist:
-    """The techniques, best first: those that save most for their time. ``plain`` is the estimate without them."""
+    """Advice, sorted by bytes saved per time. ``plain`` is the estimate of the plain step. ``print`` shows a table."""
 
     def __init__(self, plain: Estimate, advice: list[Advice]) -> None:
         self.plain, self.advice = plain, advice
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
+        """Return JSON data."""
         return {"plain": self.plain.as_dict(), "advice": [row._asdict() for row in self.advice]}
 
     def __str__(self) -> str:
-        rows = [("technique", "peak", "in percent", "time", "how known", "code or reason")]
+        rows = [("technique", "peak", "in percent", "time", "source", "code or reason")]
         peak = max(self.plain.peak_bytes, 1)
         for row in self.advice:
             figures = ("-", "-", "-") if row.note else (
@@ -117,22 +127,36 @@ def checklist(
     precision: str | None = None,
     recipe: str | None = None,
 ) -> Checklist:
-    """What each technique of ``ADVISED`` saves of the peak of a step of training ``model`` on ``batch``, in bytes, and
-    the time that it adds, by estimates alone: nothing is computed, and ``model`` stays, on meta or not.
+    """Estimate the bytes that each technique of ``ADVISED`` saves at the peak of a training step, and its added time.
 
-    The arguments are those of ``lb.estimate``. Times follow from arithmetic and traffic at the rates of this
-    machine, and serve for comparison.
-    Raises as ``lb.estimate``.
+    Nothing is computed, and ``model`` does not change. Times follow from the arithmetic and traffic rates of this
+    machine, and are for comparison only.
+
+    Args:
+        model: Module to train; may be on the meta device.
+        batch: Batch, as for ``lb.estimate``.
+        loss: Loss, as for ``lb.estimate``.
+        optimizer: Optimizer, as for ``lb.estimate``.
+        precision: Precision, as for ``lb.estimate``.
+        recipe: Recipe, as for ``lb.estimate``.
+
+    Returns:
+        The checklist; techniques without effect are last.
+
+    Raises:
+        ValueError: As ``lb.estimate``.
+        TypeError: As ``lb.estimate``.
     """
     step = Step(Subject(model, batch, loss), optimizer, precision, recipe)
     plain = step.estimated()
-    found = [_advice(technique, step, plain) for technique in ADVISED]
-    useless = [row for row in found if row.note]
-    return Checklist(plain, sorted((row for row in found if not row.note), key=_rank) + useless)
+    rows = [_advice(technique, step, plain) for technique in ADVISED]
+    return Checklist(
+        plain, sorted((row for row in rows if not row.note), key=_rank) + [row for row in rows if row.note]
+    )
 
 
 def _rank(row: Advice) -> float:
-    """Bytes for time: what costs nothing counts as a hundredth of a step."""
+    """Return bytes per time, negative. A technique without cost counts as a hundredth of a step."""
     return -row.saves / max(row.time, 0.01)
 
 
@@ -148,9 +172,9 @@ def _advice(technique: Advised, step: Step, plain: Estimate) -> Advice:
     return Advice(name, effect.saves, time, code, how)
 
 
-# -- how figures come about -------------------------------------------------------------------------------------------
+# -- sources of the figures -------------------------------------------------------------------------------------------
 def _estimated(technique: Technique) -> Measure:
-    """By an estimate of the step with the technique."""
+    """Estimate the step with the technique."""
 
     def measure(step: Step, plain: Estimate) -> Effect:
         reason = technique.why_not(step.subject)
@@ -160,7 +184,7 @@ def _estimated(technique: Technique) -> Measure:
         for name, value in technique.changes.items():
             changed = _CHANGES.get(name, partial(_prepared, name))(changed, value)
         if changed == step:
-            raise NotHere(f"precision is {step.precision} already")
+            raise NotHere(f"precision is already {step.precision}")
         return _between(changed, plain)
 
     return measure
@@ -172,54 +196,52 @@ def _between(step: Step, plain: Estimate) -> Effect:
 
 
 def _prepared(name: str, step: Step, value: Any) -> Step:
-    """As plans prepare a model whose settings have this value alone."""
+    """Prepare the model as a plan with this one setting does."""
     settings = TrainingSettings(**{name: value})
     return replace(step, prepare=lambda model: prepare_model_(model, settings))
 
 
 def _recipe(step: Step, recipe: str) -> Step:
     if step.recipe is not None:
-        raise NotHere(f"recipe is {step.recipe} already")
+        raise NotHere(f"recipe is already {step.recipe}")
     return replace(step, recipe=recipe)
 
 
 def _bits(step: Step, bits: int) -> Step:
     if not isinstance(step.optimizer, str) or step.optimizer.endswith(("8bit", "4bit")):
-        raise NotHere("the optimizer is one of few bits, or no name")
+        raise NotHere("the optimizer is already low-bit, or is not given by name")
     name = step.optimizer.removesuffix("32bit").removesuffix("16bit")
     return replace(step, optimizer=f"{name}{bits}bit")
 
 
-def _parts(step: Step, parts: int) -> Step:
+def _micro_batches(step: Step, count: int) -> Step:
     rows = samples(step.subject.batch)
-    if rows < parts:
+    if rows < count:
         raise NotHere(f"the batch has {'one row' if rows == 1 else f'{rows} rows'}")
-    return replace(step, subject=replace(step.subject, batch=largest_part(step.subject.batch, parts)),
-                   micro_batches=parts)  # fmt: skip
+    return replace(step, subject=replace(step.subject, batch=largest_part(step.subject.batch, count)),
+                   micro_batches=count)  # fmt: skip
 
 
-#: By field of the settings, how a step has a value; the rest is as plans prepare models.
+#: Functions that set a field of the settings in a step. Other fields are applied by ``prepare``, as in plans.
 _CHANGES: dict[str, Callable[[Step, Any], Step]] = {
     "precision": lambda step, precision: replace(step, precision=precision),
     "recipe": _recipe,
     "bits": _bits,
-    "micro_batches": _parts,
+    "micro_batches": _micro_batches,
 }
 
 
 def _half(step: Step, plain: Estimate) -> Effect:
-    return _between(replace(_parts(step, 2), micro_batches=1), plain)
+    return _between(replace(_micro_batches(step, 2), micro_batches=1), plain)
 
 
-def _moved(*kinds: str) -> Measure:
-    """By the bytes of these kinds at the plain peak, which are written and read in each step at the bandwidth of a
-    directory.
-    """
+def _offloaded(*kinds: str) -> Measure:
+    """Offload these kinds of bytes: each step writes and reads them at the bandwidth of the target."""
 
     def measure(step: Step, plain: Estimate) -> Effect:
         size = _sum(plain, kinds)
-        at = bandwidth("cpu" if plain.device.type == "cuda" else tempfile.gettempdir())
-        return Effect(size, size * (1 / at.write + 1 / at.read))
+        rates = bandwidth("cpu" if plain.device.type == "cuda" else tempfile.gettempdir())
+        return Effect(size, size * (1 / rates.write + 1 / rates.read))
 
     return measure
 
@@ -228,8 +250,8 @@ def _freed(step: Step, plain: Estimate) -> Effect:
     return Effect(_sum(plain, ("gradients",)), 0.0)
 
 
-def _shared(strategy: str) -> Measure:
-    """By what one process holds of the parameters, gradients and states at the plain peak."""
+def _sharded(strategy: str) -> Measure:
+    """Shard the parameters, gradients and states at the plain peak."""
 
     def measure(step: Step, plain: Estimate) -> Effect:
         parameters, gradients, states = (
@@ -244,25 +266,25 @@ def _shared(strategy: str) -> Measure:
 def _sum(plain: Estimate, kinds: tuple[str, ...]) -> int:
     size = sum(plain.by_kind.get(kind, 0) for kind in kinds)
     if not size:
-        raise NotHere(f"the peak has no {' and '.join(kinds)}")
+        raise NotHere(f"there are no {' and '.join(kinds)} at the peak")
     return size
 
 
 _STATES = ("optimizer state", "master copies")
 
-#: How many processes share a model in the advice.
+#: Number of processes in the advice on sharding.
 _PROCESSES = 8
 
 
 def _advised(technique: Technique) -> Advised:
     name, code, changes = technique.name, technique.code, technique.changes
     if "offload_states" in changes:
-        return Advised(name, code, _moved(*_STATES), "sum of states")
+        return Advised(name, code, _offloaded(*_STATES), "sum of states")
     if "offload_activations" in changes:
-        return Advised(name, code, _moved("activations"), "sum of activations")
+        return Advised(name, code, _offloaded("activations"), "sum of activations")
     if "strategy" in changes:
         how = f"sum of weights, gradients, states; {_PROCESSES} processes"
-        return Advised(name, code, _shared(changes["strategy"]), how)
+        return Advised(name, code, _sharded(changes["strategy"]), how)
     return Advised(name, code, _estimated(technique))
 
 

@@ -1,11 +1,10 @@
-"""Checkpoints for a budget: which parts of each block to recompute, so that a step fits and takes the least time.
+"""Per-block checkpointing for a memory budget, with the least time for recomputation.
 
-An estimate of every option says, for each block, the bytes that it keeps for backward, the most that is held while it
-runs, and the time of its recomputation. The choice is exact but for the rounding of bytes: a table over the blocks, of
-the least time for what all blocks up to there keep. A last estimate checks it, and where it is above the budget the
-choice is made again with less.
+For each option of each block, an estimate yields the bytes saved for backward, the peak while the block runs, and the
+time of its recomputation. Dynamic programming over the blocks finds the optimum, up to the rounding of bytes. A final
+estimate checks the result. If it is above the budget, the choice is repeated with a smaller target.
 
-Source: Jain et al., "Checkmate", arXiv 1910.02653, poses the problem; here blocks are its units.
+Source: Jain et al., "Checkmate", arXiv 1910.02653, poses the problem; here its units are blocks.
 """
 
 from __future__ import annotations
@@ -27,27 +26,39 @@ from lowbit.tables import aligned
 
 __all__ = ["CheckpointPlan", "Option", "best", "choices_of", "peak_of", "plan_checkpoints"]
 
-#: Steps into which bytes are rounded while choices are compared.
+#: Number of steps to which bytes are rounded in the dynamic program.
 _STEPS = 4096
 
-#: How often a choice that an estimate finds above the budget is made again.
+#: Attempts to find a choice that the final estimate confirms.
 _REPAIRS = 6
 
 
 class Option(NamedTuple):
-    """One option of one block. ``kept``: bytes from its forward to its backward. ``inside``: the most that is held
-    while it runs, without what earlier blocks keep. ``seconds``: of its recomputation.
+    """One checkpointing option of one block.
+
+    Attributes:
+        name: Name of the policy, or ``KEEP``.
+        saved: Bytes saved from forward to backward.
+        inside: Peak bytes while the block runs, without the bytes that earlier blocks save.
+        seconds: Time of the recomputation.
     """
 
     name: str
-    kept: int
+    saved: int
     inside: int
     seconds: float
 
 
 class CheckpointPlan:
-    """What to do with each block. ``peak_bytes``: estimated, of a step. ``seconds``: of all recomputation in a step,
-    estimated. ``options``: by the path of the block the name of its option. ``checkpoint_(model, plan)`` does it.
+    """A checkpointing option for each block. ``checkpoint_(model, plan)`` applies it.
+
+    Attributes:
+        options: Name of the option by path of the block.
+        peak_bytes: Estimated peak of a step.
+        seconds: Estimated time of all recomputation in a step.
+        budget: Limit on the peak.
+        plain_bytes: Estimated peak without checkpoints.
+        least_bytes: Smallest estimated peak of all options.
     """
 
     def __init__(
@@ -57,20 +68,20 @@ class CheckpointPlan:
         self.budget, self.plain_bytes, self.least_bytes = budget, plain.peak_bytes, least
 
     def why(self, block: str) -> str:
-        """The reason of what is done with the block of that path. Raises KeyError for one that the plan has not."""
+        """Describe the option of the block with that path. Raises KeyError for an unknown path."""
         name = self.options[block]
-        about = "all that backward needs of it is kept" if name == KEEP else f"of {POLICIES[name].about}"
+        about = "all its activations are saved" if name == KEEP else f"backward recomputes {POLICIES[name].about}"
         return f"{block}: {name}, {about}"
 
     def chosen(self, model: nn.Module) -> list[Chosen]:
-        """What of ``model`` is checkpointed. Raises AttributeError for a model without these blocks."""
+        """Return the checkpointed modules of ``model``. Raises AttributeError for a model without these blocks."""
         return BlockOptions(self.options).chosen(model)
 
     def __str__(self) -> str:
         rows = [("block", "option"), *self.options.items()]
         return (
             f"budget {amount(self.budget)}: peak {amount(self.peak_bytes)} instead of {amount(self.plain_bytes)}, "
-            f"{1e3 * self.seconds:.1f} ms of recomputation a step (estimated)\n{aligned(rows)}"
+            f"{1e3 * self.seconds:.1f} ms of recomputation per step (estimated)\n{aligned(rows)}"
         )
 
 
@@ -82,13 +93,25 @@ def plan_checkpoints(
     optimizer: Any = "adamw",
     **settings: Any,
 ) -> CheckpointPlan:
-    """Choose what to recompute of each block, so that a step holds at most ``budget`` and takes the least time.
+    """Choose a checkpointing option for each block, so that a step fits the budget in the least time.
 
-    ``budget``: of the whole step, parameters and states included: bytes, a size such as ``"8GB"``, or a share of the
-    peak without checkpoints, ``"80%"``. ``batch``, ``loss``, ``optimizer`` and ``settings`` are those of ``estimate``:
-    what the model is trained with. Blocks are those of ``checkpoint_``. Nothing is computed, and ``model`` stays.
+    Nothing is computed, and ``model`` does not change.
 
-    Raises ValueError where no choice fits (it says what would), for a model without blocks, and as ``estimate``.
+    Args:
+        model: Module to train. Its blocks are found as by ``checkpoint_``.
+        batch: Batch, as for ``lb.estimate``.
+        budget: Limit on the peak of the step, parameters and optimizer states included: bytes, a size such as
+            ``"8GB"``, or a share of the peak without checkpoints such as ``"80%"``.
+        loss: Loss, as for ``lb.estimate``.
+        optimizer: Optimizer, as for ``lb.estimate``.
+        settings: Other arguments of ``lb.estimate``.
+
+    Returns:
+        The plan, which is a policy for ``checkpoint_``.
+
+    Raises:
+        ValueError: If no choice fits (the error names the smallest peak), for a model without blocks, and as
+            ``lb.estimate``.
     """
     check_model(model)
     limit = budget_in(budget, "memory.plan_checkpoints")
@@ -96,7 +119,7 @@ def plan_checkpoints(
     if not blocks:
         raise ValueError(
             f"memory.plan_checkpoints: {type(model).__name__} has no ModuleList or Sequential of two or more modules "
-            f"of one class to plan for; give checkpoint_ a list of modules or patterns"
+            f"of one class to plan for; pass checkpoint_ a list of modules or patterns"
         )
 
     def estimated(names: Mapping[str, str]) -> Estimate:
@@ -112,46 +135,52 @@ def plan_checkpoints(
         names = best(options, outside, target)
         if names is None:
             break
-        found = dict(zip(blocks, names, strict=True))
-        checked = estimated(found)
+        by_block = dict(zip(blocks, names, strict=True))
+        checked = estimated(by_block)
         if checked.peak_bytes <= allowed:
             seconds = checked.seconds_by_phase.get("recomputation", 0.0)
-            return CheckpointPlan(found, checked.peak_bytes, seconds, plain, allowed, least)
+            return CheckpointPlan(by_block, checked.peak_bytes, seconds, plain, allowed, least)
         target -= checked.peak_bytes - allowed
     smallest = min(usages.values(), key=lambda usage: usage.peak_bytes)
     raise ValueError(
-        f"memory.plan_checkpoints: a step fits into {amount(allowed)} by no choice of checkpoints; the least is "
-        f"{amount(least)}, in {smallest.peak_event}. Ask for as much, take a smaller batch with accumulation, an "
-        f"optimizer of fewer bits, or offload its states"
+        f"memory.plan_checkpoints: no choice of checkpoints fits a step into {amount(allowed)}; the smallest peak is "
+        f"{amount(least)}, in {smallest.peak_event}. Raise the budget, use micro-batches or an 8-bit optimizer, or "
+        f"offload optimizer states"
     )
 
 
 def choices_of(tables: Mapping[str, BlockTable]) -> tuple[list[list[Option]], list[int]]:
-    """The options of each block, of the tables of models in which all blocks have one, and what is held outside."""
+    """Return the options of each block, and the bytes held outside of blocks, from one table per option."""
     rows = [
-        [Option(name, int(t.kept[place]), int(t.inside[place]), float(t.recomputation[place]))
+        [Option(name, int(t.kept[block]), int(t.inside[block]), float(t.recomputation[block]))
          for name, t in tables.items()]
-        for place in range(len(tables[KEEP].kept))
+        for block in range(len(tables[KEEP].kept))
     ]  # fmt: skip
-    return rows, [int(most) for most in np.max([t.outside for t in tables.values()], axis=0)]
+    return rows, [int(size) for size in np.max([t.outside for t in tables.values()], axis=0)]
 
 
 def best(options: Sequence[Sequence[Option]], outside: Sequence[int], budget: int) -> list[str] | None:
-    """The option of each block, in their order, of the least time in all such that at no moment more than ``budget``
-    is held: while block b runs its ``inside`` and what blocks before it keep; outside, with b blocks done,
-    ``outside[b]`` and what these keep. None where there is no such choice.
+    """Return the option of each block with the least total time whose peak is at most ``budget``.
+
+    Args:
+        options: Options of each block, in the order of the blocks.
+        outside: Bytes held between blocks, by the number of finished blocks, without the bytes that these save.
+        budget: Limit on the peak. While a block runs, it holds ``inside`` and the bytes that earlier blocks save.
+
+    Returns:
+        Names of the options, or None if no choice fits.
     """
     width = max(budget // _STEPS, 1)
-    # By what is kept so far, rounded: its bytes, the time, and how it was reached.
+    # By rounded saved bytes: the time, the saved bytes, and the choices so far.
     states: dict[int, tuple[float, int, tuple[Any, ...]]] = {0: (0.0, 0, ())}
     if outside[0] > budget:
         return None
-    for place, choices in enumerate(options):
+    for block, choices in enumerate(options):
         following: dict[int, tuple[float, int, tuple[Any, ...]]] = {}
-        for seconds, kept, path in states.values():
+        for seconds, saved, path in states.values():
             for option in choices:
-                total = kept + option.kept
-                if kept + option.inside > budget or total + outside[place + 1] > budget:
+                total = saved + option.saved
+                if saved + option.inside > budget or total + outside[block + 1] > budget:
                     continue
                 reached = (seconds + option.seconds, total, (option.name, path))
                 key = total // width
@@ -169,19 +198,19 @@ def best(options: Sequence[Sequence[Option]], outside: Sequence[int], budget: in
 
 
 def peak_of(chosen: Sequence[Option], outside: Sequence[int]) -> int:
-    """The most that is held with these options of the blocks."""
-    kept, most = 0, outside[0]
-    for place, option in enumerate(chosen):
-        most = max(most, kept + option.inside)
-        kept += option.kept
-        most = max(most, kept + outside[place + 1])
-    return most
+    """Return the peak bytes with these options of the blocks."""
+    saved, peak = 0, outside[0]
+    for block, option in enumerate(chosen):
+        peak = max(peak, saved + option.inside)
+        saved += option.saved
+        peak = max(peak, saved + outside[block + 1])
+    return peak
 
 
 def _undominated(states: dict[int, tuple[float, int, Any]]) -> dict[int, tuple[float, int, Any]]:
-    """The states that none is both smaller and faster than."""
-    found, fastest = {}, math.inf
+    """Return the states for which no other is both smaller and faster."""
+    frontier, fastest = {}, math.inf
     for key in sorted(states):
         if states[key][0] < fastest:
-            found[key], fastest = states[key], states[key][0]
-    return found
+            frontier[key], fastest = states[key], states[key][0]
+    return frontier

@@ -1,4 +1,4 @@
-"""What is worth choosing from: of things with a cost and a loss those that nothing is better than in both."""
+"""The Pareto frontier of candidates with a cost and a loss."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import TypeVar
 
 __all__ = ["undominated"]
 
-_Thing = TypeVar("_Thing")
+_Candidate = TypeVar("_Candidate")
 
 
-def undominated(things: Iterable[_Thing], of: Callable[[_Thing], tuple[float, float]]) -> list[_Thing]:
-    """Those of ``things`` that no other has at most the cost and less of the loss of, by rising cost. ``of``: a
-    thing's cost and loss.
-    """
-    kept: list[_Thing] = []
-    for thing in sorted(things, key=of):
-        if not kept or of(thing)[1] < of(kept[-1])[1]:
-            kept.append(thing)
-    return kept
+def undominated(
+    candidates: Iterable[_Candidate], cost_and_loss: Callable[[_Candidate], tuple[float, float]]
+) -> list[_Candidate]:
+    """Return the candidates for which no other has both a lower or equal cost and a lower loss, by rising cost."""
+    frontier: list[_Candidate] = []
+    for candidate in sorted(candidates, key=cost_and_loss):
+        if not frontier or cost_and_loss(candidate)[1] < cost_and_loss(frontier[-1])[1]:
+            frontier.append(candidate)
+    return frontier

@@ -1,4 +1,4 @@
-"""sensitivity: measures what each layer of a model loses by each recipe."""
+"""``lb.sensitivity``: estimates the loss of each layer of a model with each recipe."""
 
 from __future__ import annotations
 
@@ -43,37 +43,49 @@ def sensitivity(
     skip: Skip = DEFAULT_SKIP,
     progress: Progress | bool | None = None,
 ) -> Sensitivity:
-    """Estimate what each layer of ``model``, which stays as it is, loses by each of ``recipes``.
+    """Estimate the loss of each layer of ``model`` with each of ``recipes``. The model does not change.
 
-    The estimate is the sum over tokens and outputs of (dL/dy (y_q - y))^2, where y_q is what the layer would answer
-    with quantized weight and input and L is the loss (the diagonal of the empirical Fisher information, as TensorRT
-    Model Optimizer's ``auto_quantize`` takes it). Where there is no loss it is the energy of y_q - y over that of y.
-    ``recipes``: those to choose from; None leaves a layer in high precision. ``batches``, ``skip``: as for
-    ``calibrate``. ``method``: of weights, as for ``quantize_``. ``loss(output, batch)``: None: the
-    cross-entropy of the next token where the model answers with logits of token ids; no loss for others.
-    ``progress(what, done, total)`` is called before each batch. None: a bar where standard error is a terminal; False:
-    nothing.
-    Holds the activations of one batch, and the codes of each recipe.
+    The estimate is the sum over tokens and outputs of (dL/dy (y_q - y))^2: y_q is the layer's output with quantized
+    weight and input, L is the loss. This is the diagonal of the empirical Fisher information, as in TensorRT Model
+    Optimizer's ``auto_quantize``. Without a loss it is the energy of y_q - y relative to the energy of y.
 
-    Raises ValueError: for no recipe or no batch, static recipes, a method that needs data; as ``quantize_``; for NaN
-    or Inf in a loss. TypeError for batches of other types.
-    Warns of layers that not all of the recipes quantize, which are left out, and of those that no batch reaches.
+    Memory holds the activations of one batch, and the quantized weights of every recipe. Layers that not all recipes
+    quantize are left out, with a warning. Layers that no batch reaches are warned of too.
+
+    Args:
+        model: Module to analyze.
+        recipes: Recipes to choose from; None leaves a layer in high precision.
+        batches: Batches, as for ``calibrate``.
+        method: Quantization method of the weights, as for ``quantize_``.
+        loss: ``loss(output, batch)``. None takes the cross-entropy of the next token if the model returns logits for
+            token ids; other models have no loss.
+        skip: Layers to skip, as for ``calibrate``.
+        progress: Called as ``progress(what, done, total)`` before each batch. None shows a bar on a terminal; False
+            shows nothing.
+
+    Returns:
+        A Sensitivity. ``choose(bits=4.5)`` returns the best recipe for each layer.
+
+    Raises:
+        ValueError: If there are no recipes or no batches; for static recipes, a method that needs data, or NaN or Inf
+            in a loss; and as ``quantize_``.
+        TypeError: For batches of other types.
     """
     check_model(model)
     if isinstance(recipes, str | Recipe | LayerRecipes | Mapping):
         raise TypeError(
-            f"sensitivity: recipes are several to choose from, ['int4-weight-only', 'int8'], got one "
+            f"sensitivity: expected a list of recipes to choose from, such as ['int4-weight-only', 'int8'], got a "
             f"{type(recipes).__name__}"
         )
     table = {FLOAT if r is None else find_recipe(r).name: None if r is None else find_recipe(r) for r in recipes}
     quantizing = [recipe for recipe in table.values() if recipe is not None]
     if not quantizing:
-        raise ValueError("sensitivity: give recipes to choose from, for instance ['int4-weight-only', 'int8']")
+        raise ValueError("sensitivity: expected recipes to choose from, such as ['int4-weight-only', 'int8'], got none")
     for recipe in quantizing:
         refuse_beyond(recipe, "sensitivity", ("output.a", "output.b"))
     data = batches_in(batches)
     if not data:
-        raise ValueError("sensitivity: give batches of what the model will see")
+        raise ValueError("sensitivity: expected batches of the model's inputs, got none")
     source = Ruled(find_data_free(method, "sensitivity"))
     model = uncompiled(model)
     skip = patterns_in(skip, "skip")
@@ -87,7 +99,7 @@ def sensitivity(
 
 
 class _Sums:
-    """Energies, over all tokens, of a layer with a recipe."""
+    """Energies of a layer with a recipe, summed over all tokens."""
 
     def __init__(self) -> None:
         self.loss = self.input = self.input_error = self.output = self.output_error = 0.0
@@ -100,7 +112,7 @@ class _Run:
         self.table = table
         self.work = _observed_by_all(model, [recipe for recipe in table.values() if recipe is not None], skip)
         self.layers = observed_layers(self.work)
-        for module in self.work.modules():  # gradients of parameters are not wanted, and these are the model's own
+        for module in self.work.modules():  # shares the model's tensors, without gradients
             for name, p in module._parameters.items():
                 if p is not None:
                     module._parameters[name] = nn.Parameter(p.detach(), requires_grad=False)
@@ -117,9 +129,7 @@ class _Run:
         self._forget()
 
     def _forget(self) -> None:
-        """Let go of what a batch has left. The hooks of its graph hold this object, and the inputs of layers hold that
-        graph, through nodes that Python's collector does not see.
-        """
+        """Free the graph of a batch. Its hooks refer to this object in a cycle that Python's collector cannot see."""
         self.leaves: list[Tensor] = []
         self.journal = Journal()
         for layer in self.layers:
@@ -152,7 +162,7 @@ class _Run:
                 value = None
             if all(self.journal.unchanged):
                 break
-            self.copies = True  # the model writes to what layers were given
+            self.copies = True  # the model writes to inputs of layers
         self._group()
         if value is None:
             for layer, x in self.journal.entries:
@@ -163,24 +173,22 @@ class _Run:
                 f"sensitivity: the loss is {float(value)}; look for NaN or Inf in the model or the batches"
             )
         self.by = "loss"
-        torch.autograd.grad(value, self.leaves, allow_unused=True)  # the hooks of all layers on the way do the work
+        torch.autograd.grad(value, self.leaves, allow_unused=True)  # hooks of the layers add up the losses
 
     def _called(self, y: Tensor) -> Tensor:
-        """The output of the layer that was the last to note its input; once its gradient is there, it is taken with
-        that input.
-        """
+        """Add a hook to the output ``y`` of the layer that was called last, to get its gradient."""
         if not torch.is_grad_enabled():
             return y
         layer, x = self.journal.entries[-1]
         leaf = torch.zeros((), dtype=y.dtype, device=y.device, requires_grad=True)
         self.leaves.append(leaf)
-        x, y = x.detach(), y + leaf  # has a gradient even where no parameter asks for one
+        x, y = x.detach(), y + leaf  # requires a gradient, even if no parameter does
         y.register_hook(lambda grad: self._add(layer, x, grad))
         return y
 
     @torch.no_grad()
     def _add(self, layer: Observed, x: Tensor, grad: Tensor | None) -> None:
-        """Count what each recipe makes of a layer's input ``x``; ``grad``: of the loss by the layer's output."""
+        """Add the errors of each recipe for a layer's input ``x``. ``grad``: gradient of the layer's output."""
         if layer.window is None and self.mask is not None and x.shape[:-1] == self.mask.shape:
             x, grad = x[self.mask], None if grad is None else grad[self.mask]
         x = x.float()
@@ -193,23 +201,23 @@ class _Run:
             if recipe is None:
                 continue
             rounded = rows if recipe.input is None else _rounded(layer, x, rows, recipe.input)
-            wrong = _product(rounded, self.codes[layer.weight_name, name][0].dequantize(torch.float32)) - y
+            error = _product(rounded, self.codes[layer.weight_name, name][0].dequantize(torch.float32)) - y
             sums.input_error += _energy(rounded - rows)
-            sums.output_error += _energy(wrong)
+            sums.output_error += _energy(error)
             if grad is not None:
-                sums.loss += _energy(wrong * grad.reshape(y.shape).float())
+                sums.loss += _energy(error * grad.reshape(y.shape).float())
 
-    # -- which layers go together -------------------------------------------------------------------------------------
+    # -- groups of layers ---------------------------------------------------------------------------------------------
     def _group(self) -> None:
-        """Note for each layer which inputs it was given in this batch, by a number for each tensor."""
+        """Record the inputs of each layer in this batch, as one number per tensor."""
         numbers: dict[int, int] = {}
         for layer, x in self.journal.entries:
             self.inputs[layer.name].append(numbers.setdefault(id(x), len(numbers)))
         for layer in self.layers:
-            self.inputs[layer.name].append(-1)  # the batch ends
+            self.inputs[layer.name].append(-1)  # end of the batch
 
     def _groups(self) -> tuple[tuple[str, ...], ...]:
-        """The modules that were given the same inputs in all batches, or share a weight."""
+        """Return the groups of modules with the same inputs in all batches, or with a shared weight."""
         alike: dict[tuple[object, ...], list[str]] = {}
         for layer in self.layers:
             inputs = self.inputs[layer.name]
@@ -220,19 +228,19 @@ class _Run:
         for names in alike.values():
             joined = {group[name] for name in names}
             group.update((name, min(joined)) for name, index in group.items() if index in joined)
-        found: dict[int, list[str]] = {}
+        members: dict[int, list[str]] = {}
         for name, index in group.items():
-            found.setdefault(index, []).append(name)
-        return tuple(tuple(names) for names in found.values())
+            members.setdefault(index, []).append(name)
+        return tuple(tuple(names) for names in members.values())
 
     def result(self) -> Sensitivity:
         scores: dict[str, dict[str, Score]] = {}
-        held: set[str] = set()
+        counted: set[str] = set()
         for owner in dict.fromkeys(_module(layer.name) for layer in self.layers):
-            own = [layer for layer in self.layers if _module(layer.name) == owner]
-            first = [layer for layer in own if layer.weight_name not in held]  # a shared weight is counted once
-            held |= {layer.weight_name for layer in own}
-            scores[owner] = {name: self._score(owner, name, own, first) for name in self.table}
+            layers = [layer for layer in self.layers if _module(layer.name) == owner]
+            first = [layer for layer in layers if layer.weight_name not in counted]  # a shared weight counts once
+            counted |= {layer.weight_name for layer in layers}
+            scores[owner] = {name: self._score(owner, name, layers, first) for name in self.table}
         missed = [layer.name for layer in self.layers if not any(number >= 0 for number in self.inputs[layer.name])]
         if missed:
             warn(f"sensitivity: no batch reaches {len(missed)} layers, such as {missed[0]}; their losses count as 0")
@@ -256,45 +264,45 @@ class _Run:
 
 
 def _quantized(layer: Observed, recipe: Recipe, source: Source) -> tuple[Quantized, float]:
-    """The codes of a layer's weight, and the energy of their error."""
+    """Return a layer's quantized weight, and the energy of its error."""
     try:
-        made, energies = source.weight(layer.name, layer.weight, recipe)
+        quantized, energies = source.weight(layer.name, layer.weight, recipe)
     except (ValueError, TypeError) as error:
         raise type(error)(f"layer {layer.name!r}: {error}") from error
     assert energies is not None
-    return made, float(energies[1])
+    return quantized, float(energies[1])
 
 
 def _observed_by_all(model: nn.Module, recipes: Sequence[Recipe], skip: Skip) -> nn.Module:
-    """``observed``, with the layers that each of the recipes quantizes. Warns of those that only some do."""
-    served = [
+    """Return ``observed`` with the layers that all recipes quantize. Warns of layers that only some quantize."""
+    converted = [
         {_module(layer.name) for layer in observed_layers(observed(model, layer_recipes(recipe), skip))}
         for recipe in recipes
     ]
-    some = sorted(set().union(*served) - served[0].intersection(*served))
-    if some:
+    partial = sorted(set().union(*converted) - converted[0].intersection(*converted))
+    if partial:
         warn(
-            f"sensitivity leaves out {len(some)} layers that not all of the recipes quantize, such as {some[0]}; give "
-            "other recipes, or choose theirs yourself"
+            f"sensitivity leaves out {len(partial)} layers that not all of the recipes quantize, such as {partial[0]}; "
+            "pass other recipes, or choose the recipes of these layers yourself"
         )
-    return observed(model, layer_recipes({"*": recipes[0], **dict.fromkeys(map(exact, some))}), skip)
+    return observed(model, layer_recipes({"*": recipes[0], **dict.fromkeys(map(exact, partial))}), skip)
 
 
 def _rows(layer: Observed, x: Tensor) -> Tensor:
-    """What is multiplied with the weight: ``x``, or its patches; ``[rows, groups, K]``."""
+    """Return the left operand of the matmul, ``x`` or its patches, as ``[rows, groups, K]``."""
     rows = x[..., None, :] if layer.window is None else layer.window.unfold(x)
     return rows.reshape(-1, *rows.shape[-2:])
 
 
 def _rounded(layer: Observed, x: Tensor, rows: Tensor, scheme: Scheme) -> Tensor:
-    """``rows``, of ``x``, quantized as the layer does it: with one scale for all of ``x``, or each row by itself."""
+    """Return ``rows`` (of ``x``) quantized as in the layer: with one scale for all of ``x``, or per row."""
     if spans_tensor(scheme):
         return _rows(layer, fake_quantize(x, scheme))
     return fake_quantize(rows.flatten(0, 1), scheme).view(rows.shape)
 
 
 def _product(rows: Tensor, weight: Tensor) -> Tensor:
-    """``rows [rows, groups, K]`` times ``weight [O, K]``, whose rows belong to the groups in turn: ``[rows, O]``."""
+    """Multiply ``rows [rows, groups, K]`` by ``weight [O, K]``, whose rows are split over the groups: ``[rows, O]``."""
     return torch.einsum("rgk,gok->rgo", rows, weight.unflatten(0, (rows.shape[1], -1))).flatten(1)  # type: ignore[no-untyped-call]
 
 
@@ -303,5 +311,5 @@ def _energy(x: Tensor) -> float:
 
 
 def _module(name: str) -> str:
-    """The module that a weight belongs to; further weights of one are ``name#1`` and so on."""
+    """Return the module of a weight. Further weights of a module are named ``name#1`` and so on."""
     return name.partition("#")[0]

@@ -1,4 +1,4 @@
-"""How a model is trained within a memory: one record of every technique that plans and rungs of the ladder turn on."""
+"""TrainingSettings: all techniques that a plan or a rung of the ladder uses, and functions that apply them."""
 
 from __future__ import annotations
 
@@ -20,50 +20,53 @@ from lowbit.train import compress_activations_, mixed_, prepare_
 from lowbit.user_warnings import warn
 
 __all__ = [
-    "ARITHMETIC", "PLACEMENT", "STEPPING", "TrainingSettings", "accumulate", "arrange_", "elsewhere", "make_optimizer",
+    "ARITHMETIC", "PLACEMENT", "STEPPING", "TrainingSettings", "accumulate", "arrange_", "make_optimizer", "offloading",
     "optimizer_class", "policy_of", "prepare_model_", "require_processes", "sharded",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How a model trains; as it stands, in plain fp32 with torch's AdamW.
-
-    ``bf16_params``: the model comes with weights that train in 16 bits, of which the optimizer keeps what ``master``
-    says, unlike torch's; of fp16 it keeps the weights in fp32. ``loaded``: the precision that weights come in.
-    ``checkpoint``: the policy by which backward recomputes, or of each block its option; None for none. ``precision``:
-    the precision of products, whose matrices are then stored in it. ``bits``: of the optimizer's states, 32, 8 or 4.
-    ``master``: what makes up for matrices of 16 bits in the optimizer, ``"residual"`` or ``"stochastic"``.
-    ``attention``: a model of transformers computes it without holding scores; ``fused_loss``: its loss without logits.
-    ``recipe``: of the feed-forward layers. ``activation_codes``: norms and activation functions keep codes for
-    backward. ``offload_states``: those of the optimizer lie elsewhere, on disk or beside a GPU;
-    ``offload_activations``: what backward needs does; ``offload_weights``: weights of blocks do while others compute,
-    and gradients. ``micro_batches``: how many parts a batch is taken in. ``gpus``: how many processes train together,
-    ``strategy``: how they share the model, a row of ``lowbit.distributed.STRATEGIES``, ``group_size``: of how many
-    processes ``hsdp`` makes a group.
-    """
+    """The techniques of a training run. The defaults are plain training in fp32 with torch's AdamW."""
 
     checkpoint: str | tuple[str, ...] | None = None
+    """Checkpointing policy, or one option per block; None saves all activations."""
     attention: bool = False
+    """Whether attention is computed without allocating the scores (``lb.memory.attention_``)."""
     fused_loss: bool = False
+    """Whether a Hugging Face model computes its loss without allocating the logits (``lb.memory.fuse_loss_``)."""
     precision: str | None = None
+    """Precision of matmuls and of their stored weights (``lb.train.mixed_``); None keeps the model's."""
     bits: int = 32
+    """Bits of the optimizer states: 32, 8 or 4."""
     master: str = "residual"
+    """How the optimizer updates 16-bit matrices: ``"residual"`` or ``"stochastic"``. fp16 weights have fp32 masters."""
     recipe: str | None = None
+    """Recipe of the Linear layers (``lb.train.prepare_``)."""
     activation_codes: bool = False
+    """Whether norms and activation functions save 8-bit values for backward (``lb.train.compress_activations_``)."""
     offload_states: bool = False
+    """Whether optimizer states are on disk, or for a GPU in host memory."""
     offload_activations: bool = False
+    """Whether activations saved for backward are on disk, or for a GPU in host memory."""
     offload_weights: bool = False
+    """Whether gradients and the weights of idle blocks are on disk, or for a GPU in host memory."""
     micro_batches: int = 1
+    """Number of micro-batches per batch."""
     gpus: int = 1
+    """Number of processes that train together."""
     strategy: str = "ddp"
+    """Sharding strategy of these processes: a row of ``lb.distributed.STRATEGIES``."""
     group_size: int | None = None
+    """Number of processes per group of ``hsdp``."""
     bf16_params: bool = False
+    """Whether the model comes with trainable 16-bit matrices, so that the optimizer needs ``master``."""
     loaded: str = "fp32"
+    """Precision of the weights that the model comes with."""
 
     @property
     def fully(self) -> bool:
-        """Whether parameters are shared between steps (``fully_shard``)."""
+        """Whether parameters are sharded between steps (``fully_shard``)."""
         return self.gpus > 1 and STRATEGIES[self.strategy].parameters
 
     @property
@@ -73,40 +76,41 @@ class TrainingSettings:
 
     @property
     def working_copies(self) -> bool:
-        """Whether matrices are stored in the precision of products. ``fully_shard`` takes parameters of one dtype."""
+        """Whether matrices are stored in the precision of matmuls. ``fully_shard`` needs parameters of one dtype."""
         return (self.bf16_params or self.precision is not None) and not self.fully
 
 
-#: The fields that decide the step of the optimizer, and those that decide which process or device holds the model.
+#: Fields that change the optimizer step, and fields that change on which process or device the model is.
 STEPPING = ("bf16_params", "loaded", "precision", "bits", "master")
 PLACEMENT = ("gpus", "strategy", "group_size", "offload_weights")
 
-#: All other fields decide what forward and backward compute, so that estimates never ignore a new field.
+#: Fields that change forward and backward: all others, so that estimates cannot ignore a new field.
 _OTHERS = {*PLACEMENT, "bits", "master", "checkpoint", "micro_batches", "offload_states", "offload_activations"}
 ARITHMETIC = tuple(field.name for field in fields(TrainingSettings) if field.name not in _OTHERS)
 
 
-def arrange_(model: nn.Module, settings: TrainingSettings, where: str, **options: Any) -> torch.optim.Optimizer:
-    """Make ``model`` train by ``settings``, in place, and make its optimizer with ``options``, such as ``lr``. Offload
-    takes states and weights to ``where``.
+def arrange_(model: nn.Module, settings: TrainingSettings, target: str, **options: Any) -> torch.optim.Optimizer:
+    """Apply ``settings`` to ``model`` in place, and return its optimizer, created with ``options`` such as ``lr``.
+
+    States and weights are offloaded to ``target``, if the settings say so.
     """
     prepare_model_(model, settings)
     if settings.offload_weights:
-        memory.stream_blocks_(model, where)
+        memory.stream_blocks_(model, target)
     optimizer = make_optimizer(model.parameters(), settings, **options)
     if isinstance(optimizer, optim.Optimizer) and (settings.offload_states or settings.master == "stochastic"):
-        optimizer.begin()  # the bits that bf16 lacks go with the states, or are not needed
+        optimizer.begin()  # masters are offloaded with the states; stochastic rounding has none
     if settings.offload_states:
-        optim.offload_(optimizer, where, gradients=settings.offload_weights)
+        optim.offload_(optimizer, target, gradients=settings.offload_weights)
     return optimizer
 
 
 def require_processes(settings: TrainingSettings) -> None:
-    """Raises ValueError where settings are of several processes, and ``torch.distributed`` runs other than so many."""
+    """Raise ValueError for settings of several processes, if ``torch.distributed`` runs another number of processes."""
     if settings.gpus not in (1, processes()):
         raise ValueError(
-            f"the plan is of {settings.gpus} processes, and {processes()} run; start the script with torchrun "
-            f"--nproc-per-node {settings.gpus}, and call torch.distributed.init_process_group() first, or plan with "
+            f"the plan is for {settings.gpus} processes, but {processes()} run; start the script with torchrun "
+            f"--nproc-per-node {settings.gpus} and call torch.distributed.init_process_group() first, or plan with "
             f"gpus={processes()}"
         )
 
@@ -114,7 +118,7 @@ def require_processes(settings: TrainingSettings) -> None:
 def sharded(
     model: nn.Module, optimizer: torch.optim.Optimizer, settings: TrainingSettings
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """What ``lowbit.distributed.shard_`` makes of them by the settings; on one process they are as they were."""
+    """Return model and optimizer, sharded with ``lb.distributed.shard_`` if the settings have several processes."""
     if settings.gpus == 1:
         return model, optimizer
     options: dict[str, Any] = {} if settings.fully else {"gradient_as_bucket_view": True}
@@ -124,19 +128,19 @@ def sharded(
 
 
 def prepare_model_(model: nn.Module, settings: TrainingSettings) -> None:
-    """What ``arrange_`` does to the model but for the place of its weights."""
+    """Apply the settings that change the model, except offload of its weights."""
     if settings.attention:
         memory.attention_(model)
     if settings.fused_loss:
         libraries = fusing_libraries(model)
         if libraries:
-            warn(f"plan: {', '.join(libraries)} computes the loss of this model without logits; lowbit leaves it so")
+            warn(f"plan: {', '.join(libraries)} already computes the loss without logits; lowbit does not change it")
         else:
             memory.fuse_loss_(model)
     if settings.checkpoint is not None:
         memory.checkpoint_(model, policy_of(model, settings.checkpoint))
     if settings.recipe is not None:
-        # Codes of weights that serve all micro-batches would stay from forward to the optimizer's step.
+        # Reused weight codes would stay in memory from forward to the optimizer step.
         prepare_(model, settings.recipe, reuse_weights=False)
     if settings.activation_codes:
         compress_activations_(model)
@@ -145,36 +149,36 @@ def prepare_model_(model: nn.Module, settings: TrainingSettings) -> None:
 
 
 def policy_of(model: nn.Module, checkpoint: str | tuple[str, ...]) -> Any:
-    """What ``checkpoint_`` takes. Raises ValueError for options of another number of blocks."""
+    """Return the policy for ``checkpoint_``. Raises ValueError for options of another number of blocks."""
     if isinstance(checkpoint, str):
         return checkpoint
     blocks = blocks_of(model)
     if len(blocks) != len(checkpoint):
         raise ValueError(
-            f"the plan is of a model with {len(checkpoint)} blocks, and {type(model).__name__} has {len(blocks)}; "
+            f"the plan is for a model with {len(checkpoint)} blocks, but {type(model).__name__} has {len(blocks)}; "
             f"make a plan for this model"
         )
     return BlockOptions(dict(zip(blocks, checkpoint, strict=True)))
 
 
 def make_optimizer(parameters: Iterable[Any], settings: TrainingSettings, **options: Any) -> torch.optim.Optimizer:
-    """The AdamW of the settings. Codes of quantized layers are parameters too, and are left out, as none trains."""
-    cls, own = optimizer_class(settings)
-    made: torch.optim.Optimizer = cls(_floats(parameters), **own, **options)
-    return made
+    """Create the AdamW of the settings. The codes of quantized layers are parameters too, but do not train."""
+    cls, precision = optimizer_class(settings)
+    optimizer: torch.optim.Optimizer = cls(_floats(parameters), **precision, **options)
+    return optimizer
 
 
 def _floats(parameters: Iterable[Any]) -> list[Any]:
-    """Parameters, or groups of them, without those that are codes."""
+    """Return the floating-point parameters; parameter groups keep only these too."""
     return [
-        {**one, "params": _floats(one["params"])} if isinstance(one, dict) else one
-        for one in parameters
-        if isinstance(one, dict) or one.is_floating_point()
+        {**entry, "params": _floats(entry["params"])} if isinstance(entry, dict) else entry
+        for entry in parameters
+        if isinstance(entry, dict) or entry.is_floating_point()
     ]
 
 
 def optimizer_class(settings: TrainingSettings) -> tuple[Any, dict[str, Any]]:
-    """The class of AdamW that the settings have, and the keyword arguments by which it has their bits and masters."""
+    """Return the AdamW class of the settings, and its keyword arguments for bits and masters."""
     if settings.working_copies:
         master = "fp32" if settings.loaded == "fp16" and settings.precision is None else settings.master
         return optim.AdamW, {"bits": settings.bits, "master": master}
@@ -190,8 +194,14 @@ def accumulate(
     rest: bool = False,
     look: Callable[[Tensor], object] = lambda value: None,
 ) -> Tensor:
-    """Forward and backward; returns the loss. The answer of the model goes as soon as the loss has been computed.
-    ``rest``: the batch may have more than the forward takes. ``look``: is given the loss before backward.
+    """Run forward and backward, and return the detached loss. The model's output is freed before backward.
+
+    Args:
+        model: Module to train.
+        batch: Batch for the model.
+        loss: ``loss(output, batch)``.
+        rest: Whether the batch may contain more than forward accepts.
+        look: Called with the loss before backward.
     """
     value = loss(call(model, batch, rest=rest), batch)
     look(value)
@@ -199,6 +209,6 @@ def accumulate(
     return value.detach()
 
 
-def elsewhere(settings: TrainingSettings, where: str) -> AbstractContextManager[Any]:
-    """The context of forward and backward, in which offload keeps activations in ``where``."""
-    return memory.offload_activations(where) if settings.offload_activations else nullcontext()
+def offloading(settings: TrainingSettings, target: str) -> AbstractContextManager[Any]:
+    """Return the context for forward and backward, which offloads activations to ``target`` if the settings say so."""
+    return memory.offload_activations(target) if settings.offload_activations else nullcontext()

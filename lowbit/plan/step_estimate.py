@@ -1,4 +1,4 @@
-"""``lb.estimate``: the memory and the time of a step of training, by the techniques that it trains with."""
+"""``lb.estimate``: memory and time of a training step, without running it."""
 
 from __future__ import annotations
 
@@ -32,39 +32,42 @@ def estimate(
     device: torch.device | str | None = None,
     accumulate: Accumulate | None = None,
 ) -> Estimate:
-    """The memory of a step of training ``model`` on ``batch``, in bytes of the allocator, and its time.
+    """Estimate the memory of a step that trains ``model`` on ``batch``, in bytes of the allocator, and its time.
 
-    Nothing is computed and ``model`` stays as it is; it may be on the meta device. The result has ``peak_bytes``,
-    ``peak_event``, ``by_kind``, ``by_layer``, ``by_phase``, ``timeline`` and ``seconds`` of the second step, in which
-    states of optimizers exist from the start. ``print`` shows a table.
+    Nothing is computed, and ``model`` does not change. The estimate is of the second step, when the optimizer states
+    already exist.
 
-    The model's output is released before backward, as in ``run.step`` and ``model(**batch).loss.backward()``: a loop
-    that keeps it in a variable until then holds so much more. A process holds its libraries besides, and on CUDA a
-    context and fragmentation.
+    Libraries, the CUDA context and fragmentation are not included. The model's output is assumed to be freed before
+    backward, as in ``run.step`` and ``model(**batch).loss.backward()``. A loop that keeps the output in a variable
+    needs that much more.
 
-    A kernel's own allocations are measured: an op that is not known yet runs once on made-up tensors of its shapes and
-    strides (``lowbit.memory.footprint``). Of a model on meta, of an absent device and of ops too large to run they come
-    from a table, and ``unmeasured`` names these ops. Gradients are on within, whatever the mode outside is.
+    The allocations inside kernels are measured: a new op runs once on random tensors of its shapes and strides
+    (``lowbit.memory.footprint``). For models on meta, absent devices and ops too large to run they come from a table;
+    ``unmeasured`` names these ops. Gradients are enabled during the estimate.
 
     Args:
-        model: Any module with parameters that require gradients.
-        batch: A tensor, a tuple of arguments or a dict of keyword arguments, real or on meta. Its shapes count, and
-            values of whole numbers and masks that the forward looks at.
+        model: Module with parameters that require gradients. May be on the meta device.
+        batch: Tensor, tuple of arguments or dict of keyword arguments, real or on meta. Only shapes matter, and the
+            values of integers and masks that forward reads.
         loss: ``loss(output, batch)``, a scalar. By default ``lb.memory.usual_loss``.
-        recipe: Of ``lb.train.prepare_``.
-        optimizer: A name (``"adamw"``, ``"adamw8bit"``), a function that makes one of parameters, or None for no step.
-        checkpoint: A policy of ``lb.memory.checkpoint_``.
-        precision: ``"bf16"`` or ``"fp16"``, as of ``lb.train.mixed_``.
-        prepare: ``prepare(model)``, called on the copy last, for other changes.
-        micro_batches: So many of ``batch`` are accumulated before the optimizer's step.
-        device: The device of the training; by default the parameters', and ``cpu`` for those on meta.
-        accumulate: ``accumulate(model, batch, loss)`` in place of forward and backward.
+        recipe: Recipe for ``lb.train.prepare_``.
+        optimizer: Name (``"adamw"``, ``"adamw8bit"``), function that creates one from parameters, or None for no step.
+        checkpoint: Policy for ``lb.memory.checkpoint_``.
+        precision: ``"bf16"`` or ``"fp16"``, as for ``lb.train.mixed_``.
+        prepare: ``prepare(model)``, called last on the copy of the model, for other changes.
+        micro_batches: Number of times that ``batch`` is accumulated before the optimizer step.
+        device: Device of the training. By default the parameters' device, and ``cpu`` for parameters on meta.
+        accumulate: ``accumulate(model, batch, loss)`` to run instead of forward and backward.
+
+    Returns:
+        An Estimate with ``peak_bytes``, ``peak_event``, ``by_kind``, ``by_layer``, ``by_phase``, ``timeline`` and
+        ``seconds``. ``print`` shows a table.
 
     Raises:
-        ValueError: For a forward that reads values of tensors, as data-dependent routing does (profile a real step
-            instead); for a model that is wrapped, sharded or streamed (see "What cannot be combined" in
-            docs/memory.md), and one that cannot be copied.
-        TypeError: For what is no module, no batch and no function.
+        ValueError: If forward reads tensor values, as data-dependent routing does (profile a real step instead); if
+            the model is wrapped, sharded or streamed (see "What cannot be combined" in docs/memory.md) or cannot be
+            copied; for an invalid setting.
+        TypeError: If an argument is not a module, a batch or a function.
     """
     _check(loss, optimizer, precision, prepare, micro_batches)
 
@@ -91,17 +94,17 @@ def estimate(
 
 
 def _check(loss: Any, optimizer: Any, precision: Any, prepare: Any, micro_batches: Any) -> None:
-    """Raises TypeError and ValueError for what is no setting of an estimate."""
+    """Raise TypeError or ValueError for an invalid argument of ``estimate``."""
     if not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ValueError(f"estimate: micro_batches is a whole number from 1, got {micro_batches!r}")
+        raise ValueError(f"estimate: micro_batches must be an integer from 1, got {micro_batches!r}")
     if precision not in (None, "fp32", *PRECISIONS):
-        raise ValueError(f"estimate: precision is fp32, {', '.join(PRECISIONS)} or None, got {precision!r}")
+        raise ValueError(f"estimate: precision must be fp32, {', '.join(PRECISIONS)} or None, got {precision!r}")
     expected = {
         "loss": (loss, "a function of output and batch"),
-        "optimizer": (optimizer, "a name or what makes one of parameters, such as its class"),
+        "optimizer": (optimizer, "a name, or a function that creates one from parameters, such as its class"),
         "prepare": (prepare, "a function of the model"),
     }
-    for name, (value, what) in expected.items():
+    for name, (value, expectation) in expected.items():
         named = name == "optimizer" and isinstance(value, str)
         if value is not None and not callable(value) and not named:
-            raise TypeError(f"estimate: {name} is {what}, or None, got {type(value).__name__}")
+            raise TypeError(f"estimate: {name} must be {expectation}, or None, got {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""What is trained: a model, a batch, and a loss."""
+"""Subject: a model with the batch and the loss that it is trained on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Loss = Callable[[Any, Any], Tensor] | None
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A model with what it is trained on."""
+    """A model with the batch and the loss that it is trained on."""
 
     model: nn.Module
     batch: Any
@@ -25,5 +25,5 @@ class Subject:
 
     @property
     def device(self) -> torch.device:
-        """Where the first parameter is; the CPU for a model without any."""
+        """The device of the first parameter; the CPU for a model without parameters."""
         return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))

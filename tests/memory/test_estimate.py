@@ -147,7 +147,7 @@ def test_what_reads_values_says_so():
         estimate(Routed(4, 4), torch.randn(2, 4))
     with pytest.raises(ValueError, match="unknown optimizer 'adamw9bit'"):
         estimate(nn.Linear(4, 4), torch.randn(2, 4), optimizer="adamw9bit")
-    with pytest.raises(ValueError, match="precision is"):
+    with pytest.raises(ValueError, match="precision must be"):
         estimate(nn.Linear(4, 4), torch.randn(2, 4), precision="fp12")
 
 
@@ -173,12 +173,12 @@ class Locked(nn.Linear):
         (
             {"optimizer": torch.optim.SGD([torch.zeros(1)])},
             TypeError,
-            "optimizer is a name or .* its class, .* got SGD",
+            "optimizer must be a name, or .* its class, .* got SGD",
         ),
-        ({"loss": "ce"}, TypeError, "loss is a function of output and batch, or None, got str"),
-        ({"prepare": 3}, TypeError, "prepare is a function of the model, or None, got int"),
-        ({"micro_batches": "2"}, ValueError, "a whole number from 1, got '2'"),
-        ({"micro_batches": 1.5}, ValueError, "a whole number from 1, got 1.5"),
+        ({"loss": "ce"}, TypeError, "loss must be a function of output and batch, or None, got str"),
+        ({"prepare": 3}, TypeError, "prepare must be a function of the model, or None, got int"),
+        ({"micro_batches": "2"}, ValueError, "an integer from 1, got '2'"),
+        ({"micro_batches": 1.5}, ValueError, "an integer from 1, got 1.5"),
         (
             {"loss": lambda output, batch: output},
             ValueError,

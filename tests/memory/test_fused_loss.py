@@ -258,7 +258,7 @@ def test_losses_that_another_library_fuses_are_not_fused_again(library, around):
         with pytest.raises(ValueError, match=f"whose forward is that of {library.split('.')[0]}.*leave fuse_loss_ out"):
             lb.memory.fuse_loss_(inside)
     assert model.forward == forward
-    with pytest.warns(UserWarning, match="computes the loss of this model without logits"):
+    with pytest.warns(UserWarning, match="already computes the loss without logits"):
         prepare_model_(model, TrainingSettings(fused_loss=True))
     assert model.forward == forward
 

@@ -25,7 +25,7 @@ def peak(options, outside):
     kept, most = 0, outside[0]
     for place, option in enumerate(options):
         most = max(most, kept + option.inside)
-        kept += option.kept
+        kept += option.saved
         most = max(most, kept + outside[place + 1])
     return most
 
@@ -123,7 +123,7 @@ def test_a_plan_is_a_policy(steady_times):
 
 def test_what_cannot_be_planned_says_so():
     model, batch = GPT(CONFIG), torch.randint(256, (2, 16))
-    with pytest.raises(ValueError, match="by no choice of checkpoints; the least is"):
+    with pytest.raises(ValueError, match="the smallest peak is"):
         plan_checkpoints(model, batch, "1MB")
     with pytest.raises(ValueError, match="no ModuleList or Sequential"):
         plan_checkpoints(nn.Linear(4, 4), torch.randn(2, 4), "80%")

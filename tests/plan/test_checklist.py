@@ -64,13 +64,13 @@ def test_what_does_nothing_comes_last_with_its_reason():
     model = nn.Sequential(nn.Linear(1024, 1024))
     found = checklist(model, torch.zeros(1, 1024), precision="bf16", optimizer="adamw8bit")
     notes = {row.name: row.note for row in found.advice}
-    assert notes["bf16"] == "precision is bf16 already"
-    assert "few bits" in notes["adamw8bit"]
+    assert notes["bf16"] == "precision is already bf16"
+    assert "already low-bit" in notes["adamw8bit"]
     assert notes["half the batch"] == "the batch has one row"
     assert "no ModuleList" in notes["block"]
     useful = [bool(row.note) for row in found.advice]
     assert useful == sorted(useful)
-    assert json.dumps(found.as_dict()) and "precision is bf16 already" in str(found)
+    assert json.dumps(found.as_dict()) and "precision is already bf16" in str(found)
 
 
 def test_the_command(run, tmp_path, monkeypatch):

@@ -195,7 +195,7 @@ def _train(rank: int, path: str) -> None:
     assert bandwidth_of(None, torch.device("cpu")) != 1.25e9, "it is measured"
     with pytest.raises(ValueError, match="no choice fits"):  # in both, where one alone plans
         lb.fit(GPT(TINY), batch, 1000, gpus=2, require=PLAIN)
-    with pytest.raises(ValueError, match="the plan is of 4 processes, and 2 run"):
+    with pytest.raises(ValueError, match="the plan is for 4 processes, but 2 run"):
         lb.fit(GPT(TINY), batch, "1GiB", gpus=4, require=PLAIN).apply_(GPT(TINY))
     dist.destroy_process_group()
 

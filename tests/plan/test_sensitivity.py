@@ -258,7 +258,7 @@ def test_padding_counts_for_nothing():
 
 @pytest.mark.parametrize("recipes", ["int8", {"*": "int8"}, lb.recipe("int8")])
 def test_one_recipe_is_no_choice(recipes):
-    with pytest.raises(TypeError, match=r"recipes are several to choose from.*got one"):
+    with pytest.raises(TypeError, match=r"expected a list of recipes to choose from.*got a"):
         lb.sensitivity(nn.Sequential(nn.Linear(4, 4)), recipes, [torch.randn(2, 4)])
 
 
@@ -290,9 +290,9 @@ def test_what_it_refuses_and_warns_of():
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
     x = torch.randn(4, 16)
     for recipes, batches, more, match in (
-        ([], [x], {}, "give recipes to choose from"),
-        ([None], [x], {}, "give recipes to choose from"),
-        (["int8"], [], {}, "give batches"),
+        ([], [x], {}, "expected recipes to choose from"),
+        ([None], [x], {}, "expected recipes to choose from"),
+        (["int8"], [], {}, "expected batches"),
         (["int8-static"], [x], {}, "static"),
         (["int8"], [x], {"method": "gptq"}, "a data-free method"),
         (["int8"], [x], {"method": "signed"}, None),
@@ -306,9 +306,9 @@ def test_what_it_refuses_and_warns_of():
             lb.sensitivity(model, recipes, batches, skip=(), **more)
     found = lb.sensitivity(model, ["int8", "nf4"], [x], skip=())
     for wrong in ({}, {"bits": 4.0, "size": 100}, {"bits": math.inf}, {"bits": math.nan}, {"size": math.inf}):
-        with pytest.raises(ValueError, match="give bits a weight, or the size"):
+        with pytest.raises(ValueError, match=r"expected bits per weight, such as bits=4\.5, or the size"):
             found.choose(**wrong)
-    with pytest.raises(ValueError, match=r"the smallest choice takes .* bits a weight"):
+    with pytest.raises(ValueError, match=r"the smallest choice needs .* bits per weight"):
         found.choose(bits=1.0)
 
     class Experts(nn.Sequential):

@@ -259,7 +259,7 @@ def test_a_saved_plan_is_the_same(plans, kind, tmp_path):
         assert (str(read), read.table()) == (str(plan), plan.table())
     assert same_state(read.apply_(MAKE[kind]()).model, plan.apply_(MAKE[kind]()).model)
     (tmp_path / "other.json").write_text('{"budget": 1}')
-    with pytest.raises(ValueError, match="holds no plan for generation"):
+    with pytest.raises(ValueError, match="has no plan for generation"):
         GenerationPlan.load(tmp_path / "other.json")
 
 
@@ -268,12 +268,10 @@ def test_a_file_of_the_other_task_says_which_class_reads_it(plans, tmp_path):
     training = TrainingPlan(chosen, 2000, chosen, [], identity=Identity("Linear", {}, None)).save(
         tmp_path / "training.json"
     )
-    with pytest.raises(
-        ValueError, match=r"training.json holds no plan for generation.*load it by lb.plan.TrainingPlan.load"
-    ):
+    with pytest.raises(ValueError, match=r"training.json, got one for training.*use lb.plan.TrainingPlan.load"):
         GenerationPlan.load(training)
     generation = plans("gpt")[80].save(tmp_path / "generation.json")
-    with pytest.raises(ValueError, match=r"generation.json holds no plan for training.*lb.plan.GenerationPlan.load"):
+    with pytest.raises(ValueError, match=r"generation.json, got one for generation.*lb.plan.GenerationPlan.load"):
         TrainingPlan.load(generation)
 
 
@@ -305,7 +303,7 @@ def test_what_cannot_fit_says_the_least_that_would():
             "budget is bytes, a size such as '6GiB', or a share such as '60%'; '-5%' is no size",
         ),
         ({"require": ("int5",)}, "no choice is called 'int5'"),
-        ({"exclude": ("prepacked", "as stored")}, "leave nothing for the layout"),
+        ({"exclude": ("prepacked", "as stored")}, "leave no choice for the layout"),
     ],
 )
 def test_arguments_that_say_nothing(given, said):

@@ -35,8 +35,8 @@ from lowbit.plan.settings import (
     STEPPING,
     TrainingSettings,
     accumulate,
-    elsewhere,
     make_optimizer,
+    offloading,
     prepare_model_,
 )
 from lowbit.plan.subject import Subject
@@ -195,7 +195,7 @@ class Predictor:
         options, outside = self._choices(settings)
         chosen = [next(o for o in row if o.name == name) for row, name in zip(options, names, strict=True)]
         seconds = self._table(settings, KEEP).seconds + sum(option.seconds for option in chosen)
-        kept = sum(option.kept for option in chosen)
+        kept = sum(option.saved for option in chosen)
         return self._prediction(replace(settings, checkpoint=names), peak_of(chosen, outside), seconds, kept)
 
     def _choices(self, settings: TrainingSettings) -> tuple[list[list[Option]], list[int]]:
@@ -277,10 +277,10 @@ class Predictor:
         if not settings.offload_states:
             return step.peak
         there = min(1.0, 2 * CHUNK_BYTES / max(self._weights, 1))
-        elsewhere = step.states - step.small
+        offloading = step.states - step.small
         if settings.offload_weights:
-            elsewhere += self._streamed(settings) + step.gradients
-        return step.peak - elsewhere + int(there * elsewhere)
+            offloading += self._streamed(settings) + step.gradients
+        return step.peak - offloading + int(there * offloading)
 
     def _states_moved(self, settings: TrainingSettings) -> float:
         return self._moved(self._step(settings).states) if settings.offload_states else 0.0
@@ -398,7 +398,7 @@ class Predictor:
         """Of a step in ``count`` parts, of which two show what all take; the batch they are of is held whole.
         ``passes``: in place of forward and backward. ``prepare``: called on the model that is trained by the settings.
         """
-        away = elsewhere(settings, tempfile.gettempdir())
+        away = offloading(settings, tempfile.gettempdir())
         passes = passes or partial(accumulate, rest=self.subject.loss is not None, look=self._look)
 
         copies: dict[Tensor, Tensor] = {}

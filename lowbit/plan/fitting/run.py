@@ -36,8 +36,8 @@ from lowbit.plan.settings import (
     TrainingSettings,
     accumulate,
     arrange_,
-    elsewhere,
     make_optimizer,
+    offloading,
     require_processes,
     sharded,
 )
@@ -259,7 +259,7 @@ class Run:
 
     def _elsewhere(self, parts: Iterator[tuple[Any, float]]) -> Iterator[tuple[Any, float]]:
         """Yield the micro-batches, with activations offloaded as planned."""
-        with elsewhere(self.settings, self._where):
+        with offloading(self.settings, self._where):
             for part, weight in parts:
                 with self._watch.allowing(part):
                     yield part, weight

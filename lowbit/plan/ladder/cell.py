@@ -30,7 +30,7 @@ from torch.nn.modules import module as torch_modules
 from lowbit.memory.shortage import ran_out
 from lowbit.plan.ladder.limits import LIMITS
 from lowbit.plan.ladder.shape import Shape, Transformer, batch_of
-from lowbit.plan.settings import TrainingSettings, arrange_, elsewhere, sharded
+from lowbit.plan.settings import TrainingSettings, arrange_, offloading, sharded
 from lowbit.train.micro_batches import micro_batches
 
 __all__ = ["MALLOC", "Cell", "Result", "measure"]
@@ -182,7 +182,7 @@ def _train(cell: Cell, place: _Place, where: str) -> Iterator[float]:
         optimizer = arrange_(model, cell.settings, where, lr=_LR)
         model, optimizer = sharded(model, optimizer, cell.settings)
     batch = batch_of(cell.shape, cell.device)
-    with place.watching(model), elsewhere(cell.settings, where):
+    with place.watching(model), offloading(cell.settings, where):
         for _ in range(cell.steps):
             yield step(model, optimizer, batch, cell.settings.micro_batches, place)
 
