@@ -17,7 +17,6 @@ from lowbit.demo.data import Corpus
 from lowbit.demo.experiment import RunSettings, model_of, run_path
 from lowbit.demo.loop import Trainer
 from lowbit.demo.step import arrange_
-from lowbit.optim.names import OPTIMIZERS
 from lowbit.plan import TECHNIQUES, TrainingPlan, fit
 from lowbit.plan.fitting.choices import words
 from lowbit.progress import Progress
@@ -33,7 +32,7 @@ SAYS = (
 )
 
 #: The settings of a plan that the training loop supports.
-_SUPPORTED = {"checkpoint", "bits", "offload_states", "offload_activations"}
+_SUPPORTED = {"checkpoint", "optimizer", "bits", "offload_states", "offload_activations"}
 
 
 def plans(
@@ -98,8 +97,8 @@ def _options(optimizer: str | None) -> Iterator[str]:
     for dimension, row in TECHNIQUES.items():
         names = [choice.name for choice in row if _SUPPORTED.issuperset(choice.changes)]
         if dimension == "optimizer":
-            supported = [name for name in names if name in OPTIMIZERS]
-            names = [name for name in supported if optimizer in (None, name)]
+            supported, offered = names, [choice.name for choice in row if not choice.opt_in]
+            names = offered if optimizer is None else [name for name in supported if name == optimizer]
             if not names:
                 raise ValueError(f"memory plans runs with {' or '.join(supported)}, got the optimizer {optimizer!r}")
         yield from names

@@ -51,6 +51,8 @@ REFUSALS = (
     Refusal(lambda args, _: str(getattr(args.optim, "value", args.optim)) not in _ADAMW or args.optim_args,
             "an optimizer other than AdamW",
             f"the plan uses its own AdamW; leave out optim_args, and set optim to one of {', '.join(_ADAMW)}"),
+    Refusal(lambda _, settings: settings.optimizer != TrainingSettings.optimizer, "AdamW",
+            "this plan uses another optimizer; plan without requiring it, or use plan.apply_"),
 )  # fmt: skip
 
 

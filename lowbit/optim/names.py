@@ -15,7 +15,7 @@ from lowbit.optim.lion import Lion
 from lowbit.optim.muon import Muon
 from lowbit.optim.sgd import SGD
 
-__all__ = ["OPTIMIZERS", "NamedOptimizer", "find_optimizer"]
+__all__ = ["FAMILIES", "OPTIMIZERS", "NamedOptimizer", "find_optimizer"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class NamedOptimizer:
 _SGD = NamedOptimizer("sgd", partial(torch.optim.SGD, lr=1e-3, momentum=0.9), lr=10.0, decay=0.1)
 
 #: lowbit's optimizers, each for all bit widths. Muon needs ``match_rms_adamw`` to use AdamW's learning rate.
-_FAMILIES = (
+FAMILIES = (
     NamedOptimizer("adamw", AdamW),
     NamedOptimizer("lion", Lion, lr=0.1, decay=10.0),
     NamedOptimizer("sgd", partial(SGD, lr=1e-3, momentum=0.9), _SGD.lr, _SGD.decay),
@@ -48,7 +48,7 @@ OPTIMIZERS: dict[str, NamedOptimizer] = {
     "sgd": _SGD,
     **{
         f"{row.family}{bits}bit": NamedOptimizer(row.family, partial(row.make, bits=bits), row.lr, row.decay)
-        for row in _FAMILIES
+        for row in FAMILIES
         for bits in (32, 16, 8, 4)
     },
 }

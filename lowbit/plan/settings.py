@@ -15,13 +15,14 @@ from lowbit.checkpointing.block_table import BlockOptions, blocks_of
 from lowbit.dist_utils import processes
 from lowbit.distributed.strategies import STRATEGIES, shard_
 from lowbit.models.batches import call
+from lowbit.optim.names import FAMILIES
 from lowbit.tiled.fused_loss import fusing_libraries
 from lowbit.train import compress_activations_, mixed_, prepare_
 from lowbit.user_warnings import warn
 
 __all__ = [
-    "ARITHMETIC", "PLACEMENT", "STEPPING", "TrainingSettings", "accumulate", "arrange_", "make_optimizer", "offloading",
-    "optimizer_class", "policy_of", "prepare_model_", "require_processes", "sharded",
+    "ARITHMETIC", "PLACEMENT", "PREPARE", "STEPPING", "TrainingSettings", "accumulate", "arrange_", "make_optimizer",
+    "offloading", "optimizer_class", "policy_of", "prepare_model_", "require_processes", "sharded",
 ]  # fmt: skip
 
 
@@ -37,6 +38,8 @@ class TrainingSettings:
     """Whether a Hugging Face model computes its loss without allocating the logits (``lb.memory.fuse_loss_``)."""
     precision: str | None = None
     """Precision of matmuls and of their stored weights (``lb.train.mixed_``); None keeps the model's."""
+    optimizer: str = "adamw"
+    """Optimizer: a family of ``lowbit.optim.names``."""
     bits: int = 32
     """Bits of the optimizer states: 32, 8 or 4."""
     master: str = "residual"
@@ -81,11 +84,13 @@ class TrainingSettings:
 
 
 #: Fields that change the optimizer step, and fields that change on which process or device the model is.
-STEPPING = ("bf16_params", "loaded", "precision", "bits", "master")
+STEPPING = ("bf16_params", "loaded", "precision", "optimizer", "bits", "master")
 PLACEMENT = ("gpus", "strategy", "group_size", "offload_weights")
 
 #: Fields that change forward and backward: all others, so that estimates cannot ignore a new field.
-_OTHERS = {*PLACEMENT, "bits", "master", "checkpoint", "micro_batches", "offload_states", "offload_activations"}
+_OTHERS = {
+    *PLACEMENT, "optimizer", "bits", "master", "checkpoint", "micro_batches", "offload_states", "offload_activations",
+}  # fmt: skip
 ARITHMETIC = tuple(field.name for field in fields(TrainingSettings) if field.name not in _OTHERS)
 
 
@@ -127,25 +132,32 @@ def sharded(
     return shard_(model, optimizer, settings.strategy, **options)
 
 
+def _fuse_loss_(model: nn.Module) -> None:
+    libraries = fusing_libraries(model)
+    if libraries:
+        warn(f"plan: {', '.join(libraries)} already computes the loss without logits; lowbit does not change it")
+    else:
+        memory.fuse_loss_(model)
+
+
+#: By field, what prepares a model for a value other than the default, in this order.
+PREPARE: dict[str, Callable[[nn.Module, Any, TrainingSettings], object]] = {
+    "attention": lambda model, value, settings: memory.attention_(model),
+    "fused_loss": lambda model, value, settings: _fuse_loss_(model),
+    "checkpoint": lambda model, value, settings: memory.checkpoint_(model, policy_of(model, value)),
+    # Reused weight codes would stay in memory from forward to the optimizer step.
+    "recipe": lambda model, value, settings: prepare_(model, value, reuse_weights=False),
+    "activation_codes": lambda model, value, settings: compress_activations_(model),
+    "precision": lambda model, value, settings: mixed_(model, value, working_copies=settings.working_copies),
+}
+
+
 def prepare_model_(model: nn.Module, settings: TrainingSettings) -> None:
     """Apply the settings that change the model, except offload of its weights."""
-    if settings.attention:
-        memory.attention_(model)
-    if settings.fused_loss:
-        libraries = fusing_libraries(model)
-        if libraries:
-            warn(f"plan: {', '.join(libraries)} already computes the loss without logits; lowbit does not change it")
-        else:
-            memory.fuse_loss_(model)
-    if settings.checkpoint is not None:
-        memory.checkpoint_(model, policy_of(model, settings.checkpoint))
-    if settings.recipe is not None:
-        # Reused weight codes would stay in memory from forward to the optimizer step.
-        prepare_(model, settings.recipe, reuse_weights=False)
-    if settings.activation_codes:
-        compress_activations_(model)
-    if settings.precision is not None:
-        mixed_(model, settings.precision, working_copies=settings.working_copies)
+    for name, prepare in PREPARE.items():
+        value = getattr(settings, name)
+        if value != getattr(TrainingSettings, name):
+            prepare(model, value, settings)
 
 
 def policy_of(model: nn.Module, checkpoint: str | tuple[str, ...]) -> Any:
@@ -162,7 +174,7 @@ def policy_of(model: nn.Module, checkpoint: str | tuple[str, ...]) -> Any:
 
 
 def make_optimizer(parameters: Iterable[Any], settings: TrainingSettings, **options: Any) -> torch.optim.Optimizer:
-    """Create the AdamW of the settings. The codes of quantized layers are parameters too, but do not train."""
+    """Create the optimizer of the settings. The codes of quantized layers are parameters too, but do not train."""
     cls, precision = optimizer_class(settings)
     optimizer: torch.optim.Optimizer = cls(_floats(parameters), **precision, **options)
     return optimizer
@@ -178,13 +190,14 @@ def _floats(parameters: Iterable[Any]) -> list[Any]:
 
 
 def optimizer_class(settings: TrainingSettings) -> tuple[Any, dict[str, Any]]:
-    """Return the AdamW class of the settings, and its keyword arguments for bits and masters."""
-    if settings.working_copies:
-        master = "fp32" if settings.loaded == "fp16" and settings.precision is None else settings.master
-        return optim.AdamW, {"bits": settings.bits, "master": master}
-    if settings.bits == 32:
+    """Return what creates the optimizer, such as its class, and the keyword arguments for bits and masters."""
+    if settings.optimizer == TrainingSettings.optimizer and settings.bits == 32 and not settings.working_copies:
         return torch.optim.AdamW, {}
-    return optim.AdamW, {"bits": settings.bits}
+    create = next(row.make for row in FAMILIES if row.family == settings.optimizer)
+    if not settings.working_copies:
+        return create, {"bits": settings.bits}
+    master = "fp32" if settings.loaded == "fp16" and settings.precision is None else settings.master
+    return create, {"bits": settings.bits, "master": master}
 
 
 def accumulate(

@@ -22,6 +22,7 @@ from lowbit.distributed.strategies import STRATEGIES
 from lowbit.memory.fake import fake_model, fake_tensors
 from lowbit.models import find_blocks
 from lowbit.optim import offload_, unoffload_
+from lowbit.optim.names import FAMILIES
 from lowbit.plan.settings import TrainingSettings, make_optimizer, policy_of, prepare_model_
 from lowbit.plan.subject import Subject
 from lowbit.tiled.fused_loss import answers_without_logits
@@ -220,6 +221,17 @@ def _optimizer(bits: int, loss: float, least: float = 0.0, **options: Any) -> Te
     )  # fmt: skip
 
 
+def _other_optimizers() -> Iterator[Technique]:
+    """Yield the optimizers without a recorded loss, which plans therefore use only if they are required."""
+    for family in (row.family for row in FAMILIES if row.family != TrainingSettings.optimizer):
+        for bits in (8, 4):
+            changes = {"optimizer": family, "bits": bits}
+            yield Technique(
+                f"{family}{bits}bit", changes, f"{family} instead of AdamW, with states in {bits} bits", "own",
+                why_not=_preparation_error(changes), opt_in=True, acts="optimizer",
+            )  # fmt: skip
+
+
 #: Ranks of the fallbacks. Checkpointing policies use the ranks from ``_POLICIES`` on.
 _MICRO_BATCHES_FIRST, _POLICIES, _ACTIVATIONS, _STATES = 0, 1, 1000, 1001
 
@@ -291,6 +303,7 @@ TECHNIQUES: dict[str, tuple[Technique, ...]] = {
         Technique("adamw", {}, "both states of AdamW in fp32"),
         _optimizer(8, 0.30, rung=3),
         _optimizer(4, -0.44, least=0.30),
+        *_other_optimizers(),
     ),
     "masters": (
         Technique("residual", {}, "for bf16 weights, the optimizer stores the next 8 bits of the fp32 weight"),

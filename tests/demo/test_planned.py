@@ -158,10 +158,9 @@ def test_a_plan_chooses_what_the_loop_does_and_the_plain_choice_elsewhere():
     for row in TECHNIQUES.values():
         assert names & {choice.name for choice in row}, "no dimension is left to what the loop knows nothing of"
     assert set(planned._options("adamw8bit")) == names - {"adamw", "adamw4bit"}
-    with pytest.raises(
-        ValueError, match="plans runs with adamw or adamw8bit or adamw4bit, got the optimizer 'lion4bit'"
-    ):
-        set(planned._options("lion4bit"))
+    assert set(planned._options("lion8bit")) == names - {"adamw", "adamw8bit", "adamw4bit"} | {"lion8bit"}
+    with pytest.raises(ValueError, match=r"plans runs with adamw or adamw8bit .*, got the optimizer 'lion16bit'"):
+        set(planned._options("lion16bit"))
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,8 @@ def test_parts_that_do_not_divide_the_batch_are_more(tmp_path):
 def test_what_trainer_cannot_do_is_refused(more, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         plan_arguments(plan_of(TrainingSettings()), arguments(tmp_path, **more))
+    with pytest.raises(ValueError, match=r"ask for AdamW.*this plan uses another optimizer"):
+        plan_arguments(plan_of(TrainingSettings(optimizer="lion", bits=8)), arguments(tmp_path))
     if "bf16" in more:
         plan_arguments(plan_of(TrainingSettings(precision="bf16")), arguments(tmp_path, **more))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from math import isfinite
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from lowbit.checkpointing.block_table import KEEP, blocks_of, options_of
 from lowbit.checkpointing.policies import POLICIES
 from lowbit.combinations import COMBINATIONS
 from lowbit.demo.gpt import GPT, GPTConfig
+from lowbit.optim.names import FAMILIES
 from lowbit.plan import TECHNIQUES
 from lowbit.plan.checklist import ADVISED
 from lowbit.plan.fitting.adapt import fallback
 from lowbit.plan.fitting.choices import described, words
-from lowbit.plan.settings import TrainingSettings
+from lowbit.plan.settings import ARITHMETIC, TrainingSettings
 from lowbit.plan.subject import Subject
 from lowbit.plan.techniques import AS_LOADED, FALLBACKS, MICRO_BATCHES, PLANNED, conflict, technique_of, techniques
 
@@ -52,6 +54,8 @@ def test_names_and_fields_are_clear():
     assert len(names) == len(set(names)) and all(one.about for one in techniques())
     for dimension, row in TECHNIQUES.items():
         assert not row[0].changes and technique_of(dimension, TrainingSettings()) is row[0]
+        changes = {name for technique in row for name in technique.changes}
+        assert changes <= set(ARITHMETIC) or changes.isdisjoint(ARITHMETIC), "searches take a dimension as a whole"
         for technique in row:
             assert settings >= {*technique.changes, *technique.needs} and COMBINATIONS.keys() >= set(
                 technique.conflicts
@@ -81,6 +85,18 @@ def test_a_policy_of_one_block_is_a_technique_and_an_option_of_plans():
     ranked = [one.name for dimension, one in FALLBACKS if dimension == "checkpoint"]
     known = [name for name, row in POLICIES.items() if row.fallback is not None]
     assert ranked == sorted(known, key=lambda name: POLICIES[name].fallback)
+
+
+@pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.family)
+def test_a_plan_uses_a_required_optimizer_and_holds_its_states(row):
+    name, options = f"{row.family}8bit", {"exclude": ("disk",), "progress": False}
+    plan = lb.fit(classifier(), (ROWS, CLASSES), "100%", entropy, require=("fp32", "everything kept", name), **options)
+    assert plan.settings == TrainingSettings(optimizer=row.family, bits=8)
+    model = classifier()
+    run = plan.apply_(model, lr=1e-3)
+    assert type(run.optimizer).__name__.lower() == row.family and run.optimizer.param_groups[0]["bits"] != "fp32"
+    before, loss = model[0].weight.detach().clone(), run.step((ROWS, CLASSES))
+    assert isfinite(loss) and not torch.equal(before, model[0].weight)
 
 
 def test_fallbacks_take_less_each_time():
