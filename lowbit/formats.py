@@ -258,7 +258,7 @@ def _float(name: str, exponent: int, mantissa: int, bias: int, nan: str = "none"
 def _integer(bits: int, signed: bool) -> Format:
     name = f"{'' if signed else 'u'}int{bits}"
     dtype = name if bits == 8 else None
-    source = "ONNX QuantizeLinear; int4 is stored as two's complement 4-bit codes"
+    source = "ONNX QuantizeLinear" + ("; two's complement codes" if signed else "")
     return Format(name, "integer", bits, signed=signed, torch_dtype=dtype, source=source)
 
 

@@ -22,7 +22,7 @@ from lowbit.ops import conv as convolution
 from lowbit.ops import grouped as grouping
 from lowbit.ops import packed as packing
 from lowbit.ops import quantize as q
-from lowbit.ops.linear import Linear, given_scales, product
+from lowbit.ops.linear import Linear, input_scales, product
 from lowbit.ops.spec import as_rows
 from lowbit.tensor import packing as tensors
 from lowbit.tensor.quantized import Scales, zero_dtype
@@ -118,7 +118,7 @@ def linear(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
 
 
 def _linear(parts: _Parts, outs: tuple[Tensor, ...], call: Linear) -> _Steps[None]:
-    x, scales, out = as_rows(call.x), given_scales(call), as_rows(outs[0])
+    x, scales, out = as_rows(call.x), input_scales(call), as_rows(outs[0])
     if call.input_scheme is not None and x.dtype != torch.uint8:
         x, scales = yield from _codes(parts, x, scaling.scheme(call.input_scheme), scales)
     (y,) = yield _Step("scaled_mm", product(call, x, scales), (out,) if call.out_scheme is None else None)
@@ -280,7 +280,7 @@ def _supports_conv(parts: _Parts, call: convolution.Conv) -> str | None:
 
 
 def _source(parts: _Parts, call: convolution.Conv) -> _Steps[_Source]:
-    given = given_scales(call)
+    given = input_scales(call)
     if given is not None and call.x.dtype == torch.uint8:
         return _Source(convolution.coded_pixels(call, given), given)
     pixels = convolution.pixels(call.x)

@@ -59,11 +59,11 @@ DATA_FREE: dict[str, DataFreeMethod] = {
     for row in (
         DataFreeMethod("nearest", "each weight to the nearest code, scales from the largest magnitude", quantize),
         DataFreeMethod(
-            "signed", "integers: the element of largest magnitude takes the least code, scales of either sign",
+            "signed", "integers: the largest magnitude gets the least code, scales of either sign",
             _signed, _unsigned,
         ),
-        DataFreeMethod("mse", "the scale of each block with the least squared error of the weights", _least_squares),
-        DataFreeMethod("magnitude", "mse, where the error of a weight counts by its magnitude", _by_magnitude),
+        DataFreeMethod("mse", "scale per block with the least squared error of the weights", _least_squares),
+        DataFreeMethod("magnitude", "mse, with errors weighted by the magnitude of the weight", _by_magnitude),
         DataFreeMethod("search", "mse; with data, weighted with E[x^2] of the inputs", _least_squares),
         DataFreeMethod("hqq", "zero points by half-quadratic splitting (Badri and Shaji 2023)", hqq.solve, hqq.unfit),
     )

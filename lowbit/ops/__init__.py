@@ -1,4 +1,4 @@
-"""The table of operations. Adding an op means adding an ``OpSpec`` to one of these modules, and its reference."""
+"""The table of ops. To add an op, add an ``OpSpec`` to one of these modules, and its reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ops without scales: encode, decode, pack, unpack.  Source: docs/numerics.md sections 2 to 4, 7, 8."""
+"""The ops without scales: encode, decode, pack, unpack, transpose. Source: docs/numerics.md sections 2 to 4, 7, 8."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _check_encode(call: Encode) -> None:
 
 
 class Transpose(NamedTuple):
-    """``packed [rows, bytes]``, rows of ``cols`` codes of ``bits``; the result has their columns as packed rows."""
+    """``packed [rows, bytes]``: rows of ``cols`` codes of ``bits`` bits. The result has the columns as packed rows."""
 
     packed: Tensor
     bits: int

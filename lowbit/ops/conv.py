@@ -1,13 +1,13 @@
-"""conv: a convolution over 1, 2 or 3 spatial axes in one op, as the product of patches of ``x`` with the weight.
+"""conv: a convolution over 1, 2 or 3 spatial axes in one op, as a matmul of patches of ``x`` and the weight.
 
-Axes are in the order that channels-last memory has: ``x [N, *S, C]``, result ``[N, *S', O]``. The weight is the matrix
-``[O, taps * C / groups]``, a tap being one place of the kernel: of an nn.Conv2d ``weight.movedim(1, -1).flatten(1)``,
-so that what shares a scale along K are channels of one pixel. With a row for each place of the result, and a patch of
-``x`` in each row, every group is a product as of ``linear``, in every bit. No kernel lays all patches out in memory.
+Axes are in channels-last order: ``x [N, *S, C]``, result ``[N, *S', O]``. The weight is the matrix
+``[O, taps * C / groups]``, with one tap per kernel position. For an nn.Conv2d it is
+``weight.movedim(1, -1).flatten(1)``, so channels of one pixel share a scale along K. With one row (one patch of ``x``)
+per output position, each group is bit-identical to ``linear``. No kernel stores all patches in memory.
 
-How x is quantized depends on what its scheme's scales span. One scale for the tensor is that of ``x``: each element is
-quantized once, and padding is the code of zero. Finer scales are those of each patch, as of a row in ``linear``.
-Source: docs/numerics.md section 9.
+The scaling of the input scheme decides how x is quantized. With one scale per tensor, each element of ``x`` is
+quantized once, and padding is the code of zero. With finer scales, each patch has its own scales, like a row in
+``linear``. Source: docs/numerics.md section 9.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lowbit import reference, scaling
 from lowbit.ops import matmul
-from lowbit.ops.linear import given_scales, of_scales
+from lowbit.ops.linear import input_scales, scale_arguments
 from lowbit.ops.matmul import ScaledMM
 from lowbit.ops.spec import (
     FLOATS,
@@ -44,7 +44,7 @@ from lowbit.tensor.quantized import Scales
 
 
 class Window(NamedTuple):
-    """Which pixels a result is made of; the arguments of ``Conv`` with these names. ``padding``: two for each axis."""
+    """The arguments of ``Conv`` that say which pixels each output reads. ``padding``: two numbers per axis."""
 
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -66,7 +66,7 @@ class Window(NamedTuple):
         return split.movedim(len(axes) + 2, -1).flatten(len(axes) + 2)
 
     def filters(self, matrix: Tensor) -> Tensor:
-        """A weight ``[O, taps * C / groups]`` as torch has it: ``[O, C / groups, *kernel_size]``."""
+        """A weight ``[O, taps * C / groups]`` in torch's layout: ``[O, C / groups, *kernel_size]``."""
         filters: Tensor = matrix.unflatten(1, (*self.kernel_size, -1))  # type: ignore[no-untyped-call]
         return filters.movedim(-1, 1)
 
@@ -82,7 +82,7 @@ class Window(NamedTuple):
     def gradients(
         self, grad: Tensor, x: Tensor, matrix: Tensor, wanted: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Of ``convolve``, for ``x`` and for ``matrix``, where they are wanted: of one that is, the other is read."""
+        """The gradients of ``convolve`` for ``x`` and ``matrix``; None if not ``wanted``. Each reads only the other."""
         zeros = (0,) * len(self.kernel_size)
         images = self.padded(x).movedim(-1, 1)
         of_images, of_filters, _ = torch.ops.aten.convolution_backward(
@@ -100,13 +100,15 @@ class Window(NamedTuple):
 
 
 class Conv(NamedTuple):
-    """``x [N, *S, C]`` float, or codes of 8 bits in the scheme ``input_scheme`` with ``input_scale``; ``weight``:
-    stored codes ``[O, packed taps * C / groups]`` with their scales, of which floating-point ones may be the integers
-    of their bits, as layers keep them.
+    """The arguments of ``conv``.
 
-    ``kernel_size``, ``stride``, ``dilation``: a number for each axis of S. ``padding``: two for each, the zeros before
-    and after it. ``input_scheme``, ``out_scheme`` and their scales: as of ``linear``, the result being ``[N * S', O]``;
-    ``input_scale`` is one for the tensor.
+    Attributes:
+        x: ``[N, *S, C]`` float, or 8-bit codes in ``input_scheme`` with ``input_scale``.
+        weight: Stored codes ``[O, packed taps * C / groups]``. As in layers, floating-point scales may be integers with
+            the same bits.
+        kernel_size, stride, dilation: One number per axis of S.
+        padding: Two numbers per axis: the zeros before and after it.
+        input_scheme, out_scheme: As in ``linear``, for a result ``[N * S', O]``. ``input_scale`` is one per tensor.
     """
 
     x: Tensor
@@ -132,18 +134,17 @@ class Conv(NamedTuple):
 
 
 def window(call: Conv) -> Window:
-    """The window of a call."""
     sizes, strides, zeros, dilations = map(tuple, (call.kernel_size, call.stride, call.padding, call.dilation))
     return Window(sizes, strides, zeros, dilations, call.groups)
 
 
 def spans_tensor(scheme: Scheme) -> bool:
-    """Whether x is quantized once, by one scale, and not patch by patch."""
+    """Whether x is quantized once, with one scale, instead of patch by patch."""
     return scheme.block == (None, None)
 
 
 def out_sizes(call: Conv) -> tuple[int, ...]:
-    """S', the places of the result along each axis; 0 or less where the kernel is larger than the padded input."""
+    """S', the output size along each axis; 0 or less if the kernel is larger than the padded input."""
     axes = zip(call.x.shape[1:-1], call.kernel_size, call.stride, call.padding[::2], call.padding[1::2], call.dilation,
                strict=True)  # fmt: skip
     return tuple((size + before + after - d * (k - 1) - 1) // s + 1 for size, k, s, before, after, d in axes)
@@ -156,40 +157,42 @@ def columns(call: Conv) -> int:
 
 # -- patches -----------------------------------------------------------------------------------------------------------
 def pixels(x: Tensor) -> Tensor:
-    """``x [N, *S, C]`` as ``[N * S + 1, C]``: the last row is zeros, of which padding is made."""
+    """``x [N, *S, C]`` as ``[N * S + 1, C]``: the last row is zeros, for padding."""
     rows = x.reshape(-1, x.shape[-1])
     return torch.cat([rows, rows.new_zeros(1, x.shape[-1])])
 
 
 def coded_pixels(call: Conv, scales: Scales) -> Tensor:
-    """The same of an x that holds codes: the last row is the codes of zeros."""
-    zeros = torch.zeros(1, call.x.shape[-1], device=scales.scale.device)  # x is on meta where kernels are asked
+    """``pixels`` for an x that holds codes: the last row is the codes of zeros."""
+    zeros = torch.zeros(1, call.x.shape[-1], device=scales.scale.device)  # x is on meta when a backend asks its kernels
     codes = reference.quantize_static(zeros, scaling.scheme(call.input_scheme or ""), *scales, None)
     return torch.cat([call.x.reshape(-1, call.x.shape[-1]), codes.to(call.x.device)])
 
 
 def patches(source: Tensor, call: Conv, group: int, begin: int, end: int) -> Tensor:
-    """Rows ``begin`` to ``end`` of the matrix of a group's patches, of ``source``: ``pixels(x)``, or codes of it."""
+    """Rows ``begin`` to ``end`` of a group's patch matrix. ``source``: ``pixels(x)`` or its codes."""
     outs, device = out_sizes(call), source.device
-    place = torch.arange(begin, end, device=device)
+    position = torch.arange(begin, end, device=device)
     at = torch.zeros(end - begin, 1, dtype=torch.long, device=device)
     outside = torch.zeros(end - begin, 1, dtype=torch.bool, device=device)
     step = 1
     for axis in reversed(range(len(outs))):
         size, taps = call.x.shape[1 + axis], torch.arange(call.kernel_size[axis], device=device)
-        along = (place % outs[axis])[:, None] * call.stride[axis] + taps * call.dilation[axis] - call.padding[2 * axis]
-        place = place // outs[axis]
+        along = (
+            (position % outs[axis])[:, None] * call.stride[axis] + taps * call.dilation[axis] - call.padding[2 * axis]
+        )
+        position = position // outs[axis]
         at = (along[:, :, None] * step + at[:, None]).flatten(1)
         outside = (((along < 0) | (along >= size))[:, :, None] | outside[:, None]).flatten(1)
         step *= size
-    at = (at + place[:, None] * step).masked_fill(outside, source.shape[0] - 1)
+    at = (at + position[:, None] * step).masked_fill(outside, source.shape[0] - 1)
     channels = call.x.shape[-1] // call.groups
     return source[:, group * channels : (group + 1) * channels][at].flatten(1)
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
 class Weight(NamedTuple):
-    """The rows of one group, with scales of their own."""
+    """The weight rows of one group, with their scales."""
 
     codes: Tensor
     scheme: str
@@ -199,33 +202,33 @@ class Weight(NamedTuple):
 
 
 def group_weight(call: Conv, group: int) -> Weight:
-    """The weight of a group. Scales that groups share are repeated, where slices of them would not fit the scheme."""
+    """The weight of a group. Scales that several groups share are repeated if a slice would not fit the scheme."""
     scale, global_scale = stored_scale(call.scale, call.scheme), stored_global(call.global_scale)
-    whole = Weight(call.weight, call.scheme, scale, call.zero_point, global_scale)
+    weight = Weight(call.weight, call.scheme, scale, call.zero_point, global_scale)
     if call.groups == 1:
-        return whole
+        return weight
     scheme = scaling.scheme(call.scheme)
     rows = call.weight.shape[0] // call.groups
     part = slice(group * rows, (group + 1) * rows)
     tall = scheme.block[0]
     if tall is not None and rows % tall:
-        whole = _by_row(whole, scheme)
+        weight = _by_row(weight, scheme)
         tall = 1
     if tall is None:
-        return whole._replace(codes=whole.codes[part])
+        return weight._replace(codes=weight.codes[part])
     blocks = slice(group * rows // tall, (group + 1) * rows // tall)
-    global_scale = whole.global_scale
+    global_scale = weight.global_scale
     return Weight(
-        whole.codes[part], whole.scheme, whole.scale[blocks],
-        None if whole.zero_point is None else whole.zero_point[blocks],
+        weight.codes[part], weight.scheme, weight.scale[blocks],
+        None if weight.zero_point is None else weight.zero_point[blocks],
         global_scale[part]
-        if global_scale is not None and scaling.scheme(whole.scheme).global_scale == "row"
+        if global_scale is not None and scaling.scheme(weight.scheme).global_scale == "row"
         else global_scale,
     )  # fmt: skip
 
 
 def _by_row(weight: Weight, scheme: Scheme) -> Weight:
-    """The same weight in a scheme whose scales are of one row each."""
+    """The same weight in a scheme with scales per row."""
     rows, tall = weight.codes.shape[0], scheme.block[0]
     assert tall is not None
 
@@ -249,27 +252,27 @@ def _by_row(weight: Weight, scheme: Scheme) -> Weight:
 
 # -- the definition ----------------------------------------------------------------------------------------------------
 def product(call: Conv, group: int, a: Tensor, scales: Scales | None, out_dtype: torch.dtype) -> ScaledMM:
-    """The product of some patches of a group, floats or codes with these scales, with the weight."""
+    """The matmul of some patches of a group (floats, or codes with ``scales``) and the weight."""
     w = group_weight(call, group)
     rows = w.codes.shape[0]
     bias = None if call.bias is None else call.bias[group * rows : (group + 1) * rows]
     return ScaledMM(
-        a, w.codes, columns(call), call.input_scheme, w.scheme, *of_scales(scales),
+        a, w.codes, columns(call), call.input_scheme, w.scheme, *scale_arguments(scales),
         w.scale, w.zero_point, w.global_scale, bias, out_dtype,
     )  # fmt: skip
 
 
 def products(call: Conv) -> list[ScaledMM]:
-    """The product of each group, of all its patches, as the reference quantizes them."""
+    """The matmul of each group over all its patches, quantized by the reference."""
     source, rows = pixels(call.x), call.x.shape[0] * prod(out_sizes(call))
     dtype = call.out_dtype if call.out_scheme is None else torch.float32
-    every = range(call.groups)
+    groups = range(call.groups)
     if call.input_scheme is None:
-        return [product(call, g, patches(source, call, g, 0, rows), None, dtype) for g in every]
+        return [product(call, g, patches(source, call, g, 0, rows), None, dtype) for g in groups]
     scheme = scaling.scheme(call.input_scheme)
     global_scale = reference.global_scale(source, scheme) if scheme.global_scale == "tensor" else None
-    made: list[ScaledMM] = []
-    scales = given_scales(call)
+    calls: list[ScaledMM] = []
+    scales = input_scales(call)
     if scales is not None and call.x.dtype == torch.uint8:
         codes = coded_pixels(call, scales)
     elif scales is not None:
@@ -277,16 +280,16 @@ def products(call: Conv) -> list[ScaledMM]:
     elif spans_tensor(scheme):
         codes, scale, zero = reference.quantize(source, scheme, global_scale, None)
         scales = Scales(scale, zero, global_scale)
-    for g in every:
+    for g in groups:
         if spans_tensor(scheme):
-            part = patches(codes, call, g, 0, rows)
+            operand = patches(codes, call, g, 0, rows)
         else:
-            part = patches(source, call, g, 0, rows)
-            above = reference.global_scale(part, scheme) if scheme.global_scale == "row" else global_scale
-            part, scale, zero = reference.quantize(part, scheme, above, None)
-            scales = Scales(scale, zero, above)
-        made.append(product(call, g, packing.pack(part, scheme.format.bits), scales, dtype))
-    return made
+            operand = patches(source, call, g, 0, rows)
+            group_scale = reference.global_scale(operand, scheme) if scheme.global_scale == "row" else global_scale
+            operand, scale, zero = reference.quantize(operand, scheme, group_scale, None)
+            scales = Scales(scale, zero, group_scale)
+        calls.append(product(call, g, packing.pack(operand, scheme.format.bits), scales, dtype))
+    return calls
 
 
 # -- the op ------------------------------------------------------------------------------------------------------------
@@ -315,7 +318,7 @@ def _check(call: Conv) -> None:
     if call.bias is not None:
         require_float("conv", "bias", call.bias)
         require(tuple(call.bias.shape) == (rows,), f"lowbit.conv: bias must be [{rows}], got {list(call.bias.shape)}")
-    _check_given(call)
+    _check_scales(call)
 
 
 def _check_geometry(call: Conv) -> None:
@@ -323,11 +326,11 @@ def _check_geometry(call: Conv) -> None:
     require(1 <= axes <= 3, f"lowbit.conv: x must be [N, *S, C] with 1 to 3 axes S, got {list(call.x.shape)}")
     for name, least, count in (("kernel_size", 1, axes), ("stride", 1, axes), ("dilation", 1, axes),
                                ("padding", 0, 2 * axes)):  # fmt: skip
-        given = getattr(call, name)
+        sizes = getattr(call, name)
         require(
-            len(given) == count and all(v >= least for v in given),
+            len(sizes) == count and all(v >= least for v in sizes),
             f"lowbit.conv: {name} must be {count} numbers of at least {least} for x {list(call.x.shape)}, "
-            f"got {list(given)}",
+            f"got {list(sizes)}",
         )
     channels = call.x.shape[-1]
     require(
@@ -341,8 +344,8 @@ def _check_geometry(call: Conv) -> None:
     )
 
 
-def _check_given(call: Conv) -> None:
-    """Scales that are given belong to a scheme, and fit it."""
+def _check_scales(call: Conv) -> None:
+    """Check that scales come with a scheme and fit it."""
     scheme = None if call.input_scheme is None else scaling.scheme(call.input_scheme)
     if call.input_scale is not None:
         if scheme is None:
@@ -376,14 +379,13 @@ def _check_given(call: Conv) -> None:
 
 
 def _cost(call: Conv) -> Cost:
-    made = call.x.shape[0] * prod(out_sizes(call)) * call.weight.shape[0]
+    elements = call.x.shape[0] * prod(out_sizes(call)) * call.weight.shape[0]
     moved = sum(t.numel() * t.element_size() for t in call if isinstance(t, Tensor))
-    return Cost(2 * made * columns(call), moved + made * call.out_dtype.itemsize)
+    return Cost(2 * elements * columns(call), moved + elements * call.out_dtype.itemsize)
 
 
 def _tolerance(call: Conv, numerics: Numerics) -> Tensor:
-    """That of the products."""
-    bounds = [matmul.tolerance(one, numerics) for one in products(call)]
+    bounds = [matmul.tolerance(product, numerics) for product in products(call)]
     if not bounds[0].dim():
         return bounds[0]
     return torch.cat(bounds, 1).reshape(call.x.shape[0], *out_sizes(call), call.weight.shape[0])

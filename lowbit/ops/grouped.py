@@ -1,7 +1,7 @@
-"""scaled_grouped_mm: the products of a mixture's experts, each on the rows that are its own, in one op.
+"""scaled_grouped_mm: the matmuls of a mixture of experts, each expert on its own rows, in one op.
 
-Its bits, and the bounds on its errors, are those of ``scaled_mm`` of each expert; torch's ``_grouped_mm`` has the same
-convention of ``offsets``. Source: docs/numerics.md section 9.
+It is bit-identical to ``scaled_mm`` per expert, with the same error bounds. ``offsets`` follow the convention of
+torch's ``_grouped_mm``. Source: docs/numerics.md section 9.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ __all__ = ["SPECS", "ScaledGroupedMM", "has_rows_of_its_own", "product", "spans"
 
 
 class ScaledGroupedMM(NamedTuple):
-    """``a``: floats ``[T, K]``, or stored codes ``[T, packed K]`` whose scales belong to single rows; ``b``: stored
-    codes ``[E, N, packed K]`` with stacks of what scales one expert's.
+    """The arguments of ``scaled_grouped_mm``.
 
-    ``offsets [E]``: int32, ascending, on the device: the rows of expert e begin where those of the expert before end,
-    and end before row ``offsets[e]``. Rows from ``offsets[E - 1]`` on are no expert's; of these the result has zeros.
-    ``bias [E, N]``.
+    Attributes:
+        a: Floats ``[T, K]``, or stored codes ``[T, packed K]`` with scales that each belong to one row.
+        b: Stored codes ``[E, N, packed K]``. Its scales, zero points and global scales are stacked by expert.
+        offsets: int32 ``[E]``, ascending, on the device. Expert e has the rows from ``offsets[e - 1]`` (0 for e = 0) to
+            before ``offsets[e]``. Rows from ``offsets[E - 1]`` on belong to no expert; their results are zeros.
+        bias: ``[E, N]``.
     """
 
     a: Tensor
@@ -46,12 +48,12 @@ class ScaledGroupedMM(NamedTuple):
 
 
 def has_rows_of_its_own(scheme: scaling.Scheme) -> bool:
-    """Whether no scale of a scheme belongs to several rows, so that rows can be quantized together or apart."""
+    """Whether every scale belongs to one row, so that rows can be quantized together or separately."""
     return scheme.block[0] == 1 and scheme.global_scale != "tensor"
 
 
 def product(call: ScaledGroupedMM, expert: int, rows: slice) -> ScaledMM:
-    """The product of one expert with some rows."""
+    """The matmul of one expert and some rows."""
 
     def of_rows(x: Tensor | None) -> Tensor | None:
         return None if x is None else x[rows]
@@ -108,7 +110,6 @@ def _cost(call: ScaledGroupedMM) -> Cost:
 
 
 def _tolerance(call: ScaledGroupedMM, numerics: Numerics) -> Tensor:
-    """That of each expert's product."""
     bound = torch.zeros(call.a.shape[0], call.b.shape[1], dtype=torch.float64, device=call.a.device)
     for expert, rows in enumerate(spans(call)):
         bound[rows] = matmul.tolerance(product(call, expert, rows), numerics)

@@ -1,6 +1,6 @@
 """linear: a layer's forward pass in one op, from float input to float output.
 
-``x`` is quantized on the way where an ``input_scheme`` is given; then it is ``scaled_mm``, in every bit.
+With an ``input_scheme``, ``x`` is quantized first. The rest is bit-identical to ``scaled_mm``.
 Source: docs/numerics.md sections 3, 5 and 9.
 """
 
@@ -35,13 +35,15 @@ from lowbit.tensor.quantized import Scales
 
 
 class Linear(NamedTuple):
-    """``x [..., K]`` float, or codes of 8 bits in the scheme ``input_scheme`` with ``input_scale``; ``weight``: stored
-    codes ``[N, packed K]`` with their scales, of which floating-point ones may be the integers of their bits, as layers
-    keep them.
+    """The arguments of ``linear``.
 
-    ``input_scheme``: what x is quantized in, by scales that are made of it, or by ``input_scale`` and the others.
-    ``out_scheme``: the result is quantized by ``out_scale`` and ``out_zero_point`` into stored codes ``[..., packed
-    N]``; ``out_dtype`` then says nothing.
+    Attributes:
+        x: ``[..., K]`` float, or 8-bit codes in ``input_scheme`` with ``input_scale``.
+        weight: Stored codes ``[N, packed K]``. As in layers, floating-point scales may be integers with the same bits.
+        input_scheme: The scheme in which x is quantized, with scales computed from x, or with ``input_scale``,
+            ``input_zero_point`` and ``input_global_scale``.
+        out_scheme: The scheme in which the result is quantized, with ``out_scale`` and ``out_zero_point``, into stored
+            codes ``[..., packed N]``. ``out_dtype`` is then ignored.
     """
 
     x: Tensor
@@ -61,34 +63,34 @@ class Linear(NamedTuple):
     out_zero_point: Tensor | None = None
 
 
-def of_scales(scales: Scales | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Scales, zero points and global scale of an operand; of one that stays float there are none."""
+def scale_arguments(scales: Scales | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Scale, zero point and global scale of an operand; all None for a float operand."""
     return (None, None, None) if scales is None else scales
 
 
 def product(call: Linear, a: Tensor, scales: Scales | None = None) -> ScaledMM:
-    """The product that is left once ``x`` is ``a``: its rows, or with ``input_scheme`` their codes with scales."""
+    """The matmul of ``a`` and the weight. ``a``: the rows of x, or with ``input_scheme`` their codes."""
     return ScaledMM(
-        a, call.weight, call.x.shape[-1], call.input_scheme, call.scheme, *of_scales(scales),
+        a, call.weight, call.x.shape[-1], call.input_scheme, call.scheme, *scale_arguments(scales),
         stored_scale(call.scale, call.scheme), call.zero_point, stored_global(call.global_scale), call.bias,
         call.out_dtype if call.out_scheme is None else torch.float32,
     )  # fmt: skip
 
 
-def given_scales(call: Any) -> Scales | None:
-    """The scales by which ``x`` of a linear layer or a convolution is quantized, where they are given."""
+def input_scales(call: Any) -> Scales | None:
+    """The given scales for ``x`` of a Linear or Conv, or None."""
     if call.input_scale is None:
         return None
     return Scales(call.input_scale, call.input_zero_point, call.input_global_scale)
 
 
 def quantized(call: Linear) -> ScaledMM:
-    """The product with ``x`` as the reference quantizes it."""
+    """The matmul, with ``x`` quantized by the reference."""
     x = as_rows(call.x)
     if call.input_scheme is None:
         return product(call, x)
     scheme = scaling.scheme(call.input_scheme)
-    scales = given_scales(call)
+    scales = input_scales(call)
     if scales is not None and call.x.dtype == torch.uint8:
         return product(call, x, scales)
     if scales is not None:
@@ -126,18 +128,18 @@ def _check(call: Linear) -> None:
         require_float("linear", "bias", call.bias)
         if tuple(call.bias.shape) != (rows,):
             raise ValueError(f"lowbit.linear: bias must be [{rows}], got {list(call.bias.shape)}")
-    _check_given(call, rows)
+    _check_scales(call, rows)
 
 
-def _check_given(call: Linear, out_cols: int) -> None:
-    """Scales that are given belong to a scheme, and fit it."""
-    given = (call.input_scale, call.input_zero_point, call.input_global_scale)
+def _check_scales(call: Linear, out_cols: int) -> None:
+    """Check that scales come with a scheme and fit it."""
+    scales = (call.input_scale, call.input_zero_point, call.input_global_scale)
     scheme = None if call.input_scheme is None else scaling.scheme(call.input_scheme)
     if scheme is not None and call.input_scale is not None:
-        require_scales("linear", scheme, *matrix_shape(call.x), call.input_scale, *given[1:])
+        require_scales("linear", scheme, *matrix_shape(call.x), call.input_scale, *scales[1:])
     else:
         require(
-            all(one is None for one in given),
+            all(scale is None for scale in scales),
             "lowbit.linear: input_scale, input_zero_point and input_global_scale are those of an input_scheme and come "
             f"together; got input_scheme={call.input_scheme!r} and "
             f"input_scale={'given' if call.input_scale is not None else None}",
@@ -164,7 +166,6 @@ def _cost(call: Linear) -> Cost:
 
 
 def _tolerance(call: Linear, numerics: Numerics) -> Tensor:
-    """That of the product."""
     bound = matmul.tolerance(quantized(call), numerics)
     return bound.reshape(_outputs(call)[0][0]) if bound.dim() else bound
 

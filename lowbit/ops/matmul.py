@@ -1,6 +1,6 @@
 """scaled_mm: ``a [M, K] @ b [N, K].T`` for every pair of schemes and float matrices.
 
-Source: docs/numerics.md section 9. The bound on the error of float products is derived in ``tolerance``.
+Source: docs/numerics.md section 9. ``tolerance`` derives the error bound of float matmuls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lowbit.ops.spec import FLOATS, Cost, Numerics, OpSpec, require_codes, requi
 
 
 class ScaledMM(NamedTuple):
-    """``a``: stored codes ``[M, packed K]`` with scales, or a float matrix ``[M, K]`` with none; ``b`` the same."""
+    """``a``: stored codes ``[M, packed K]`` with scales, or a float matrix ``[M, K]`` without; ``b`` likewise."""
 
     a: Tensor
     b: Tensor
@@ -34,7 +34,7 @@ class ScaledMM(NamedTuple):
 
 
 class Side(NamedTuple):
-    """One operand's share of the arguments."""
+    """The arguments of one operand."""
 
     name: str
     data: Tensor
@@ -52,7 +52,7 @@ def sides(call: ScaledMM) -> tuple[Side, Side]:
 
 
 def operand(side: Side, cols: int) -> reference.Operand:
-    """The operand as the reference takes it: codes unpacked, scheme resolved."""
+    """The operand for the reference: codes unpacked, scheme resolved."""
     if side.scheme is None:
         return reference.Operand(side.data)
     scheme = scaling.scheme(side.scheme)
@@ -85,7 +85,7 @@ def _check(call: ScaledMM) -> None:
 
 
 def _check_codes(side: Side, name: str, cols: int) -> int:
-    """Checks an operand of codes; returns the bytes that its rows should have."""
+    """Check an operand of codes; return the bytes its rows should have."""
     scheme = scaling.scheme(name)
     require_codes("scaled_mm", side.name, side.data)
     if side.scale is None:
@@ -101,25 +101,25 @@ def _cost(call: ScaledMM) -> Cost:
 
 
 def is_whole(call: ScaledMM) -> bool:
-    """Whether every row of both operands has one scale, which waits for the epilogue."""
+    """Whether every row of both operands has one scale, which the epilogue can apply."""
     return all(
         side.scheme is None or scaling.scheme(side.scheme).scale_shape(side.data.shape[0], call.cols)[1] == 1
         for side in sides(call)
     )
 
 
-#: Products of int8 that an int32 holds for certain, whatever their codes: the depth up to which it need not be emptied.
+#: The largest K whose int8 products fit an int32 accumulator, for any codes.
 INT32_DEPTH = (2**31 - 1) // (128 * 128)
 
-#: Unit roundoff, and the least normal number (below which an operand may be flushed), of what kernels compute in.
+#: Unit roundoff of the types that kernels compute in.
 _UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 0.0, "int": 0.0}
-#: Accumulators that hand over to fp32: their unit roundoff, and after how many terms.
+#: Short accumulators: their unit roundoff, and the number of terms after which they are added to an fp32 sum.
 _SHORT = {"fp22": (2.0**-13, 128)}
 _TINY = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 
 
 def is_exact(call: ScaledMM) -> bool:
-    """Whether it is a product of integers, in one block or in segments: every kernel gives the same bits."""
+    """Whether it is an integer matmul, in one block or in segments: all kernels are then bit-identical."""
     return reference.integer_segments(*(operand(side, call.cols) for side in sides(call))) is not None
 
 
@@ -127,10 +127,10 @@ def tolerance(call: ScaledMM, numerics: Numerics) -> Tensor:
     """Elementwise bound on |y - exact|, fp64 ``[M, N]``.
 
     Let A and B be the decoded operands and u the accumulator's unit roundoff. A sum of K rounded products in any order
-    errs by at most gamma_K |A||B|^T, gamma_K = K u / (1 - K u) (Higham 2002, section 3.1). An operand that is rounded
-    costs another u_op (two: 2 u_op + u_op^2); decoding (one fp32 product an element, on either side), block partial
-    sums, the epilogue's two products and its sum at most 6 u more; the cast its own unit. Operands and products below
-    2**-126 may be flushed, and a product of two scales may be subnormal, 2**-150 of it being lost to each term.
+    has an error of at most gamma_K |A||B|^T, gamma_K = K u / (1 - K u) (Higham 2002, section 3.1). Rounding one operand
+    adds u_op; rounding both adds 2 u_op + u_op^2. Decoding (one fp32 product per element of each operand), block
+    partial sums, and the epilogue's two products and sum add at most 6 u. The cast adds its own unit. Operands and
+    products below 2**-126 may be flushed. A product of two scales may be subnormal, which costs each term 2**-150.
     """
     if is_exact(call):
         return torch.zeros((), dtype=torch.float64)
@@ -157,7 +157,7 @@ def _gamma(terms: int, unit: float) -> float:
 
 
 def _largest_code_product(call: ScaledMM) -> float:
-    """The largest product of two unscaled codes; 0 where one operand is a float matrix, whose scale is 1."""
+    """The largest product of two unscaled codes; 0 if one operand is a float matrix, whose scale is 1."""
     if call.a_scheme is None or call.b_scheme is None:
         return 0.0
     values = (operand(side, call.cols).values(scaled=False) for side in sides(call))
@@ -165,7 +165,7 @@ def _largest_code_product(call: ScaledMM) -> float:
 
 
 def _rounded_operands(call: ScaledMM, numerics: Numerics) -> int:
-    """How many operands may lose bits in what the kernel multiplies in: of codes only those of codebooks may."""
+    """The number of operands that the kernel may round. Codes are exact, except those of codebooks."""
     if numerics.operand == "fp32":
         return 0
     exact = torch.bfloat16 if numerics.operand == "bf16" else torch.float16

@@ -1,7 +1,6 @@
-"""optimizer_step: one step of a rule on a tensor, whose moments are kept as codes with scales or as floats.
-square_sums: sums of squares of the rows or columns of a matrix, as integers.
+"""optimizer_step: one optimizer step on a tensor, with moments as codes or floats; square_sums: exact sums of squares.
 
-A rule is a row of ``RULES``: which moments it keeps, and the factors that it multiplies with.
+A rule is a row of ``RULES``: its moments and its factors.
 Source: docs/numerics.md section 11.
 """
 
@@ -28,25 +27,25 @@ from lowbit.ops.spec import (
     require_scales,
 )
 
-#: What the moments of ``adamw_`` are kept in unless another scheme is asked for.
+#: Default scheme for the moments of ``adamw_``.
 STATE_SCHEME = "fp8_e4m3:group256"
 
-#: Elements that kernels hold at once at most: whole blocks of both moments, and whole bytes of their codes.
+#: The most elements that kernels process at once: whole blocks of both moments, and whole bytes of their codes.
 MAX_RUN = 2048
 
-#: Formats that moments may be kept in without scales.
+#: Formats for moments without scales.
 FLOAT_STATES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-#: Bits of a term of ``square_sums``. Sums of as many as ``2^(62 - SQUARE_BITS)`` terms fit 64 bits.
+#: Bits per term of ``square_sums``. A sum of up to ``2^(62 - SQUARE_BITS)`` terms fits 64 bits.
 SQUARE_BITS = 38
 
-#: What a master weight is kept as, beside a parameter of 16 bits: all of it, or the 8 bits that bf16 lacks of 24.
+#: Dtype of the master weight of a 16-bit parameter: the full weight, or the 8 of 24 mantissa bits that bf16 drops.
 MASTERS: dict[str, torch.dtype] = {"fp32": torch.float32, "residual": torch.int8}
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of update: the names of its moments, at most two, and of its factors, in the order of section 11."""
+    """An update rule: the names of its moments (at most two) and factors, in the order of section 11."""
 
     name: str
     moments: tuple[str, ...]
@@ -70,12 +69,15 @@ RULES: dict[str, Rule] = {
 
 
 class OptimizerStep(NamedTuple):
-    """``param`` and ``grad`` float, of one shape, and the moments that ``rule`` keeps.
+    """The arguments of ``optimizer_step``.
 
-    ``master``: fp32, the weight that ``param`` is rounded from; or int8, what a bf16 ``param`` lacks of 24 bits.
-    A moment is packed codes and scales of that shape in its scheme, or a float tensor of the format that stands in
-    place of the scheme. With stochastic rounding both moments share their random bits; ``param_rounding`` draws others.
-    ``factors``: those of the rule, in its order; each is rounded to fp32 once.
+    Attributes:
+        param, grad: Float, with the same shape.
+        master: The fp32 weight from which ``param`` is rounded, or int8: the 8 of 24 bits that a bf16 ``param`` lacks.
+        first, second: The moments of ``rule``: packed codes with scales in a scheme, or a float tensor if the scheme is
+            the name of a float format. With stochastic rounding both moments share their random bits.
+        factors: The factors of the rule, in its order. Each is rounded to fp32 once.
+        param_rounding: Stochastic rounding of ``param`` uses other random bits than the moments.
     """
 
     param: Tensor
@@ -101,8 +103,8 @@ class OptimizerStep(NamedTuple):
 REPLACED = ("param", "master", "first", "first_scale", "second", "second_scale")
 
 
-class Kept(NamedTuple):
-    """A moment of a call: its name, what it is kept in, its codes (or numbers) and scales."""
+class StoredMoment(NamedTuple):
+    """A moment of a call: its name, scheme or float format, codes (or floats) and scales."""
 
     name: str
     scheme: str
@@ -110,12 +112,12 @@ class Kept(NamedTuple):
     scale: Tensor | None
 
 
-def moments(call: OptimizerStep) -> list[Kept]:
-    """The moments that the call's rule keeps, in its order."""
-    given = ((call.first_scheme, call.first, call.first_scale), (call.second_scheme, call.second, call.second_scale))
+def moments(call: OptimizerStep) -> list[StoredMoment]:
+    """The moments of the call's rule, in its order."""
+    slots = ((call.first_scheme, call.first, call.first_scale), (call.second_scheme, call.second, call.second_scale))
     return [
-        Kept(name, scheme, codes, scale)
-        for name, (scheme, codes, scale) in zip(RULES[call.rule].moments, given, strict=False)
+        StoredMoment(name, scheme, codes, scale)
+        for name, (scheme, codes, scale) in zip(RULES[call.rule].moments, slots, strict=False)
         if codes is not None
     ]
 
@@ -135,7 +137,7 @@ def fp32_factors(call: OptimizerStep) -> tuple[float, ...]:
 
 
 def state_refusal(scheme: scaling.Scheme) -> str | None:
-    """Why moments cannot be kept in a scheme; None where they can."""
+    """Why a scheme does not support moments; None if it does."""
     rows, cols = scheme.block
     if rows != 1 or cols is None or cols > MAX_RUN:
         return f"its blocks must be one row of at most {MAX_RUN} elements"
@@ -145,7 +147,7 @@ def state_refusal(scheme: scaling.Scheme) -> str | None:
 
 
 def state_run(scheme: scaling.Scheme) -> int:
-    """After how many elements the blocks of a moment and whole bytes of its codes meet."""
+    """The fewest elements that are both whole blocks of a moment and whole bytes of its codes."""
     return lcm(scheme.block[1] or 1, 8 if scheme.format.bits < 8 else 1)
 
 
@@ -157,10 +159,11 @@ def _check_rule(call: OptimizerStep) -> Rule:
         len(call.factors) == len(rule.factors),
         f"lowbit.optimizer_step: {rule.name} takes the factors {', '.join(rule.factors)}, got {len(call.factors)}",
     )
-    given = [t is not None for t in (call.first, call.second)]
+    present = [t is not None for t in (call.first, call.second)]
     require(
-        sum(given) == len(rule.moments) and given == sorted(given, reverse=True),
-        f"lowbit.optimizer_step: {rule.name} keeps {', '.join(rule.moments) or 'no moment'}, got {sum(given)} moments",
+        sum(present) == len(rule.moments) and present == sorted(present, reverse=True),
+        f"lowbit.optimizer_step: {rule.name} keeps {', '.join(rule.moments) or 'no moment'}, got {sum(present)} "
+        "moments",
     )
     return rule
 
@@ -185,8 +188,8 @@ def _check_master(call: OptimizerStep) -> None:
     )
 
 
-def _check_scheme(call: OptimizerStep, moment: Kept) -> int:
-    """Checks a moment; answers after how many elements its blocks and whole bytes meet."""
+def _check_scheme(call: OptimizerStep, moment: StoredMoment) -> int:
+    """Check a moment; return ``state_run`` of its scheme, or 1 for floats."""
     op, shape = "lowbit.optimizer_step", call.param.shape
     dtype = FLOAT_STATES.get(moment.scheme)
     if dtype is not None:
@@ -228,18 +231,18 @@ def _check(call: OptimizerStep) -> None:
     if call.param_rounding != "nearest" or call.rounding != "nearest":
         word = call.param_rounding if call.rounding == "nearest" else call.rounding
         require_rounding("optimizer_step", call._replace(rounding=word))
-    kept = moments(call)
-    together = lcm(*(_check_scheme(call, moment) for moment in kept))
+    stored = moments(call)
+    run = lcm(*(_check_scheme(call, moment) for moment in stored))
     require(
-        together <= MAX_RUN,
-        f"lowbit.optimizer_step: blocks of {' and '.join(m.scheme for m in kept)}, and whole bytes, meet after "
-        f"{together} elements, which may be {MAX_RUN} at most; use blocks of powers of two",
+        run <= MAX_RUN,
+        f"lowbit.optimizer_step: blocks of {' and '.join(m.scheme for m in stored)}, and whole bytes, meet after "
+        f"{run} elements, which may be {MAX_RUN} at most; use blocks of powers of two",
     )
 
 
 def _outputs(call: OptimizerStep) -> list[Out]:
-    given = (getattr(call, name) for name in REPLACED)
-    return [((0,), torch.uint8) if t is None else (tuple(t.shape), t.dtype) for t in given]
+    tensors = (getattr(call, name) for name in REPLACED)
+    return [((0,), torch.uint8) if t is None else (tuple(t.shape), t.dtype) for t in tensors]
 
 
 def _cost(call: OptimizerStep) -> Cost:
@@ -248,10 +251,10 @@ def _cost(call: OptimizerStep) -> Cost:
 
 
 class SquareSums(NamedTuple):
-    """``x`` float ``[rows, cols]``; ``exponents`` int32, one for each row (``axis`` 0) or column (1).
+    """``x`` float ``[rows, cols]``; ``exponents`` int32, one per row (``axis`` 0) or column (1).
 
-    The result, int64 of their length, is the sum over each row (column) of ``x^2`` in steps of
-    ``2^(2 e - SQUARE_BITS)``, each term rounded to nearest. Elements not below ``2^e`` in magnitude count as 0.
+    The result (int64, one per exponent e) is the sum of ``x^2`` over the row or column, in units of
+    ``2^(2 e - SQUARE_BITS)``. Each term is rounded to nearest. Elements of magnitude ``2^e`` or more count as 0.
     """
 
     x: Tensor
@@ -263,11 +266,11 @@ def _check_square_sums(call: SquareSums) -> None:
     require_float("square_sums", "x", call.x)
     require(call.x.dim() == 2, f"lowbit.square_sums: x must be a matrix [rows, cols], got {list(call.x.shape)}")
     require(call.axis in (0, 1), f"lowbit.square_sums: axis must be 0 (rows) or 1 (columns), got {call.axis}")
-    given, expected = call.exponents, (call.x.shape[call.axis],)
+    exponents, expected = call.exponents, (call.x.shape[call.axis],)
     require(
-        given.dtype == torch.int32 and tuple(given.shape) == expected,
+        exponents.dtype == torch.int32 and tuple(exponents.shape) == expected,
         f"lowbit.square_sums: exponents must be int32 {list(expected)}, one for each {('row', 'column')[call.axis]} "
-        f"of x, got {given.dtype} {list(given.shape)}",
+        f"of x, got {exponents.dtype} {list(exponents.shape)}",
     )
 
 

@@ -1,4 +1,4 @@
-"""linear_packed: ``linear`` on a weight in the packed layout, for integer weights and inputs.
+"""linear_packed: ``linear`` with a weight in the packed layout, for integer weights and inputs.
 
 Source: docs/numerics.md section 9; lowbit/tensor/prepack.py.
 """
@@ -17,8 +17,14 @@ from lowbit.tensor import prepack
 
 
 class LinearPacked(NamedTuple):
-    """``x [..., K]`` float; ``packed``: the weight ``[N, K]`` with the scheme of inputs, as ``prepack`` made it;
-    ``out_features``: N, which a tracer cannot read in ``packed``; ``out_dtype``: that of ``x`` if None."""
+    """The arguments of ``linear_packed``.
+
+    Attributes:
+        x: ``[..., K]`` float.
+        packed: The result of ``prepack``: the weight ``[N, K]`` with the input scheme.
+        out_features: N, which a tracer cannot read from ``packed``.
+        out_dtype: None means the dtype of ``x``.
+    """
 
     x: Tensor
     packed: Tensor
@@ -32,7 +38,7 @@ def _dtype(call: LinearPacked) -> torch.dtype:
 
 
 def plain(call: LinearPacked) -> Linear:
-    """The same product of the weight in rows."""
+    """The same call with the weight in the plain layout."""
     q = prepack.unpack(call.packed)
     return Linear(
         call.x, q.codes, q.scheme.name, q.scale, q.zero_point, q.global_scale, call.bias,
@@ -45,7 +51,7 @@ def _outputs(call: LinearPacked) -> list[Out]:
 
 
 def _traced(packed: Tensor) -> bool:
-    """Whether there are no bytes to look at."""
+    """Whether the tensor has no bytes to read."""
     return packed.is_meta or type(packed) not in (Tensor, nn.Parameter)
 
 

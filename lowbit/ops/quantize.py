@@ -1,7 +1,7 @@
-"""Ops that quantize and dequantize: codes with scales for blocks, and what trains through them.
+"""Ops that quantize and dequantize with block scales, and fake quantization with its gradient.
 
-Stored codes are packed rows: ``x.shape[:-1] + [packed cols]``, uint8. Scales are ``[R, C]``, one a block of the
-matrix ``[rows, cols]``.  Source: docs/numerics.md sections 3, 5 to 8, 10.
+Stored codes are packed rows: ``x.shape[:-1] + [packed cols]``, uint8. Scales are ``[R, C]``, one per block of the
+matrix ``[rows, cols]``. Source: docs/numerics.md sections 3, 5 to 8, 10.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class GlobalScale(NamedTuple):
 
 
 class QuantizeGlobal(NamedTuple):
-    """``quantize`` to nearest below the global scale that ``global_scale`` makes of ``x``."""
+    """``quantize`` to nearest, with the global scale that ``global_scale`` computes from ``x``."""
 
     x: Tensor
     scheme: str
@@ -48,7 +48,7 @@ class BlockRange(NamedTuple):
 
 
 class Quantize(NamedTuple):
-    """``factors`` fp32 ``[rows, 1]`` or ``[1, cols]``: what is quantized is their product with ``x`` in fp32."""
+    """``factors``: fp32 ``[rows, 1]`` or ``[1, cols]``. ``x`` times the factors, in fp32, is quantized."""
 
     x: Tensor
     scheme: str
@@ -98,7 +98,7 @@ class FakeQuantize(NamedTuple):
 
 
 class FakeQuantizeBackward(NamedTuple):
-    """The gradient of given scales is ``[R, C]``; with zero points ``[2, R, C]``, of scales and of zero points."""
+    """The gradient of given scales is ``[R, C]``, or with zero points ``[2, R, C]``: first scales, then zero points."""
 
     grad: Tensor
     x: Tensor
@@ -109,18 +109,18 @@ class FakeQuantizeBackward(NamedTuple):
 
 
 def with_factors(call: Quantize) -> Tensor:
-    """The matrix to quantize: ``x``, or its product with the factors in fp32."""
+    """The matrix to quantize: ``x``, or ``x`` times the factors in fp32."""
     return as_rows(call.x) if call.factors is None else products(call.x, call.factors)
 
 
 def products(x: Tensor, factors: Tensor) -> Tensor:
-    """``x`` as a matrix, times ``factors`` in fp32. Raises ValueError for factors that are not one a row or column."""
+    """``x`` as a matrix, times ``factors`` in fp32. Raises ValueError unless there is one factor per row or column."""
     require_factors(factors, *matrix_shape(x))
     return as_rows(x).float() * factors
 
 
 def require_factors(factors: Tensor, rows: int, cols: int) -> None:
-    """Raises ValueError for what is not a number for each row or column of a matrix."""
+    """Raise ValueError unless ``factors`` has one number per row or column."""
     require(
         factors.dtype == torch.float32 and tuple(factors.shape) in ((rows, 1), (1, cols)),
         f"lowbit.quantize: factors must be float32 [{rows}, 1] or [1, {cols}], one for each row or column of x; got "
@@ -145,8 +145,8 @@ def _global_scale_outputs(call: GlobalScale) -> list[Out]:
 def _quantize_global_outputs(call: QuantizeGlobal) -> list[Out]:
     scheme = scaling.scheme(call.scheme)
     scale, _ = _scale_outs(call.x, scheme)
-    above = scheme.global_scale_shape(matrix_shape(call.x)[0])
-    return [_codes_out(call.x, scheme), scale, (above, torch.float32)]
+    shape = scheme.global_scale_shape(matrix_shape(call.x)[0])
+    return [_codes_out(call.x, scheme), scale, (shape, torch.float32)]
 
 
 def _range_outputs(call: BlockRange) -> list[Out]:
@@ -160,9 +160,9 @@ def _quantize_outputs(call: Quantize) -> list[Out]:
 
 def _backward_outputs(call: FakeQuantizeBackward) -> list[Out]:
     scheme = scaling.scheme(call.scheme)
-    of_scales = scheme.scale_shape(*matrix_shape(call.x))
-    made = (0,) if call.scale is None else (2, *of_scales) if scheme.affine else of_scales
-    return [(tuple(call.x.shape), call.grad.dtype), (made, torch.float32)]
+    scale_shape = scheme.scale_shape(*matrix_shape(call.x))
+    grad_shape = (0,) if call.scale is None else (2, *scale_shape) if scheme.affine else scale_shape
+    return [(tuple(call.x.shape), call.grad.dtype), (grad_shape, torch.float32)]
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------
@@ -248,12 +248,12 @@ def _dequantize_cost(call: Dequantize) -> Cost:
 
 
 def _backward_tolerance(call: FakeQuantizeBackward, numerics: object) -> Tensor:
-    """Bound on |grad_scale - exact|, fp64 like grad_scale; 0 where no scale is given. The gradient of x is exact.
+    """Bound on |grad_scale - exact|, fp64 with the shape of grad_scale; 0 without scales. The gradient of x is exact.
 
-    With u = 2^-24, the difference and the product that make a term cost 2 u, and the sum of a block's n terms in any
-    order n - 1 more: gamma_{n+1} times the sum of |terms|, gamma_n = n u / (1 - n u) (Higham 2002, section 3.1). A
-    term that is subnormal loses 2^-150. Where a partial sum could overflow the bound is infinite; where a term is Inf
-    or NaN it is 0: every order gives the same Inf or NaN.
+    Let u = 2^-24. The difference and the product in a term cost 2 u. The sum of a block's n terms in any order costs
+    n - 1 more. The bound is gamma_{n+1} times the sum of |terms|, gamma_n = n u / (1 - n u) (Higham 2002, section 3.1).
+    A subnormal term loses 2^-150. The bound is infinite if a partial sum could overflow. It is 0 if a term is Inf or
+    NaN, because every order then gives the same Inf or NaN.
     """
     if call.scale is None:
         return torch.zeros((), dtype=torch.float64)

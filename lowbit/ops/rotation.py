@@ -10,9 +10,9 @@ from lowbit.ops.spec import Cost, OpSpec, require, require_float
 
 
 class Hadamard(NamedTuple):
-    """``x`` float ``[rows, cols]``; blocks of ``block`` elements, a power of two, along ``axis`` 0 or 1.
+    """``x``: float ``[rows, cols]``. Blocks have ``block`` elements, a power of two, along ``axis`` 0 or 1.
 
-    ``signed``: each element is multiplied by the fixed sign of its place in a block before, of which there are 128.
+    ``signed``: each element is first multiplied by a fixed sign that depends on its position in the block (128 signs).
     """
 
     x: Tensor

@@ -1,7 +1,7 @@
-"""What an operation is: its arguments, checks, outputs, cost and tolerance, in one row.
+"""OpSpec, which defines an op (arguments, checks, outputs, cost, tolerance), and checks that ops share.
 
-The argument list of an op is a NamedTuple; the torch schema is derived from its annotations, and everything that
-concerns a call (checks, the fake rule, selection, kernels) receives that one tuple.
+The arguments of an op are a NamedTuple. The torch schema is derived from its annotations. Checks, fake functions,
+kernel selection and kernels all receive this tuple.
 """
 
 from __future__ import annotations
@@ -39,15 +39,19 @@ _SCHEMA_TYPES: dict[Any, str] = {
 
 
 class Cost(NamedTuple):
-    """Floating-point (or integer) operations, and the bytes that must move at least."""
+    """Floating-point (or integer) operations, and the fewest bytes that must move."""
 
     flops: int
     bytes: int
 
 
 class Numerics(NamedTuple):
-    """What a kernel of a float matrix product computes in; its error bound follows. ``codebooks``: whether numbers of
-    codebooks are rounded to the operand's format too.
+    """Formats in which a kernel of a float matmul computes; they determine its error bound.
+
+    Attributes:
+        operand: The format to which operands are rounded.
+        accumulator: The format of sums.
+        codebooks: Whether codebook values are rounded to the operand's format too.
     """
 
     operand: str = "fp32"
@@ -59,11 +63,17 @@ class Numerics(NamedTuple):
 class OpSpec:
     """One operation.
 
-    ``args``: NamedTuple class of the arguments. ``outputs(call)``: shape and dtype of each output, which allocates
-    them, is the fake rule, and checks what ``out=`` gives. ``check(call)``: raises for what no kernel could compute.
-    ``cost(call)``: for rooflines.
-    ``tolerance(call, numerics)``: elementwise bound on the error of the last output (the others are exact), or
-    None where kernels agree in every bit. ``in_place``: outputs that may be the very tensor of an argument.
+    Attributes:
+        name: The name in ``torch.ops.lowbit``.
+        args: NamedTuple class of the arguments.
+        returns: Names of the outputs.
+        outputs: ``outputs(call)`` returns the shape and dtype of each output. It allocates outputs, is the fake
+            function, and checks ``out=``.
+        check: ``check(call)`` raises for a call that no kernel could compute.
+        cost: ``cost(call)``, for rooflines.
+        tolerance: ``tolerance(call, numerics)`` is the elementwise error bound of the last output (the others are
+            exact). None if all kernels are bit-identical.
+        in_place: Outputs that may be the same tensor as an argument.
     """
 
     name: str
@@ -77,7 +87,7 @@ class OpSpec:
 
     @property
     def schemas(self) -> tuple[str, str]:
-        """The functional torch schema and that of the ``_out`` form, which returns nothing."""
+        """The torch schemas of the functional form and of the ``_out`` form, which returns nothing."""
         defaults = {name: _schema_default(value) for name, value in self.args._field_defaults.items()}
         arguments = ", ".join(f"{word}={defaults[name]}" if name in defaults else word for name, word in self._words())
         results = ", ".join("Tensor" for _ in self.returns)
@@ -85,12 +95,12 @@ class OpSpec:
 
     @property
     def positional(self) -> tuple[str, str]:
-        """The arguments of both forms as C++ gives and takes them: all of them, by position."""
+        """The arguments of both forms for C++: all of them, by position."""
         arguments = ", ".join(word for _, word in self._words())
         return arguments, f"{arguments}, {self._outs}"
 
     def _words(self) -> list[tuple[str, str]]:
-        """Each argument's name, and its type and name as a schema has them."""
+        """Each argument's name, and its type and name in schema syntax."""
         hints = get_type_hints(self.args)
         return [(name, f"{_SCHEMA_TYPES[hints[name]]} {name}") for name in self.args._fields]
 
@@ -99,7 +109,7 @@ class OpSpec:
         return ", ".join(f"Tensor({chr(97 + i)}!) {name}" for i, name in enumerate(self.returns))
 
 
-#: How a torch schema writes a dtype's default: the number of its ScalarType.
+#: Default dtypes in schema syntax: the number of the ScalarType.
 _SCALAR_TYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}
 
 
@@ -116,7 +126,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_float(op: str, name: str, x: Tensor) -> None:
-    """Ops take fp32, bf16 and fp16: wider input would round twice."""
+    """Ops support fp32, bf16 and fp16: wider input would round twice."""
     if x.dtype not in FLOATS:
         raise TypeError(
             f"lowbit.{op}: {name} must be float32, bfloat16 or float16, got {str(x.dtype).removeprefix('torch.')}; "
@@ -130,7 +140,7 @@ def require_codes(op: str, name: str, codes: Tensor) -> None:
 
 
 def require_input(op: str, x: Tensor, input_scheme: str | None, scale: Tensor | None) -> None:
-    """``x`` holds floats, or codes of 8 bits of the scheme ``input_scheme`` with this scale."""
+    """Check that ``x`` holds floats, or 8-bit codes of ``input_scheme`` with a scale."""
     if x.dtype != torch.uint8:
         require_float(op, "x", x)
         return
@@ -142,7 +152,7 @@ def require_input(op: str, x: Tensor, input_scheme: str | None, scale: Tensor | 
 
 
 def require_rounding(op: str, call: Any) -> None:
-    """``call`` rounds in a way that there is, and stochastic rounding has its seed and step, ``rng``."""
+    """Check the rounding mode, and ``rng`` (seed and step) for stochastic rounding."""
     if call.rounding not in ROUNDINGS:
         raise ValueError(f"lowbit.{op}: rounding must be 'nearest' or 'stochastic', got {call.rounding!r}")
     if call.rounding == "nearest":
@@ -153,14 +163,14 @@ def require_rounding(op: str, call: Any) -> None:
 
 
 def stored_scale(scale: Tensor, name: str) -> Tensor:
-    """A weight's scale as its scheme stores it: layers keep floating-point ones as the integers of their bits."""
+    """A weight's scale in its scheme's dtype: layers store floating-point scales as integers with the same bits."""
     dtype = scale_dtype(scaling.scheme(name))
     same_bits = not scale.is_floating_point() and scale.dtype.itemsize == dtype.itemsize
     return scale.view(dtype) if same_bits else scale
 
 
 def stored_global(global_scale: Tensor | None) -> Tensor | None:
-    """The same of a global scale."""
+    """``stored_scale`` for a global scale."""
     return (
         global_scale.view(torch.float32)
         if global_scale is not None and global_scale.dtype == torch.int32
@@ -177,7 +187,7 @@ def require_scales(
     zero_point: Tensor | None,
     global_scale: Tensor | None,
 ) -> None:
-    """Scale, zero point and global scale have the dtype and shape that the scheme keeps them in, and are all there."""
+    """Check that scale, zero point and global scale are present and have the scheme's dtypes and shapes."""
     expected = scheme.scale_shape(rows, cols)
     dtype = scale_dtype(scheme)
     if scale.dtype != dtype or tuple(scale.shape) != expected:
@@ -209,17 +219,16 @@ def require_global_scale(op: str, scheme: scaling.Scheme, rows: int, global_scal
         )
 
 
-# -- what kernels need of a call -------------------------------------------------------------------------------------
+# -- shapes and dtypes for kernels -------------------------------------------------------------------------------------
 def dtype_name(dtype: torch.dtype) -> str:
-    """``fp32``, ``bf16`` or ``fp16``."""
     return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
 
 
 def matrix_shape(x: Tensor) -> tuple[int, int]:
-    """``[rows, cols]`` of a tensor of any rank, its last axis being cols; a scalar is ``[1, 1]``."""
+    """``[rows, cols]`` of a tensor of any rank; cols is its last axis. A scalar is ``[1, 1]``."""
     return scaling.as_matrix(tuple(x.shape))
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """``x`` as a ``[rows, cols]`` matrix: a view where strides allow."""
+    """``x`` as a ``[rows, cols]`` matrix: a view if strides allow."""
     return x if x.dim() == 2 else x.reshape(matrix_shape(x))

@@ -1,6 +1,6 @@
-"""optimizer_steps_: one step of a rule on many tensors at once, in place; each has what ``optimizer_step`` gives it.
+"""optimizer_steps_: ``optimizer_step`` on many tensors at once, in place, with bit-identical results.
 
-It is no row of the table of ops, whose arguments are single tensors: lowbit/backends/steps.py makes it an op.
+It is not in the table of ops, because it takes lists of tensors. lowbit/backends/steps.py registers it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lowbit.ops.optim import REPLACED, OptimizerStep
 
 __all__ = ["SCHEMA", "OptimizerSteps", "each", "step_"]
 
-#: The arguments as a torch schema has them.
+#: The arguments in torch schema syntax.
 SCHEMA = (
     "Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] masters, Tensor(c!)[] first, Tensor(d!)[] first_scale, "
     "Tensor(e!)[] second, Tensor(f!)[] second_scale, int[] places, str rule, float[] factors, str first_scheme, "
@@ -25,13 +25,14 @@ SCHEMA = (
 
 
 class OptimizerSteps(NamedTuple):
-    """Arguments of many ``OptimizerStep``, which share their rule, its factors, schemes, roundings and ``rng``.
+    """Arguments of many ``OptimizerStep`` that share rule, factors, schemes, roundings and ``rng``.
 
-    Lists are empty of what tensors do not have. Tensors are contiguous, of any shape, but gradients may lie otherwise.
-    ``places``: four numbers of each: the columns of the rows that it is stepped in, then ``stream``, ``offset`` and
-    ``pitch``. ``look``: moments in floats of at most so many elements are looked at.
+    Tensors are contiguous, of any shape; gradients may have other strides. A list is empty if no tensor has this part.
+    The op returns one uint8 per tensor: 1 if its new scales and the inspected moments are finite.
 
-    The op answers uint8, one a tensor: 1 where the scales that it left, and the moments looked at, are finite.
+    Attributes:
+        places: Four numbers per tensor: the columns of its rows, then ``stream``, ``offset`` and ``pitch``.
+        look: Float moments of at most this many elements are inspected.
     """
 
     params: Sequence[Tensor]
@@ -53,19 +54,19 @@ class OptimizerSteps(NamedTuple):
 
 
 def each(call: OptimizerSteps) -> Iterator[OptimizerStep]:
-    """The step of every tensor, on views of its rows."""
-    kept = (call.masters, call.first, call.first_scale, call.second, call.second_scale)
+    """The ``OptimizerStep`` of every tensor, on views of its rows."""
+    states = (call.masters, call.first, call.first_scale, call.second, call.second_scale)
     for i, (param, grad) in enumerate(zip(call.params, call.grads, strict=True)):
         cols, *place = call.places[4 * i : 4 * i + 4]
         rows = param.numel() // cols
-        own = [tensors[i].view(rows, -1) if tensors else None for tensors in kept]
+        state = [tensors[i].view(rows, -1) if tensors else None for tensors in states]
         matrix = param.view(rows, cols), grad.reshape(rows, cols)
-        rest = call[OptimizerSteps._fields.index("rule") : -1]  # in the order of OptimizerStep, as far as they go
-        yield OptimizerStep._make((*matrix, *own, *rest, *place))
+        rest = call[OptimizerSteps._fields.index("rule") : -1]  # the same fields in the same order as in OptimizerStep
+        yield OptimizerStep._make((*matrix, *state, *rest, *place))
 
 
 def step_(call: OptimizerStep) -> None:
-    """The op ``optimizer_step`` in place of its own arguments."""
+    """Run the op ``optimizer_step`` with its own arguments as outputs."""
     outs = {
         f"new_{name}": call[0].new_empty(0, dtype=torch.uint8) if tensor is None else tensor
         for name, tensor in ((name, getattr(call, name)) for name in REPLACED)

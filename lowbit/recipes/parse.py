@@ -1,8 +1,8 @@
 """Parses recipe names.
 
 A name may carry a scaling for the weight: ``"int4-weight-only:group32"``. Case, and ``_`` for ``-``, do not matter.
-Names of llm-compressor and compressed-tensors (``"W4A16"``) are aliases. Those with another meaning there raise an
-error.
+Names of llm-compressor and compressed-tensors (``"W4A16"``) are aliases. Names that mean something else there raise
+an error.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ OPTIONS: dict[str, Option] = {
     ),
     "gradients": Option("e4m3 | e5m2 or a format name", "format of quantized gradients", _gradients),
     "rule": Option(
-        "amax | search | four-over-six", "scale rule of the forward operands",
+        "amax | search | four-over-six", "scale selection for the forward operands",
         lambda base, value: base.with_rule(value),
     ),
     "keep_blocks": Option(
-        "a share such as 0.15", "share of the blocks, first and last, that are not quantized", _keep_blocks
+        "a share such as 0.15", "share of blocks, first and last, in high precision", _keep_blocks
     ),
 }  # fmt: skip
 

@@ -50,12 +50,13 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             Gemm("int8:group128", "int8:row"),
-            name="int8-group", about="8-bit weights and activations, one scale per 128 activations, for LLMs",
+            name="int8-group",
+            about="8-bit weights and activations, one scale per 128 activations: more accurate on LLMs",
         ),
         Recipe(Gemm(None, "int8:row"), name="int8-weight-only", about="8-bit weights"),
         Recipe(
             Gemm(None, "int4:group128"),
-            name="int4-weight-only", about="4-bit weights, one scale per 128; :group32 for smaller groups",
+            name="int4-weight-only", about="4-bit weights, one scale per 128; use :group32 for finer scales",
         ),
         Recipe(
             Gemm(None, "uint4:group128:affine"),
@@ -87,7 +88,7 @@ RECIPES: dict[str, Recipe] = {
             Gemm(_delayed("fp8_e5m2"), "reuse"),
             Gemm(_delayed("fp8_e5m2"), "reuse"),
             name="fp8-delayed",
-            about="FP8, one scale per tensor, from the last 1024 steps; trains, deployed as fp8-tensor",
+            about="FP8, one scale per tensor from the last 1024 steps; trains, deployed as fp8-tensor",
         ),
         Recipe(
             Gemm("fp8_e4m3:group128", "fp8_e4m3:block128x128"),
@@ -135,7 +136,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             Gemm(Cast("uint8:tensor:affine", scale="static"), "int8:row"),
-            name="int8-static-affine", about="the same with a zero point, for activations that are rarely negative",
+            name="int8-static-affine", about="int8-static with a zero point, for activations that are rarely negative",
         ),
         Recipe(
             Gemm(Cast("fp8_e4m3:tensor", scale="static"), "fp8_e4m3:row"),
@@ -145,8 +146,8 @@ RECIPES: dict[str, Recipe] = {
 }  # fmt: skip
 
 #: Names in llm-compressor and compressed-tensors (PRESET_SCHEMES in quant_scheme.py) with the same formats, blocks and
-#: kinds of scale. NVFP4 needs no alias, as it is ``nvfp4`` in upper case. There the global scale of activations comes
-#: from calibration, here from each row, without data.
+#: scales. NVFP4 needs no alias: it is ``nvfp4`` in upper case. There, the global scale of activations comes from
+#: calibration; here, from each row at run time.
 ALIASES: dict[str, str] = {
     "W8A8": "int8",
     "W4A16": "int4-weight-only",
@@ -159,7 +160,7 @@ ALIASES: dict[str, str] = {
     "MXFP8": "mxfp8",
 }
 
-#: Their names with another meaning here, and the names to use instead.
+#: Names of llm-compressor and compressed-tensors that mean something else here, and the names to use instead.
 FOREIGN: dict[str, str] = {
     "W8A16": "W8A16 has groups of 128 in compressed-tensors, and one scale per row in its older versions; use "
     "'int8-weight-only:group128' or 'int8-weight-only'",

@@ -60,10 +60,10 @@ def test_an_unknown_name_gets_the_names_by_what_they_need():
 
 @pytest.mark.parametrize("name", [name for name, row in lb.RECIPES.items() if row.static])
 def test_the_command_line_asks_for_a_text(name):
-    with pytest.raises(ValueError, match=f"recipe '{name}' needs data.*--text FILE, or one of int8, ") as caught:
+    with pytest.raises(ValueError, match=f"recipe '{name}' needs data.*--text FILE, or use one of int8, ") as caught:
         recipe_in(name, None)
     assert not {row.name for row in lb.RECIPES.values() if not row.dynamic} & set(
-        names_in(str(caught.value).partition("or one of")[2])
+        names_in(str(caught.value).partition("or use one of")[2])
     )
     assert recipe_in(name, Path("book.txt")) == recipe_in(name, None, calibrated=True) == lb.recipe(name)
 

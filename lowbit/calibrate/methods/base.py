@@ -72,7 +72,7 @@ METHODS: dict[str, Method] = {
         *(_without_data(method) for method in DATA_FREE.values() if method.name != "search"),
         Method("search", DATA_FREE["search"].about, _search, uses="squares"),
         Method(
-            "gptq", "columns one after the other, each making up for the errors before it (arXiv 2210.17323)",
+            "gptq", "rounds column by column; later columns compensate for the error (arXiv 2210.17323)",
             gptq.solve, "gram", "gram",
         ),
         Method(
@@ -80,11 +80,12 @@ METHODS: dict[str, Method] = {
             gptq.solve, "gram", "gram", guided=True,
         ),
         Method(
-            "ls-gptq", "GPTQ of the weights that fit best what the unquantized model computes", gptq.solve_corrected,
+            "ls-gptq", "GPTQ of the weights whose output is closest to the unquantized model's", gptq.solve_corrected,
             "cross", "cross",
         ),
         Method(
-            "signround", f"rounding learned by {signround.ITERATIONS} steps of signed descent (arXiv 2309.05516)",
+            "signround",
+            f"rounding learned by {signround.ITERATIONS} steps of signed gradient descent (arXiv 2309.05516)",
             _search, "squares", "squares", tune=signround.tune,
         ),
     )
