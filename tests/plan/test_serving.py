@@ -277,14 +277,14 @@ def test_a_file_of_the_other_task_says_which_class_reads_it(plans, tmp_path):
 
 def test_what_a_plan_says(plans):
     by_batch, by_weights = str(plans("gpt")[80]), str(plans("llama")[30])
-    assert "perplexity" in by_batch and "a batch is needed" in by_weights
+    assert "perplexity" in by_batch and "which needs a batch" in by_weights
     assert "in prefill of" in by_batch and "parts of 64" in by_weights
-    assert "everything stays as it is" in str(plans("gpt")[100]) and "as it is" in plans("gpt")[100].table()
+    assert "because nothing is quantized" in str(plans("gpt")[100]) and "unchanged" in plans("gpt")[100].table()
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
 def test_what_cannot_fit_says_the_least_that_would():
-    with pytest.raises(ValueError, match="no choice fits generation within 200 tokens") as error:
+    with pytest.raises(ValueError, match="no choice fits generation of 200 tokens") as error:
         lb.fit_generation(gpt(), None, 100_000, context=CONTEXT)
     least = int(str(error.value).split(" bytes)")[0].split("(")[-1])
     plan = lb.fit_generation(gpt(), None, least, context=CONTEXT)
@@ -294,8 +294,8 @@ def test_what_cannot_fit_says_the_least_that_would():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"context": None}, "context is a whole number from 2"),
-        ({"rows": 0}, "rows is a whole number from 1"),
+        ({"context": None}, "context must be an integer from 2"),
+        ({"rows": 0}, "rows must be an integer from 1"),
         ({"budget": None}, "budget is bytes, a size such as '6GiB'"),
         ({"budget": "0%"}, "budget is bytes, a size such as '6GiB', or a share such as '60%', got '0%'"),
         (
@@ -315,9 +315,9 @@ def test_models_and_batches_that_do_not_serve():
     def plan(model, batch=None, context=CONTEXT):
         return lb.fit_generation(model, batch, "50%", context=context)
 
-    with pytest.raises(ValueError, match="Sequential has none"):
+    with pytest.raises(ValueError, match="got Sequential without one"):
         plan(nn.Sequential(nn.Linear(4, 4)))
-    with pytest.raises(ValueError, match="it has 200 positions; give context=200 or less"):
+    with pytest.raises(ValueError, match="it has 200 positions; pass context=200 or less"):
         plan(llama(), context=201)
     with pytest.raises(ValueError, match="201 positions exceed the model's context of 200"):
         plan(gpt(), context=201)
@@ -325,36 +325,36 @@ def test_models_and_batches_that_do_not_serve():
         (torch.randn(2, 8), r"float32 of the shape \[2, 8\]"), ("some text", "str"), (["one", "two"], "list of str"),
         ([1, 2, 3], "list of int"), (TOKENS.numpy(), "ndarray"), (7, "int"), ({"text": TOKENS}, "dict"), ([], "list"),
     ):  # fmt: skip
-        with pytest.raises(TypeError, match=rf"batch is token ids.*got {got}\. Tokenize text, tokenizer\(text"):
+        with pytest.raises(TypeError, match=rf"expected token ids.*got {got}\. Tokenize text with tokenizer\(text"):
             plan(gpt(), batch)
     with torch.device("meta"):
         model = gpt()
-    with pytest.raises(ValueError, match="on meta has no weights"):
+    with pytest.raises(ValueError, match="on meta cannot run batches"):
         plan(model, TOKENS)
 
 
 def test_generations_beyond_the_plan(plans):
     run = plans("llama")[60].apply_(llama())
     for tokens, options, said in (
-        (PROMPT, {"max_new_tokens": 5}, "within 200, got 196 and 5"),
-        (PROMPT.expand(2, -1), {}, "for 1 sequences at a time, got 2"),
-        (PROMPT, {"num_beams": 3}, "for 1 sequences at a time, got 3"),
+        (PROMPT, {"max_new_tokens": 5}, "at most 200 tokens, the planned context, got a prompt of 196 and 5"),
+        (PROMPT.expand(2, -1), {}, "at most 1 sequences, as planned, got 2"),
+        (PROMPT, {"num_beams": 3}, "at most 1 sequences, as planned, got 3"),
         (PROMPT[0], {}, "expected token ids.*got int64 of the shape \\[196\\]"),
         (PROMPT.float(), {}, "expected token ids.*got float32 of the shape \\[1, 196\\]"),
     ):
         with pytest.raises(ValueError, match=said):
             run.generate(tokens, **options)
     for tokens, said in (
-        ("hi", r"got str\. Tokenize text, tokenizer\(text, return_tensors='pt'\).input_ids"),
+        ("hi", r"got str\. Tokenize text with tokenizer\(text, return_tensors='pt'\).input_ids"),
         (PROMPT.numpy(), r"got ndarray.*torch.tensor\(\[numbers\]\)"),
         ([1, 2, 3], "got list of int"),
     ):
-        with pytest.raises(TypeError, match=f"generate: expected token ids, a tensor.*{said}"):
+        with pytest.raises(TypeError, match=f"generate: expected token ids, an integer tensor.*{said}"):
             run.generate(tokens)
-    with pytest.raises(ValueError, match="takes the likeliest token each time"):
+    with pytest.raises(ValueError, match="supports only greedy generation"):
         plans("gpt")[90].apply_(gpt()).generate(PROMPT, 2, temperature=1.0)
     before = llama()
     model = copy.deepcopy(before)
-    with pytest.raises(ValueError, match="the plan is of a model with the layer"):
+    with pytest.raises(ValueError, match="the plan is for a model with the layer"):
         plans("gpt")[90].apply_(model)
     assert same_state(model, before)

@@ -1,8 +1,8 @@
-"""A budget in bytes goes in, the generation of least loss that fits comes out.
+"""``lb.fit_generation``: the settings for text generation with the least loss that fit a memory budget.
 
-``settings`` is the table of what may be chosen, ``decoders`` says which models generate and how, ``layers`` what of
-them can be quantized, ``losses`` what each choice loses and ``predict`` what it holds; ``search`` takes the best, and
-``plan`` is the result, by which ``run`` generates.
+``settings`` has the table of choices, ``decoders`` the supported models and ``layers`` their layers that can be
+quantized. ``losses`` and ``predict`` estimate the loss and the memory of each choice, and ``search`` finds the best.
+``plan`` is the result, and ``run`` generates with it.
 """
 
 from lowbit.plan.serving.decoders import DECODERS, Decoder

@@ -1,4 +1,4 @@
-"""Which layers and embeddings of a model can be quantized by a recipe, and what each then holds."""
+"""The layers and embeddings of a model that a recipe can quantize, with their sizes and errors."""
 
 from __future__ import annotations
 
@@ -29,8 +29,12 @@ __all__ = ["Weights", "arrange_", "tables", "weights_of"]
 
 
 class Weights(NamedTuple):
-    """What can be quantized: modules that share a weight are one row. ``bytes``: by recipe, ``FLOAT`` included.
-    ``errors``: by recipe, the energy of the error over that of the weight; None where it has no numbers.
+    """A weight that can be quantized.
+
+    Attributes:
+        names: The modules that share the weight.
+        bytes: Bytes by recipe, ``FLOAT`` included.
+        errors: Energy of the error relative to the weight's, by recipe; None for a weight without data.
     """
 
     names: tuple[str, ...]
@@ -39,18 +43,16 @@ class Weights(NamedTuple):
 
 
 def tables(model: nn.Module) -> dict[str, nn.Module]:
-    """The embeddings of a model by name."""
+    """Return the embeddings of a model by name."""
     return {
         name: module for name, module in model.named_modules() if is_table(module) and find(module).adapter is not None
     }
 
 
 def weights_of(model: nn.Module, recipes: Iterable[str], measured: bool) -> list[Weights]:
-    """The weights of a model that each of ``recipes`` quantizes. ``measured``: with their errors, by the rules that
-    ``quantize_`` takes.
-    """
+    """Return the weights of a model that all ``recipes`` quantize. ``measured``: with the errors of ``quantize_``."""
     converted = {name: _converted(model, name, measured) for name in recipes if name != FLOAT}
-    both = set.intersection(*(set(found[0].converted) for found in converted.values())) if converted else set()
+    both = set.intersection(*(set(report.converted) for report, _ in converted.values())) if converted else set()
     named = dict(model.named_modules())
     sharing: dict[tuple[int, ...], list[str]] = {}
     for name in named:
@@ -60,8 +62,8 @@ def weights_of(model: nn.Module, recipes: Iterable[str], measured: bool) -> list
     for names in sharing.values():
         sizes = {FLOAT: tensor_bytes(matrices(named[names[0]]))}
         errors = {FLOAT: 0.0}
-        for recipe_name, (report, held) in converted.items():
-            sizes[recipe_name] = held[names[0]]
+        for recipe_name, (report, layer_bytes) in converted.items():
+            sizes[recipe_name] = layer_bytes[names[0]]
             sqnr = next(layer.sqnr for layer in report.layers if layer.name == names[0])
             errors[recipe_name] = 0.0 if sqnr is None else 10 ** (-sqnr / 10)
         rows.append(Weights(tuple(names), sizes, errors if measured else None))
@@ -69,37 +71,37 @@ def weights_of(model: nn.Module, recipes: Iterable[str], measured: bool) -> list
 
 
 def arrange_(model: nn.Module, settings: ServingSettings, source: Source | None = None) -> nn.Module:
-    """Quantize ``model`` in place by ``settings``, and pack it where they say so."""
-    chosen = {exact(name): recipe(one) for name, one in settings.weights.items() if one != FLOAT}
-    if chosen:
-        _quantize(model, layer_recipes(chosen), source or Ruled())
-    if chosen and settings.packed:
+    """Quantize ``model`` in place with ``settings``; call ``prepack_`` if they say so."""
+    recipes = {exact(name): recipe(choice) for name, choice in settings.weights.items() if choice != FLOAT}
+    if recipes:
+        _quantize(model, layer_recipes(recipes), source or Ruled())
+    if recipes and settings.packed:
         prepack_(model)
     return model
 
 
 def _converted(model: nn.Module, name: str, measured: bool) -> tuple[Report, dict[str, int]]:
-    """The report of quantizing all of a copy of the model, and the bytes of the codes and scales of each layer."""
-    chosen = {"*": recipe(name), **{exact(table): recipe(name) for table in tables(model)}}
+    """Quantize a copy of the model; return the report, and the bytes of codes and scales by layer."""
+    recipes = {"*": recipe(name), **{exact(table): recipe(name) for table in tables(model)}}
     if measured:
         with torch.no_grad():
             work = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
-            report = _quantize(work, layer_recipes(chosen), Ruled())
+            report = _quantize(work, layer_recipes(recipes), Ruled())
     else:
         with fake_tensors() as fake:
             work = fake_model(model, fake, None)
-            report = _quantize(work, layer_recipes(chosen), Allocated())
+            report = _quantize(work, layer_recipes(recipes), Allocated())
     modules = dict(work.named_modules())
     return report, {layer: _codes(modules[layer]) for layer in report.converted}
 
 
-def _quantize(model: nn.Module, chosen: LayerRecipes, source: Source) -> Report:
-    """``quantize_``; what it warns of, such as layers that stay, is what a plan has chosen."""
+def _quantize(model: nn.Module, recipes: LayerRecipes, source: Source) -> Report:
+    """Call ``quantize_`` without its warnings, such as of skipped layers, because the plan chose them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return quantize_from(model, chosen, source, ())
+        return quantize_from(model, recipes, source, ())
 
 
 def _codes(module: nn.Module) -> int:
-    inner = [one for one in module.modules() if isinstance(one, QuantLinear)]
-    return tensor_bytes(part for one in inner for name in PARTS if (part := one._parameters[name]) is not None)
+    layers = [layer for layer in module.modules() if isinstance(layer, QuantLinear)]
+    return tensor_bytes(part for layer in layers for name in PARTS if (part := layer._parameters[name]) is not None)

@@ -1,4 +1,4 @@
-"""What a model loses by each choice: in nats a token where there are tokens to look at, else by errors of numbers."""
+"""Estimated losses of generation choices: in nats per token with a batch, relative weight errors without one."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from lowbit.recipes import recipe
 
 __all__ = ["BY", "Group", "Losses", "checked", "losses"]
 
-#: By how a loss was made, what it says of quality: ``loss`` is the sum of what is chosen, ``percent`` what perplexity
-#: rises by.
+#: Meaning of the losses by their source, as a text with ``loss``, the sum of all choices, and ``percent``, the increase
+#: of the perplexity.
 BY = {
-    "loss": "the loss rises by about {loss:.3g} nats a token, perplexity by {percent:.1%}, as the gradients of the "
-    "batch say",
-    "weights": "errors of weights and cache beside their size add up to {loss:.3g}; they rank choices and say nothing "
-    "of text, for which a batch is needed",
-    "formats": "errors of normal numbers add up to {loss:.3g}, since the model is on meta; they rank choices and say "
-    "nothing of text",
+    "loss": "the loss rises by about {loss:.3g} nats per token and the perplexity by {percent:.1%}, estimated from "
+    "gradients of the batch",
+    "weights": "relative errors of weights and cache sum to {loss:.3g}; they rank choices but do not predict text "
+    "quality, which needs a batch",
+    "formats": "relative errors of normal random numbers sum to {loss:.3g}, because the model is on meta; they rank "
+    "choices but do not predict text quality",
 }
 
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that share a choice. ``bytes`` and ``loss``: by recipe."""
+    """Layers that get the same recipe, with bytes and loss by recipe."""
 
     names: tuple[str, ...]
     bytes: dict[str, int]
@@ -51,7 +51,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Losses:
-    """``groups`` of layers, ``caches`` by scheme; ``by``: a key of ``BY``."""
+    """Losses of the groups of layers, and of caches by scheme. ``by`` is a key of ``BY``."""
 
     groups: list[Group]
     caches: dict[str | None, float]
@@ -66,11 +66,18 @@ def losses(
     cache: Any,
     progress: Progress,
 ) -> Losses:
-    """Of each recipe on each layer, and of each cache. ``batches``: as ``checked`` returns them. ``cache``: a quantized
-    one of the model after a generation, from which its number of keys and values follows; None where it can only be
-    plain.
+    """Estimate the loss of each recipe on each layer, and of each cache.
 
-    Without batches, recipes that quantize inputs are none to choose from, unless nothing else is.
+    Without batches, recipes that quantize inputs are left out, unless there are no others.
+
+    Args:
+        model: Model to generate with.
+        decoder: Its row of ``DECODERS``.
+        choices: Allowed choices.
+        batches: Result of ``checked``.
+        cache: A quantized cache of the model after a generation, to count its keys and values; None if it cannot be
+            quantized.
+        progress: Called as ``progress(what, done, total)``.
     """
     names = choices.weights
     if batches is not None:
@@ -86,7 +93,7 @@ def losses(
 
 @cache
 def _error(name: str) -> float:
-    """The energy of what a recipe makes of normal weights, over theirs."""
+    """Return the relative error energy of a recipe on normal random weights."""
     if name == FLOAT:
         return 0.0
     weight = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
@@ -96,7 +103,7 @@ def _error(name: str) -> float:
 
 @cache
 def _rows_error(scheme: str) -> float:
-    """The same of keys or values in a cache."""
+    """Return the relative error energy of a cache scheme on normal random keys or values."""
     x = torch.randn(512, 128, generator=torch.Generator().manual_seed(0))
     rows = QuantizedRows(scheme)
     rows.append(x)
@@ -105,22 +112,23 @@ def _rows_error(scheme: str) -> float:
 
 # -- with batches -----------------------------------------------------------------------------------------------------
 def checked(model: nn.Module, batch: Any) -> list[Any] | None:
-    """The batches in what a caller gives, None for none. Raises TypeError for what is no token ids [B, T], ValueError
-    for a model on meta.
+    """Return the batches of a caller's argument, or None if there is none.
+
+    Raises:
+        TypeError: For a batch that is not token ids [B, T].
+        ValueError: For a model on meta.
     """
     if batch is None:
         return None
     several = isinstance(batch, Iterable) and not isinstance(batch, Tensor | Mapping)
     batches = batches_in(batch if several else [batch])
-    if not batches or any(tokens_of(one) is None for one in batches):
+    if not batches or any(tokens_of(tokens) is None for tokens in batches):
         raise TypeError(
-            f"fit_generation: batch is token ids, a tensor of whole numbers [B, T], or several such "
-            f"batches; {instead_of_tokens(batch)}"
+            f"fit_generation: expected token ids, an integer tensor [B, T], or several such batches; "
+            f"{instead_of_tokens(batch)}"
         )
     if any(p.is_meta for p in model.parameters()):
-        raise ValueError(
-            "fit_generation: a model on meta has no weights to see batches with; load it, or leave batch out"
-        )
+        raise ValueError("fit_generation: a model on meta cannot run batches; load its weights, or leave batch out")
     return batches
 
 
@@ -133,58 +141,58 @@ def _by_batches(
     lost: dict[str, dict[str, float]] = {}
     alike: Sequence[Sequence[str]] = ()
     if quantizing:
-        found = sensitivity(model, quantizing, batches, skip=(), progress=progress)
-        lost = {name: {one: score.loss for one, score in row.items()} for name, row in found.scores.items()}
-        lost |= _of_tables(work, quantizing, batches)
-        alike = found.groups
+        measured = sensitivity(model, quantizing, batches, skip=(), progress=progress)
+        lost = {name: {key: score.loss for key, score in row.items()} for name, row in measured.scores.items()}
+        lost |= _table_losses(work, quantizing, batches)
+        alike = measured.groups
     rows = [row for row in weights_of(model, names, measured=False) if set(row.names) <= set(lost)]
-    tokens = sum(int(_counted(one).sum()) for one in batches)
-    groups = [_group(own, names, lost, tokens) for own in _joined(rows, alike)]
+    tokens = sum(int(_counted(batch).sum()) for batch in batches)
+    groups = [_group(members, names, lost, tokens) for members in _joined(rows, alike)]
     caches = {
-        scheme: 0.0 if scheme is None else _of_cache(work, decoder, scheme, batches) / tokens
+        scheme: 0.0 if scheme is None else _cache_loss(work, decoder, scheme, batches) / tokens
         for scheme in choices.caches
     }
     return Losses(groups, caches, "loss")
 
 
 def _group(rows: Sequence[Weights], recipes: Sequence[str], lost: dict[str, dict[str, float]], tokens: int) -> Group:
-    """A loss rises by half of the square of its gradient times a step."""
+    """Join rows to a group. The loss rises by half of the squared product of gradient and error."""
     names = tuple(name for row in rows for name in row.names)
     return Group(
         names,
-        {one: sum(row.bytes[one] for row in rows) for one in (FLOAT, *recipes)},
-        {one: math.fsum(lost[name].get(one, 0.0) for name in names) / (2 * tokens) for one in recipes},
+        {key: sum(row.bytes[key] for row in rows) for key in (FLOAT, *recipes)},
+        {key: math.fsum(lost[name].get(key, 0.0) for name in names) / (2 * tokens) for key in recipes},
     )
 
 
 def _joined(rows: Sequence[Weights], alike: Sequence[Sequence[str]]) -> list[list[Weights]]:
-    """The rows that have layers in one group of ``alike`` together."""
+    """Join the rows whose layers are in the same group of ``alike``."""
     owner = {name: number for number, names in enumerate(alike) for name in names}
-    found: dict[int, list[Weights]] = {}
+    joined: dict[int, list[Weights]] = {}
     for number, row in enumerate(rows):
         key = min((owner[name] for name in row.names if name in owner), default=len(alike) + number)
-        found.setdefault(key, []).append(row)
-    return list(found.values())
+        joined.setdefault(key, []).append(row)
+    return list(joined.values())
 
 
-def _of_tables(model: nn.Module, recipes: Sequence[str], batches: Sequence[Any]) -> dict[str, dict[str, float]]:
-    """Of each embedding, the sum over tokens of (dL/dy (y_q - y))^2, as ``sensitivity`` takes it for other layers."""
+def _table_losses(model: nn.Module, recipes: Sequence[str], batches: Sequence[Any]) -> dict[str, dict[str, float]]:
+    """Return for each embedding the sum over tokens of (dL/dy (y_q - y))^2, as ``sensitivity`` for other layers."""
     sums = {name: dict.fromkeys(recipes, 0.0) for name in tables(model)}
     for name, table in tables(model).items():
         weight: Any = table.weight
         errors = {}
-        for one in recipes:
-            made, _ = Ruled().weight(name, weight.detach(), recipe(one))
-            errors[one] = made.dequantize(torch.float32) - weight.detach().float()
+        for key in recipes:
+            quantized, _ = Ruled().weight(name, weight.detach(), recipe(key))
+            errors[key] = quantized.dequantize(torch.float32) - weight.detach().float()
         for batch in batches:
             for ids, grad in _gradients(model, table, batch):
-                for one, error in errors.items():
-                    sums[name][one] += float((error[ids] * grad.float()).square().sum(dtype=torch.float64))
+                for key, error in errors.items():
+                    sums[name][key] += float((error[ids] * grad.float()).square().sum(dtype=torch.float64))
     return sums
 
 
 def _gradients(model: nn.Module, table: nn.Module, batch: Any) -> list[tuple[Tensor, Tensor]]:
-    """The ids of each call of an embedding, with the gradient of the loss by what it answered."""
+    """Return the ids of each call of an embedding, with the gradient of its output."""
     calls: list[tuple[Tensor, Tensor]] = []
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
@@ -199,21 +207,21 @@ def _gradients(model: nn.Module, table: nn.Module, batch: Any) -> list[tuple[Ten
     finally:
         hook.remove()
     if value is None:
-        raise ValueError(f"fit_generation: {type(model).__name__} answers no logits [B, T, vocabulary] to token ids")
+        raise ValueError(f"fit_generation: {type(model).__name__} returns no logits [B, T, vocabulary] for token ids")
     grads = torch.autograd.grad(value, [output for _, output in calls], allow_unused=True)
     return [(ids, grad) for (ids, _), grad in zip(calls, grads, strict=True) if grad is not None]
 
 
 @torch.no_grad()
-def _of_cache(model: nn.Module, decoder: Decoder, scheme: str, batches: Sequence[Any]) -> float:
-    """The sum over tokens of the divergence of the next token's distribution with a quantized cache from the plain."""
+def _cache_loss(model: nn.Module, decoder: Decoder, scheme: str, batches: Sequence[Any]) -> float:
+    """Return the divergence of next-token distributions with a quantized cache from the plain ones, over all tokens."""
     total = 0.0
     for batch in batches:
         counted = _counted(batch)
-        plain, other = (
-            _logits(model, decoder, batch, one)[:, :-1][counted].float().log_softmax(-1) for one in (None, scheme)
+        plain, quantized = (
+            _logits(model, decoder, batch, cache)[:, :-1][counted].float().log_softmax(-1) for cache in (None, scheme)
         )
-        total += float(F.kl_div(other, plain, reduction="sum", log_target=True))
+        total += float(F.kl_div(quantized, plain, reduction="sum", log_target=True))
     return max(total, 0.0)
 
 
@@ -224,7 +232,7 @@ def _logits(model: nn.Module, decoder: Decoder, batch: Any, scheme: str | None) 
 
 
 def _counted(batch: Any) -> Tensor:
-    """Of which positions [B, T - 1] the next token is no padding."""
+    """Return a mask [B, T - 1] of the positions whose next token is not padding."""
     tokens, mask = tokens_of(batch), mask_of(batch)
     assert tokens is not None
     return torch.ones_like(tokens, dtype=torch.bool)[:, 1:] if mask is None else mask[:, 1:]

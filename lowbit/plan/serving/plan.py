@@ -1,4 +1,4 @@
-"""A plan for generation: what is chosen, what it holds, and what else was to be had."""
+"""GenerationPlan: the chosen settings of a generation, their predicted memory and loss, and the alternatives."""
 
 from __future__ import annotations
 
@@ -24,11 +24,17 @@ __all__ = ["GenerationPlan", "words"]
 
 
 class GenerationPlan(BasePlan[ServingPrediction, ServingSettings]):
-    """See ``lb.fit_generation``. ``settings``: what is chosen. ``peak_bytes``: the most that is held
-    while ``context`` tokens of ``rows`` sequences are generated, predicted. ``loss``: predicted too; ``by`` says of
-    what, as a key of ``BY`` in ``losses``, and is empty where nothing is lost. ``plain``: the prediction of the model
-    as it is. ``frontier``: those that nothing is both smaller and loses less than. ``layers``: by recipe the number of
-    layers, the bytes of their weights and their loss.
+    """The result of ``lb.fit_generation``. ``apply_`` quantizes the model; ``print`` shows the choices.
+
+    Attributes:
+        settings: The chosen settings.
+        peak_bytes: Predicted peak while ``context`` tokens of ``rows`` sequences are generated.
+        plain: Prediction for the unchanged model.
+        frontier: Predictions for which no other is both smaller and has less loss.
+        layers: For each recipe the number of layers, the bytes of their weights and their loss.
+        by: Source of the losses, a key of ``lowbit.plan.serving.losses.BY``; "" if nothing is quantized.
+        context: Most tokens of a sequence, prompt included.
+        rows: Most sequences at a time.
     """
 
     _task, _classes = "generate", (ServingPrediction, ServingSettings)
@@ -44,72 +50,80 @@ class GenerationPlan(BasePlan[ServingPrediction, ServingSettings]):
         context: int,
         rows: int,
     ) -> None:
-        super().__init__(chosen, budget, plain, predictions, lambda one: one.loss)
+        super().__init__(chosen, budget, plain, predictions, lambda prediction: prediction.loss)
         self.layers, self.by, self.context, self.rows = dict(layers), by, context, rows
 
     @property
     def loss(self) -> float:
+        """Predicted increase of the loss, see ``by``."""
         return self.chosen.loss
 
     # -- generation ----------------------------------------------------------------------------------------------
     def apply_(self, model: nn.Module) -> GenerationRun:
-        """Quantize ``model`` in place as planned, and pack it where the plan says so; returns its ``GenerationRun``,
-        with ``generate(tokens, max_new_tokens)`` and ``model``.
+        """Quantize ``model`` in place as planned, and pack it if the plan says so.
 
-        Meanwhile plain and quantized weights are both held: where that is too much, save the model, and load it for
-        generation. Raises ValueError for a model without the layers of the plan, which stays as it is; and as
-        ``lb.quantize_``.
+        During the call, memory holds the original and the quantized weights. If that is too much, save the quantized
+        model, and load it for generation.
+
+        Args:
+            model: The model of the plan.
+
+        Returns:
+            A GenerationRun, with ``generate(tokens, max_new_tokens)`` and ``model``.
+
+        Raises:
+            ValueError: If the model lacks layers of the plan (it does not change), and as ``lb.quantize_``.
         """
         missing = [name for name, _ in self._quantized() if name not in dict(model.named_modules())]
         if missing:
             raise ValueError(
-                f"plan.apply_: the plan is of a model with the layer {missing[0]}, and {type(model).__name__} has "
-                f"none; make a plan for this model"
+                f"plan.apply_: the plan is for a model with the layer {missing[0]}, which {type(model).__name__} does "
+                f"not have; make a plan for this model"
             )
         return GenerationRun(arrange_(model, self.settings), self.settings, self.context, self.rows)
 
     def _quantized(self) -> Iterator[tuple[str, str]]:
-        """The layers with a recipe, by name."""
-        return ((name, one) for name, one in self.settings.weights.items() if one != FLOAT)
+        """Return the quantized layers and their recipes."""
+        return ((name, recipe) for name, recipe in self.settings.weights.items() if recipe != FLOAT)
 
-    # -- for people ----------------------------------------------------------------------------------------------
+    # -- texts ---------------------------------------------------------------------------------------------------
     def __str__(self) -> str:
-        one, rows = self.chosen, f" of {self.rows} sequences" if self.rows > 1 else ""
+        chosen, rows = self.chosen, f" of {self.rows} sequences" if self.rows > 1 else ""
         lines = [
-            f"budget {amount(self.budget)}: generation within {self.context} tokens{rows} holds "
-            f"{amount(one.peak_bytes)} in {one.peak_event}, of the model as it is {amount(self.plain.peak_bytes)}",
-            f"weights {amount(one.weights)}, a full cache {amount(one.cache)}, the rest for a time "
-            f"{amount(one.temporaries)}",
+            f"budget {amount(self.budget)}: generation of up to {self.context} tokens{rows} needs "
+            f"{amount(chosen.peak_bytes)} in {chosen.peak_event}, the unchanged model {amount(self.plain.peak_bytes)}",
+            f"weights {amount(chosen.weights)}, full cache {amount(chosen.cache)}, temporaries "
+            f"{amount(chosen.temporaries)}",
             f"quality: {self._quality()}",
         ]
-        table = [("choice", "is", "holds", "loss", "which means")]
+        table = [("choice", "is", "memory", "loss", "which means")]
         for name, (count, size, loss) in sorted(
             self.layers.items(), key=lambda row: list(CHOICES["weights"]).index(row[0])
         ):
             layers = f"of {count} layer{'s' if count > 1 else ''}"
             table.append(("weights", name, amount(size), f"{loss:.3g}", f"{CHOICES['weights'][name]}, {layers}"))
-        lost = one.loss - sum(loss for _, _, loss in self.layers.values())
-        cache, prompt = cache_name(one.settings.cache), part_name(one.settings.part)
-        table.append(("cache", cache, amount(one.cache), f"{max(lost, 0.0):.3g}", CHOICES["cache"][cache]))
+        cache_loss = chosen.loss - sum(loss for _, _, loss in self.layers.values())
+        cache, prompt = cache_name(chosen.settings.cache), part_name(chosen.settings.part)
+        table.append(("cache", cache, amount(chosen.cache), f"{max(cache_loss, 0.0):.3g}", CHOICES["cache"][cache]))
         table.append(("prompt", prompt, "", "", CHOICES["prompt"][prompt]))
-        layout = PACKED if one.settings.packed else STORED
+        layout = PACKED if chosen.settings.packed else STORED
         table.append(("layout", layout, "", "", CHOICES["layout"][layout]))
         return "\n".join([*lines, "", aligned(table, (2, 3))])
 
     def _quality(self) -> str:
         if not self.by:
-            return "nothing is lost, everything stays as it is"
+            return "unchanged, because nothing is quantized"
         return BY[self.by].format(loss=self.loss, percent=math.expm1(min(self.loss, 100.0)))
 
     def table(self) -> str:
-        """The frontier: peaks and losses, smallest first."""
-        return self._table("loss", self.frontier, lambda one: (f"{one.loss:.4g}", words(one.settings)))
+        """Return a table of the frontier: peaks and losses, smallest peak first."""
+        return self._table("loss", self.frontier, lambda row: (f"{row.loss:.4g}", words(row.settings)))
 
     # -- files ---------------------------------------------------------------------------------------------------
     def as_dict(self) -> dict[str, Any]:
         return {
             "task": self._task, **super().as_dict(), "context": self.context, "rows": self.rows, "by": self.by,
-            "frontier": [plain_values(one) for one in self.frontier if one is not self.chosen],
+            "frontier": [plain_values(row) for row in self.frontier if row is not self.chosen],
             "layers": {name: list(row) for name, row in self.layers.items()}, "lowbit": __version__,
         }  # fmt: skip
 
@@ -121,10 +135,10 @@ class GenerationPlan(BasePlan[ServingPrediction, ServingSettings]):
 
 
 def words(settings: ServingSettings) -> str:
-    """The settings in few words: each recipe with its number of layers, the cache and the prompt."""
+    """Summarize settings: the recipes with their numbers of layers, the cache, the prompt and the layout."""
     counts = Counter(name for name in settings.weights.values() if name != FLOAT)
-    found = [f"{name} ({counts[name]})" for name in CHOICES["weights"] if name in counts]
-    found += [f"cache {settings.cache}"] if settings.cache is not None else []
-    found += [part_name(settings.part)] if settings.part is not None else []
-    found += [PACKED] if settings.packed else []
-    return ", ".join(found) or "as it is"
+    parts = [f"{name} ({counts[name]})" for name in CHOICES["weights"] if name in counts]
+    parts += [f"cache {settings.cache}"] if settings.cache is not None else []
+    parts += [part_name(settings.part)] if settings.part is not None else []
+    parts += [PACKED] if settings.packed else []
+    return ", ".join(parts) or "unchanged"

@@ -1,6 +1,6 @@
-"""What generation by a choice holds: few estimates of the model as it is give all, what is chosen is estimated whole.
+"""Predicted memory of generation, from a few estimates of the unquantized model and one of the chosen settings.
 
-What a forward holds beside the weights does not depend on their recipes, but for what ops take for themselves.
+The memory of a forward besides the weights does not depend on their recipes, except for scratch memory of the ops.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ __all__ = ["Predictor", "ServingPrediction"]
 
 
 class ServingPrediction(NamedTuple):
-    """Bytes: the most that is held, at ``peak_event``, of which ``weights``, and a full ``cache``. ``loss``: see
-    ``BY``."""
+    """The predicted peak, in bytes, with the weights and the full cache in it, and the loss (see ``BY``)."""
 
     settings: ServingSettings
     peak_bytes: int
@@ -32,13 +31,13 @@ class ServingPrediction(NamedTuple):
 
     @property
     def temporaries(self) -> int:
-        """What is held beside weights and a full cache."""
+        """Bytes besides the weights and a full cache."""
         return self.peak_bytes - self.weights - self.cache
 
 
 @dataclass
 class Predictor:
-    """Predictions for a model and so many tokens of so many sequences at a time."""
+    """Predictions for a model, with a number of tokens (``context``) and of sequences (``rows``)."""
 
     model: nn.Module
     decoder: Decoder
@@ -47,16 +46,18 @@ class Predictor:
     _known: dict[tuple[str | None, int | None], Generation] = field(default_factory=dict)
 
     def plain(self, cache: str | None, part: int | None) -> Generation:
-        """With the weights as they are."""
+        """Return the estimate with unquantized weights."""
         if (cache, part) not in self._known:
             self._known[cache, part] = self._estimated(ServingSettings(cache=cache, part=part))
         return self._known[cache, part]
 
     def whole(self, settings: ServingSettings, loss: float) -> ServingPrediction:
-        """By an estimate of the model as it will be; it is packed where a layer gains by that."""
-        found = self._estimated(settings)
-        done = replace(settings, packed=found.packed)
-        return ServingPrediction(done, found.peak_bytes, found.weights, found.cache_bytes, loss, str(found.peak_event))
+        """Return the prediction from an estimate of the quantized model, packed only if a layer gains from it."""
+        usage = self._estimated(settings)
+        settings = replace(settings, packed=usage.packed)
+        return ServingPrediction(
+            settings, usage.peak_bytes, usage.weights, usage.cache_bytes, loss, str(usage.peak_event)
+        )
 
     def _estimated(self, settings: ServingSettings) -> Generation:
         return estimate_generation(

@@ -1,4 +1,4 @@
-"""A model that generates by a plan."""
+"""GenerationRun: a model that generates with the settings of a plan."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ __all__ = ["GenerationRun"]
 
 
 class GenerationRun:
-    """See ``GenerationPlan.apply_``. ``model``: quantized as planned; ``context`` and ``rows``: the most tokens of a
-    sequence, prompt included, and the most sequences at a time.
+    """A model that generates as planned, from ``GenerationPlan.apply_``.
+
+    Attributes:
+        model: The quantized model.
+        settings: Settings of the plan.
+        context: Most tokens of a sequence, prompt included.
+        rows: Most sequences at a time.
     """
 
     def __init__(self, model: nn.Module, settings: ServingSettings, context: int, rows: int) -> None:
@@ -23,44 +28,51 @@ class GenerationRun:
         self._decoder = decoder_of(model)
 
     def generate(self, tokens: Tensor, max_new_tokens: int | None = None, **options: Any) -> Tensor:
-        """Token ids [B, T] with those that the model writes after them, with a new cache each time.
+        """Generate tokens with a new cache.
 
-        ``max_new_tokens``: as many as the context has room for unless given. ``options``: of the ``generate`` of a
-        model of transformers, such as ``do_sample``; a model of your own takes the likeliest token and has none.
-        Sequences are of one length: a mask for padding takes more than is planned.
+        All sequences have the same length: a padding mask would need more memory than planned.
 
-        Raises ValueError for more sequences or tokens than planned, and for a tensor of something else; TypeError for
-        what is no tensor.
+        Args:
+            tokens: Token ids [B, T].
+            max_new_tokens: Number of new tokens; by default as many as fit the context.
+            options: Arguments of a Hugging Face model's ``generate``, such as ``do_sample``. Custom models generate
+                greedily, without options.
+
+        Returns:
+            Token ids, with the new ones after ``tokens``.
+
+        Raises:
+            ValueError: For more sequences or tokens than planned, or a tensor that is not token ids.
+            TypeError: If ``tokens`` is not a tensor.
         """
         is_tensor = isinstance(tokens, Tensor)
         if not is_tensor or tokens_of(tokens) is None or tokens.shape[1] == 0:
             raise (ValueError if is_tensor else TypeError)(
-                f"generate: expected token ids, a tensor of whole numbers [B, T] with T >= 1, "
-                f"{instead_of_tokens(tokens)}"
+                f"generate: expected token ids, an integer tensor [B, T] with T >= 1, {instead_of_tokens(tokens)}"
             )
         length = tokens.shape[1]
         count = self.context - length if max_new_tokens is None else max_new_tokens
         if count < 1 or length + count > self.context:
             raise ValueError(
-                f"generate: the plan is for prompt and new tokens within {self.context}, got {length} and {count}; "
-                f"shorten one of them, or plan with a larger context"
+                f"generate: expected at most {self.context} tokens, the planned context, got a prompt of {length} and "
+                f"{count} new ones; shorten one of them, or plan with a larger context"
             )
         rows = len(tokens) * self._decoder.copies(self.model, options)
         if rows > self.rows:
             raise ValueError(
-                f"generate: the plan is for {self.rows} sequences at a time, got {rows} (beams and sequences to return "
-                f"included); give fewer, or plan with rows={rows}"
+                f"generate: expected at most {self.rows} sequences, as planned, got {rows} (with beams and returned "
+                f"sequences); pass fewer, or plan with rows={rows}"
             )
-        given = {**self._decoder.options(self.model, self.cache(), self.settings.part), **options}
-        made: Tensor = self._decoder.generate(self.model, tokens, count, given)
-        return made
+        new_tokens: Tensor = self._decoder.generate(self.model, tokens, count, {**self.options(), **options})
+        return new_tokens
 
     def cache(self) -> Any:
-        """An empty cache, for one generation."""
+        """Return a new cache, for one generation."""
         return self._decoder.cache(self.model, self.rows, self.settings.cache)
 
     def options(self) -> dict[str, Any]:
-        """Keywords by which the model's own ``generate`` does one generation by the plan, where it is called by others:
-        a new cache, and how the prompt is taken. Of a model of your own, for its forward.
+        """Return keyword arguments for one generation as planned, with a new cache, for code that calls the model.
+
+        They are for ``generate`` of Hugging Face models, and for forward of custom models.
         """
         return self._decoder.options(self.model, self.cache(), self.settings.part)

@@ -1,4 +1,4 @@
-"""The choices of least loss of which a generation fits."""
+"""``lb.fit_generation``: the search for the settings with the least loss that fit a memory budget."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from lowbit.sizes import Budget, amount, budget_in
 
 __all__ = ["fit_generation"]
 
-#: Losses that differ by less are equal: for so much more, inputs are quantized to 8 bits, so that weights are packed.
+#: Relative increase of the loss that is accepted for 8-bit inputs, which allow the faster packed layout.
 EQUAL = 0.01
 
-#: How many sizes of weights, from the least to all of them, plans are shown for.
+#: Number of weight sizes on the frontier, from the smallest to the largest.
 _SIZES = 8
 
 
@@ -41,30 +41,43 @@ def fit_generation(
     exclude: Iterable[str] = (),
     progress: Progress | bool | None = None,
 ) -> GenerationPlan:
-    """The generation of least loss that holds at most ``budget``, within ``context`` tokens of ``rows`` sequences.
+    """Find the settings for generation with the least loss that fit a memory budget. ``model`` does not change.
 
-    ``budget``: of weights, cache and all that a forward makes: bytes, a size such as ``"80MB"``, or a share of what the
-    model holds as it is, ``"50%"``. The prompt is at most ``context - 1`` tokens. ``model``: a causal language model of
-    transformers, or one with ``kv_cache(rows, scheme)`` and ``forward(tokens, cache)``; without a batch it may be on
-    meta. ``batch``: token ids [B, T], or several such batches, by which losses are estimated; None: errors of the
-    weights stand for them, or on meta those of normal numbers. ``require``, ``exclude``: names of
-    ``CHOICES`` of ``lowbit.plan.serving.settings``: of a dimension with a required name these alone, and none that is
-    excluded.
+    Of all settings that fit, the plan has the least sum of the losses of weights and cache. A cache is quantized only
+    if the freed bytes save more loss in the weights, or if nothing fits otherwise. For equal sums the plan prefers the
+    plainer cache, and the whole prompt in one forward, which is faster.
 
-    The rule: of all that fits, the least sum of the losses of weights and cache. So a cache is quantized only where the
-    bytes that it frees save more loss in weights, or where nothing fits otherwise. Of equal sums the plainer cache, and
-    the prompt at once rather than in parts, which take longer. Then, where weights gain by ``prepack_`` on this
-    machine, recipes that quantize inputs take the place of those of as many bytes, while that loses less than
-    ``EQUAL`` of the sum more; they are tried with batches only, since weights say nothing of inputs.
+    If weights gain from ``prepack_`` on this machine, recipes that quantize inputs may replace recipes of the same
+    size, as long as the loss rises by less than ``EQUAL`` of the sum. This needs a batch.
 
-    Sizes are those of torch's allocator, while the plan generates; ``apply_`` holds plain weights beside new ones.
-    Raises ValueError where nothing fits, with the least that would, for unknown names, for models that do not generate
-    with a cache of keys and values, and for more tokens than the model has positions; TypeError for other batches.
+    Sizes are bytes of torch's allocator during generation. ``apply_`` also holds the original weights.
+
+    Args:
+        model: Causal Hugging Face model, or one with ``kv_cache(rows, scheme)`` and ``forward(tokens, cache)``. May be
+            on the meta device if there is no batch.
+        batch: Token ids [B, T], or several such batches, to estimate losses. None uses the errors of the weights; for
+            a model on meta, the errors of normal random numbers.
+        budget: Limit on the peak, with weights, cache and activations: bytes, a size such as ``"80MB"``, or a share of
+            the unchanged model's peak such as ``"50%"``.
+        context: Most tokens of a sequence. The prompt has at most ``context - 1``.
+        rows: Most sequences at a time.
+        require: Choices that the plan must use, by name; ``lowbit.plan.serving.CHOICES`` lists them. Of a dimension
+            with required names it uses one of these.
+        exclude: Choices that the plan must not use.
+        progress: Called as ``progress(what, done, total)``. None shows a bar on a terminal; False shows nothing.
+
+    Returns:
+        The plan. ``plan.apply_(model)`` applies it.
+
+    Raises:
+        ValueError: If nothing fits (the error names the smallest peak); for unknown names, models without a key-value
+            cache, or a context above the model's number of positions.
+        TypeError: For a batch that is not token ids.
     """
     check_model(model)
-    asked = budget_in(budget, "fit_generation")
+    limit = budget_in(budget, "fit_generation")
     with reporting(progress, "planning") as shown:
-        return _fit(model, batch, asked, context, rows, allowed(require, exclude), shown)
+        return _fit(model, batch, limit, context, rows, allowed(require, exclude), shown)
 
 
 def _fit(
@@ -77,8 +90,8 @@ def _fit(
     predictor = Predictor(model, decoder, context, rows)
     plain = predictor.whole(ServingSettings(), 0.0)
     limit = budget.of(plain.peak_bytes)
-    as_it_is = FLOAT in choices.weights and None in choices.caches and None in choices.parts
-    if as_it_is and plain.peak_bytes <= limit:
+    allows_plain = FLOAT in choices.weights and None in choices.caches and None in choices.parts
+    if allows_plain and plain.peak_bytes <= limit:
         return GenerationPlan(plain, limit, plain, [plain], {}, "", context, rows)
     cells = list(itertools.product(choices.caches, choices.parts))
     for number, cell in enumerate(cells):
@@ -86,11 +99,11 @@ def _fit(
         predictor.plain(*cell)
     quantized = next((scheme for scheme in choices.caches if scheme is not None), None)
     sample = None if quantized is None else predictor.plain(quantized, choices.parts[0]).cache
-    found = losses(model, decoder, choices, batches, sample, progress)
-    search = _Search(predictor, choices, found, limit)
+    estimated = losses(model, decoder, choices, batches, sample, progress)
+    search = _Search(predictor, choices, estimated, limit)
     chosen = search.best()
     return GenerationPlan(
-        chosen, limit, plain, search.frontier(), search.rows(chosen.settings), found.by, context, rows
+        chosen, limit, plain, search.frontier(), search.rows(chosen.settings), estimated.by, context, rows
     )
 
 
@@ -98,8 +111,8 @@ def _check(model: nn.Module, decoder: Decoder, context: Any, rows: Any) -> None:
     for name, value, least in (("context", context, 2), ("rows", rows, 1)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(
-                f"fit_generation: {name} is a whole number from {least}, got {value!r}; context is the most "
-                f"tokens of a sequence, prompt included, and rows the sequences at a time"
+                f"fit_generation: {name} must be an integer from {least}, got {value!r}; context is the most "
+                f"tokens of a sequence, prompt included, and rows the most sequences at a time"
             )
     reason = decoder.refuses(model, context)
     if reason is not None:
@@ -107,27 +120,27 @@ def _check(model: nn.Module, decoder: Decoder, context: Any, rows: Any) -> None:
     tensors = (*model.parameters(), *model.buffers())
     if any(is_lazy(t) or hasattr(t, "placements") for t in tensors):
         raise ValueError(
-            f"fit_generation: {type(model).__name__} has lazy or sharded parameters; plan for the whole model, after "
-            f"it was called once and before it is sharded"
+            f"fit_generation: {type(model).__name__} has lazy or sharded parameters; call a lazy model once, and plan "
+            f"before sharding"
         )
 
 
 def _possible(choices: Allowed, decoder: Decoder, model: nn.Module, context: int) -> Allowed:
-    """Without what this model has no use for."""
+    """Remove the choices that this model does not support."""
     caches, parts = choices.caches, choices.parts
     reason = decoder.plain_only(model)
     if reason is not None:
         caches = [scheme for scheme in caches if scheme is None]
     if not caches:
         raise ValueError(
-            f"fit_generation: the cache of {type(model).__name__} can only be plain: {reason}; leave 'plain cache' in"
+            f"fit_generation: the cache of {type(model).__name__} cannot be quantized: {reason}; allow 'plain cache'"
         )
-    few = [part for part in parts if part is None or (decoder.in_parts(model) and part < context - 1)]
-    return choices._replace(caches=caches, parts=few or [None])
+    parts = [part for part in parts if part is None or (decoder.in_parts(model) and part < context - 1)]
+    return choices._replace(caches=caches, parts=parts or [None])
 
 
 class _Cell(NamedTuple):
-    """A cache and a way to take the prompt: what is held beside the weights that can be quantized, and the loss."""
+    """A cache and a prompt size, with the loss and the bytes besides the weights that can be quantized (``rest``)."""
 
     cache: str | None
     part: int | None
@@ -137,7 +150,7 @@ class _Cell(NamedTuple):
 
 @dataclass
 class _Search:
-    """The choices for one model and budget."""
+    """The search for one model and budget."""
 
     predictor: Predictor
     choices: Allowed
@@ -158,52 +171,52 @@ class _Search:
 
     # -- the best ------------------------------------------------------------------------------------------------
     def best(self) -> ServingPrediction:
-        """The choice of least loss that fits; of equal ones the one with a plainer cache and prompt."""
+        """Return the fitting settings with the least loss; for equal losses, with the plainer cache and prompt."""
         ranked = []
         for order, cell in enumerate(self.cells):
             size = self.limit - cell.rest
             if size >= self.least:
                 ranked.append((self._loss(self._weights(size)) + cell.loss, order, cell))
         for _, _, cell in sorted(ranked):
-            found = self._fitting(cell)
-            if found is not None:
-                return found
+            prediction = self._fitting(cell)
+            if prediction is not None:
+                return prediction
         raise self._nothing()
 
     def _fitting(self, cell: _Cell) -> ServingPrediction | None:
-        """The best weights beside this cell, by an estimate of the whole; a little smaller where that is too large."""
+        """Return the best weights for this cell that a whole estimate confirms, or None."""
         size = self.limit - cell.rest
         while size >= self.least:
             weights = self._weights(size)
-            found = self._packed(weights, cell) or self._whole(weights, cell, False)
-            if found.peak_bytes <= self.limit:
-                return found
-            size = min(size, self._size(weights)) - (found.peak_bytes - self.limit)
+            prediction = self._packed(weights, cell) or self._whole(weights, cell, False)
+            if prediction.peak_bytes <= self.limit:
+                return prediction
+            size = min(size, self._size(weights)) - (prediction.peak_bytes - self.limit)
         return None
 
     def _packed(self, weights: dict[str, str], cell: _Cell) -> ServingPrediction | None:
-        """With packed layers, where they fit and lose as little."""
+        """Return the prediction with packed layers, if they fit without a larger loss."""
         if True not in self.choices.packed:
             return None
         chosen = self._with_inputs(weights, cell.loss)
         if not any(map(packs, chosen.values())):
             return None
-        found = self._whole(chosen, cell, True)
-        return found if found.settings.packed and found.peak_bytes <= self.limit else None
+        prediction = self._whole(chosen, cell, True)
+        return prediction if prediction.settings.packed and prediction.peak_bytes <= self.limit else None
 
-    def _with_inputs(self, weights: dict[str, str], beside: float) -> dict[str, str]:
-        """Recipes that quantize inputs, in the place of those with as many bytes or more, while losses are equal."""
+    def _with_inputs(self, weights: dict[str, str], cache_loss: float) -> dict[str, str]:
+        """Replace recipes by recipes that quantize inputs and are not larger, as long as the loss is about equal."""
         chosen = dict(weights)
-        left = EQUAL * (self._loss(weights) + beside)
+        left = EQUAL * (self._loss(weights) + cache_loss)
         changes = []
         for group in self.groups:
-            has = weights[group.names[0]]
+            current = weights[group.names[0]]
             for name in filter(packs, self.names):
-                if has not in (FLOAT, name) and group.bytes[name] <= group.bytes[has]:
-                    changes.append((group.loss[name] - group.loss[has], name, group.names))
-        for more, name, names in sorted(changes):
-            if more <= left and chosen[names[0]] == weights[names[0]]:
-                left -= max(more, 0.0)
+                if current not in (FLOAT, name) and group.bytes[name] <= group.bytes[current]:
+                    changes.append((group.loss[name] - group.loss[current], name, group.names))
+        for increase, name, names in sorted(changes):
+            if increase <= left and chosen[names[0]] == weights[names[0]]:
+                left -= max(increase, 0.0)
                 chosen |= dict.fromkeys(names, name)
         return chosen
 
@@ -215,15 +228,15 @@ class _Search:
         cell = min(self.cells, key=lambda cell: cell.rest)
         least = self._whole(self._weights(self.least), cell, False)
         return ValueError(
-            f"fit_generation: no choice fits generation within {self.predictor.context} tokens into "
-            f"{amount(self.limit)}; the least is {amount(least.peak_bytes)} ({least.peak_bytes} bytes), with "
-            f"{words(least.settings)}. Ask for as much, or give a shorter context, fewer rows, or let smaller "
-            f"recipes, caches and parts be chosen"
+            f"fit_generation: no choice fits generation of {self.predictor.context} tokens into "
+            f"{amount(self.limit)}; the smallest needs {amount(least.peak_bytes)} ({least.peak_bytes} bytes), with "
+            f"{words(least.settings)}. Raise the budget, use a shorter context or fewer rows, or allow smaller "
+            f"recipes, caches and parts"
         )
 
     # -- weights -------------------------------------------------------------------------------------------------
     def _weights(self, size: int) -> dict[str, str]:
-        """The recipes of least loss within so many bytes."""
+        """Return the recipes with the least loss in at most ``size`` bytes."""
         picked = allocate(self.options, size)
         return {
             name: self.names[index] for group, index in zip(self.groups, picked, strict=True) for name in group.names
@@ -235,28 +248,28 @@ class _Search:
     def _size(self, weights: dict[str, str]) -> int:
         return sum(group.bytes[weights[group.names[0]]] for group in self.groups)
 
-    # -- for people ----------------------------------------------------------------------------------------------
+    # -- tables --------------------------------------------------------------------------------------------------
     def frontier(self) -> list[ServingPrediction]:
-        """What other budgets would give, by sums."""
+        """Return predictions for other budgets, from sums."""
         steps = range(_SIZES)
         sizes = [self.least + (self.most - self.least) * step * step // (_SIZES - 1) ** 2 for step in steps]
-        found = []
+        predictions = []
         for weights in map(self._weights, sizes):
             size, loss = self._size(weights), self._loss(weights)
             for cell in self.cells:
-                beside = self.predictor.plain(cell.cache, cell.part)
+                usage = self.predictor.plain(cell.cache, cell.part)
                 settings = ServingSettings(weights, cell.cache, cell.part)
-                others = beside.weights - self.floats
-                found.append(
-                    ServingPrediction(settings, cell.rest + size, others + size, beside.cache_bytes, loss + cell.loss)
+                others = usage.weights - self.floats
+                predictions.append(
+                    ServingPrediction(settings, cell.rest + size, others + size, usage.cache_bytes, loss + cell.loss)
                 )
-        return found
+        return predictions
 
     def rows(self, settings: ServingSettings) -> dict[str, tuple[int, int, float]]:
-        """By recipe: how many layers have it, the bytes of their weights, and what they lose. Of the cache its loss."""
-        found: dict[str, tuple[int, int, float]] = {}
+        """Return for each recipe the number of its layers, the bytes of their weights, and their loss."""
+        rows: dict[str, tuple[int, int, float]] = {}
         for group in self.groups:
             name = settings.weights[group.names[0]]
-            count, size, loss = found.get(name, (0, 0, 0.0))
-            found[name] = (count + len(group.names), size + group.bytes[name], loss + group.loss[name])
-        return found
+            count, size, loss = rows.get(name, (0, 0, 0.0))
+            rows[name] = (count + len(group.names), size + group.bytes[name], loss + group.loss[name])
+        return rows
