@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -15,23 +16,33 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 #: A block of code, and where the sentence in its first line puts it, if that has one.
 BLOCK = re.compile(r"^```py(?:thon)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
-PLACE = re.compile(r"# (?P<file>\S+\.py): (?P<how>row of|before) (?P<table>\w+)\n")
+PLACE = re.compile(r"# (?P<file>\S+\.py): (?P<how>row of|before|field of|new file)(?: (?P<name>\w+))?\n")
 
 
-def insert(file: Path, how: str, table: str, code: str) -> None:
-    """Code before the statement that assigns ``table``, or a row at the end of the longest literal in it."""
+def insert(file: Path, how: str, name: str | None, code: str) -> None:
+    """A new file; or in a file, code before a statement, a field at the end of a class, or a row at the end of a table.
+
+    Args:
+        file: The file.
+        how: ``"new file"``, ``"before"``, ``"field of"`` or ``"row of"``.
+        name: The variable that the statement assigns, or the class.
+        code: The code.
+    """
+    if how == "new file":
+        file.write_text(code)
+        return
     text = file.read_text()
-    node = next(node for node in ast.parse(text).body if re.match(rf"{table}\b.* = ", ast.unparse(node)))
+    node = next(node for node in ast.parse(text).body if re.match(rf"{name}\b.* = ", ast.unparse(node)) or
+                getattr(node, "name", None) == name)  # fmt: skip
     lines = text.splitlines(keepends=True)
     if how == "before":
         lines.insert(node.lineno - 1, f"{code}\n\n")
+    elif how == "field of":
+        last = max(line.lineno for line in node.body if isinstance(line, ast.AnnAssign))
+        lines.insert(last, textwrap.indent(code, "    "))
     else:
-        literals = [
-            n.values if isinstance(n, ast.Dict) else n.elts
-            for n in ast.walk(node)
-            if isinstance(n, ast.Dict | ast.Tuple | ast.List)
-        ]
-        last = max(literals, key=len)[-1]
+        table = next(n for n in ast.walk(node.value) if isinstance(n, ast.Dict | ast.Tuple | ast.List))
+        last = (table.values if isinstance(table, ast.Dict) else table.elts)[-1]
         line = lines[last.end_lineno - 1].encode()
         lines[last.end_lineno - 1] = (
             line[: last.end_col_offset] + f", {code.strip().rstrip(',')}\n".encode() + line[last.end_col_offset :]
@@ -50,7 +61,7 @@ def copy(tmp_path_factory) -> Path:
         shutil.copy(ROOT / name, root)
     for block in BLOCK.finditer((ROOT / "CONTRIBUTING.md").read_text()):
         if place := PLACE.match(block[1]):
-            insert(root / place["file"], place["how"], place["table"], block[1][place.end() :])
+            insert(root / place["file"], place["how"], place["name"], block[1][place.end() :])
     return root
 
 

@@ -77,7 +77,7 @@ def test_where_each_code_lies():
 @pytest.mark.parametrize("change", [lambda b: b[:-1], lambda b: b.clone().fill_(7), lambda b: b.float()])
 def test_other_bytes_are_refused(change):
     buffer = packed("int8", 64).packed
-    with pytest.raises(ValueError, match="packed weight|vector from prepack"):
+    with pytest.raises(ValueError, match=r"packed weight|vector from prepack"):
         prepack.unpack(change(buffer))
     with pytest.raises((ValueError, TypeError, RuntimeError), match="packed"):
         torch.ops.lowbit.linear_packed(torch.randn(1, 64), change(buffer), 40)
