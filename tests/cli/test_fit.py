@@ -131,7 +131,7 @@ def test_a_plot_shows_budget_and_choice(mine, tmp_path, monkeypatch):
     assert (ring.get_xdata()[0], ring.get_ydata()[0]) == (plan.peak_bytes / 2**20, plan.seconds / plan.plain.seconds)
     assert {words(plan.settings), "plain training"} <= {text.get_text() for text in axes.texts}
     (legend,) = drawn[0].legends
-    assert {text.get_text() for text in legend.texts} == {"chosen", "budget", "plain training", "least time for a peak"}
+    assert {text.get_text() for text in legend.texts} == {"chosen", "budget", "plain training", "least time by peak"}
     assert min(text.get_fontsize() for text in (*axes.texts, *legend.texts)) >= 8
     (frontier,) = (line for line in axes.lines if line.get_linestyle() == "-")
     points = {(one.peak_bytes / 2**20, one.seconds / plan.plain.seconds) for one in plan.frontier}

@@ -131,7 +131,9 @@ def test_a_plan_says_what_the_precision_makes_of_a_preference_loss(tmp_path):
         lb.train.mixed_(model, "bf16")
         lower = of_answers(preference)(model(TOKENS), TOKENS).item()
     assert (plan.compared.reference, plan.compared.lower) == (reference, lower) and reference != lower
-    said = f"gives {reference:.4g} in fp32 and {lower:.4g} in bf16, {share_changed((lower - reference) / reference, 2)}"
+    said = (
+        f"yields {reference:.4g} in fp32 and {lower:.4g} in bf16, {share_changed((lower - reference) / reference, 2)}"
+    )
     assert said in str(plan) and f"{share_changed(plan.compared.change / 100, 2)} (one forward)" in str(plan)
     loaded = TrainingPlan.load(plan.save(tmp_path / "plan.json"))
     assert loaded.compared == plan.compared and str(loaded) == str(plan)
@@ -147,7 +149,7 @@ def test_nothing_is_compared_where_records_or_a_caller_say_it():
 def test_a_precision_that_is_not_chosen_is_compared_too():
     plan = planned(of_answers(preference), require=("adamw",), quality=0)
     assert plan.compared.precision == "bf16"
-    assert ("bf16, which is not chosen" in str(plan)) == (plan.settings.precision is None)
+    assert ("bf16 (not chosen)" in str(plan)) == (plan.settings.precision is None)
 
 
 def test_recipes_are_compared_with_fp32():
@@ -193,14 +195,14 @@ def test_a_loss_of_training_alone_is_compared_in_training():
 def test_what_cannot_be_compared_says_why():
     squares = of_answers(OTHERS["squares"])
     on_meta = compare(Subject(Head().to("meta"), TOKENS, squares), TrainingSettings(precision="bf16"), "bf16", 1 << 40)
-    assert "on meta, without numbers" in on_meta.words(True)
+    assert "on meta, without data" in on_meta.words(True)
     large = compare(
         Subject(Head().bfloat16(), TOKENS, squares),
         TrainingSettings(bf16_params=True, loaded="bf16"),
         "as loaded",
         1000,
     )
-    assert "hold more than a step" in large.words(True)
+    assert "need more memory than a step" in large.words(True)
 
     def fails(output, batch):
         raise RuntimeError("only on Mondays\nand so on")
@@ -231,7 +233,7 @@ def test_models_in_fp16_and_fp64_train_as_loaded(dtype, name):
 
     batch = torch.randn(8, 16, dtype=dtype)
     plan = lb.fit(model(), batch, "400%", squares, exclude=("disk", "micro-batches"), progress=False, quality="any")
-    assert plan.settings.loaded == name and f"weights in {name}, as the model comes" in str(plan)
+    assert plan.settings.loaded == name and f"weights in {name}, the model's own precision" in str(plan)
     with pytest.raises(ValueError, match=f"'fp32' needs a model in fp32.*has weights in {name}"):
         lb.fit(model(), batch, "400%", squares, require=("fp32",))
     trained = model()
@@ -240,7 +242,7 @@ def test_models_in_fp16_and_fp64_train_as_loaded(dtype, name):
     assert losses[-1] < 0.9 * losses[0] and trained[0].weight.dtype == dtype
     if name == "fp16":
         assert run.optimizer.state[trained[0].weight]["master"].dtype == torch.float32
-        assert plan.settings.master == TrainingSettings.master and "keeps them in fp32" in str(plan)
+        assert plan.settings.master == TrainingSettings.master and "stores fp32 masters" in str(plan)
 
 
 def test_adapters_beside_a_frozen_model_in_bf16_train_as_loaded():
@@ -250,4 +252,4 @@ def test_adapters_beside_a_frozen_model_in_bf16_train_as_loaded():
     model.append(nn.Linear(16, 16).bfloat16())
     model[2].weight.data = model[2].weight.data.bfloat16()
     plan = planned(OTHERS["squares"], model, torch.randn(8, 16).bfloat16(), require=("as loaded",))
-    assert plan.settings.loaded == "bf16" and "weights in bf16, as the model comes" in str(plan)
+    assert plan.settings.loaded == "bf16" and "weights in bf16, the model's own precision" in str(plan)

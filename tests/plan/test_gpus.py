@@ -156,11 +156,11 @@ def test_where_nothing_fits_a_plan_says_how_many_processes_would_do():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gpus": 0}, "gpus is a number of processes from 1, got 0"),
+        ({"gpus": 0}, "gpus must be a number of processes from 1, got 0"),
         ({"gpus": 2, "require": ("hsdp",)}, "'hsdp' needs group_size="),
         ({"require": ("zero3",)}, "'zero3' needs gpus=2 or more"),
-        ({"gpus": 8, "group_size": 3}, "group_size is a divisor of gpus=8, got 3"),
-        ({"link": "1GB/s"}, "link and group_size are of several processes"),
+        ({"gpus": 8, "group_size": 3}, "group_size must be a divisor of gpus=8, got 3"),
+        ({"link": "1GB/s"}, "link and group_size need several processes"),
         ({"gpus": 2, "link": "fast"}, "such as '25GB/s', got 'fast'"),
         ({"gpus": 2, "require": ("dp",)}, "no choice is called 'dp'"),
     ],

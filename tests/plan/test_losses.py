@@ -65,7 +65,7 @@ def test_the_table_says_whose_loss_was_recorded():
     ("losses", "message"),
     [
         ({"bf17": 0.1}, "losses has no choice 'bf17', did you mean|losses has no choice 'bf17'"),
-        ({"bf16": "much"}, "relative change of the loss, such as 0.02 for 2% more, got 'much' for 'bf16'"),
+        ({"bf16": "much"}, "relative changes of the loss by choice, such as 0.02 for 2% more, got 'much' for 'bf16'"),
         ({"bf16": float("nan")}, "got nan for 'bf16'"),
     ],
 )

@@ -126,7 +126,7 @@ def test_a_loop_that_takes_the_whole_batch_is_warned_of_once(tmp_path):
         run.optimizer.zero_grad()
 
     (said,) = told(own)
-    assert "a forward of Sequential takes 22 rows, and the plan is of 2 parts of 11 rows at most" in said
+    assert "a forward of Sequential got 22 rows, but the plan is for 2 micro-batches of at most 11 rows" in said
     assert "for part, weight in run.parts(batch)" in said
     assert told(own) == [], "once"
 
@@ -154,7 +154,7 @@ def test_what_takes_no_more_rows_or_does_not_train_is_not_warned_of():
         copy.deepcopy(model)
 
     assert told(quiet) == []
-    assert "takes 12 rows" in told(lambda: model(ROWS[:12]))[0]
+    assert "got 12 rows" in told(lambda: model(ROWS[:12]))[0]
 
 
 def test_a_wrong_forward_within_the_loop_is_warned_of():
@@ -180,7 +180,7 @@ def test_rows_are_those_of_the_argument_that_has_them():
     model, batch = Masked(), {"targets": CLASSES, "inputs": ROWS, "mask": mask}
     _, run = planned(model, batch, lambda output, batch: F.cross_entropy(output, batch["targets"]))
     assert told(lambda: run.model(mask=mask, inputs=ROWS[:11])) == []
-    assert "takes 13 rows" in told(lambda: run.model(inputs=ROWS[:13], mask=mask))[0]
+    assert "got 13 rows" in told(lambda: run.model(inputs=ROWS[:13], mask=mask))[0]
 
 
 def test_a_larger_batch_than_planned_is_told_of_once_by_the_loop_too():

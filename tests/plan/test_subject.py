@@ -74,7 +74,7 @@ def test_a_plan_is_of_one_model_and_one_loss(tmp_path):
     batch = INPUTS, CLASSES
     plan = lb.fit(classifier(), batch, "100%", loss, require="fp32")
     again = TrainingPlan.load(plan.save(tmp_path / "plan.json"))
-    with pytest.raises(ValueError, match=r"is of a loss that was given, .*loss, which no file holds; .*loss=\.\.\."):
+    with pytest.raises(ValueError, match=r"is for the loss function .*loss, which is not in the file; .*loss=\.\.\."):
         again.apply_(classifier())
     assert again.apply_(classifier(), loss).step(batch) == pytest.approx(next(by_hand(1)))
     with pytest.raises(ValueError, match=r"Sequential with '2.weight' of \[10, 64\] in float32, .* of \[11, 64\]"):
@@ -83,11 +83,11 @@ def test_a_plan_is_of_one_model_and_one_loss(tmp_path):
     frozen[0].requires_grad_(False)
     with pytest.raises(ValueError, match=r"float32, frozen; plan for this model"):
         plan.apply_(frozen)
-    with pytest.raises(ValueError, match="on the meta device, without numbers to train"):
+    with pytest.raises(ValueError, match="on the meta device, without data"):
         plan.apply_(classifier().to("meta"))
     model = classifier()
     plan.apply_(model)
-    with pytest.raises(ValueError, match=r"trains by a plan already; .*run\.refit"):
+    with pytest.raises(ValueError, match=r"already trains with a plan; .*run\.refit"):
         plan.apply_(model)
 
 
@@ -121,9 +121,9 @@ def test_a_model_in_evaluation_mode_is_told_of():
 @pytest.mark.parametrize(
     ("model", "batch", "options", "message"),
     [
-        (Named, INPUTS, {}, "got the class Named; make one of it"),
+        (Named, INPUTS, {}, "got the class Named; "),
         (classifier(), INPUTS.numpy(), {}, r"got ndarray; .*torch\.from_numpy"),
-        (classifier(), [INPUTS].__iter__(), {}, r"got list_iterator; of a DataLoader take one batch"),
+        (classifier(), [INPUTS].__iter__(), {}, r"got list_iterator; from a DataLoader pass one batch"),
         (classifier(), INPUTS, {"budget": "0%"}, "or a share such as '60%', got '0%'"),
         (classifier(), INPUTS, {"loss": lambda output, batch: output}, r"got shape \[64, 10\]; take its mean"),
         (classifier(), INPUTS, {"loss": lambda output, batch: output.detach().mean()}, "has no gradient"),
@@ -252,7 +252,7 @@ def test_a_criterion_of_torch_is_told_how_it_becomes_a_loss():
 def test_a_model_in_bf16_has_the_masters_that_its_plan_says():
     made = [classifier().bfloat16() for _ in range(2)]
     plan = lb.fit(made[0], INPUTS.bfloat16(), "300%", require=("adamw", "residual", "whole batch"))
-    assert plan.settings.bf16_params and "weights in bf16, as the model comes" in str(plan)
+    assert plan.settings.bf16_params and "weights in bf16, the model's own precision" in str(plan)
     run, rows = plan.apply_(made[0], lr=1e-5), INPUTS.bfloat16()
     optimizer = lb.optim.AdamW(made[1].parameters(), lr=1e-5, master="residual")
     for _ in range(20):

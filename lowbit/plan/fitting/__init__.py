@@ -1,7 +1,7 @@
-"""A budget in bytes goes in, the fastest training that fits comes out.
+"""``lb.fit``: the fastest training settings that fit a memory budget.
 
-``choices`` says which techniques may be chosen, ``predict`` what each combination takes by estimates, ``search``
-takes the fastest that fits, ``plan`` is the result, and ``run`` trains by it.
+``choices`` selects the allowed techniques, ``predict`` estimates memory and time of each combination, and ``search``
+finds the fastest that fits. ``plan`` is the result, and ``run`` trains with it.
 """
 
 from lowbit.plan.fitting.plan import TrainingPlan

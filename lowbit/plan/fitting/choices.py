@@ -1,6 +1,6 @@
-"""What a plan chooses from: in each dimension one row of ``TECHNIQUES``, as what it changes of ``TrainingSettings``.
+"""The techniques that a plan may choose, the losses that they may cost, and their descriptions.
 
-Checkpoints of blocks and the number of parts follow from the budget; see ``search``.
+Per-block checkpoints and the number of micro-batches follow from the budget; see ``search``.
 """
 
 from __future__ import annotations
@@ -39,19 +39,18 @@ __all__ = [
     "quality_of", "words",
 ]  # fmt: skip
 
-#: The most that choices may add to the loss together, in percent, where the caller says nothing, and what their sum may
-#: be above it by rounding.
+#: Default limit on the increase of the loss by all choices, in percent, and the tolerance for rounding of their sum.
 QUALITY, _ROUNDING = 0.3, 1e-9
 
-#: By how many percent plain fp32 differs from bf16 in the record of recipes, and so what rounding alone may do.
+#: Difference of the loss between plain fp32 and bf16 in percent (bench/results/convergence.md): the effect of rounding.
 NOISE = 0.42
 
-#: What more is to be said of a model whose weights are not in fp32.
+#: Advice for models whose weights are not in fp32, by precision.
 _ABOUT_LOADED = {"fp16": "; small gradients become zero, so call model.bfloat16() or model.float() first"}
 
 
 def has_half(model: nn.Module) -> bool:
-    """Whether weights that train are in 16 bits as the model comes."""
+    """Return whether the model comes with trainable 16-bit matrices."""
     parameters = (p for p in model.parameters() if p.requires_grad)
     return any(p.is_floating_point() and p.itemsize == 2 and p.dim() > 1 for p in parameters)
 
@@ -59,20 +58,23 @@ def has_half(model: nn.Module) -> bool:
 def allowed(
     require: Iterable[str], exclude: Iterable[str], most: Most, gpus: int = 1, group_size: int | None = None
 ) -> dict[str, tuple[Technique, ...]]:
-    """What ``require`` and ``exclude`` leave; of a dimension without a required name those that cost at most ``most``
-    alone.
-    Of a single process there is one way, and ``hsdp`` needs a ``group_size``.
-    Raises as ``left``, and ValueError for a way that cannot be.
+    """Return the techniques that ``require`` and ``exclude`` allow, by dimension.
+
+    A dimension without a required name keeps the techniques that cost at most ``most`` on their own. A single process
+    has one sharding strategy, and ``hsdp`` needs a ``group_size``.
+
+    Raises:
+        ValueError: As ``left``, and for a required strategy that is not possible.
     """
     require, exclude = names_in(require), names_in(exclude)
     rows = {dimension: {choice.name: choice for choice in row} for dimension, row in TECHNIQUES.items()}
     strategies = {name for name in rows[STRATEGY] if gpus > 1 or name == TrainingSettings.strategy}
-    strategies -= set() if group_size else {name for name, one in STRATEGIES.items() if one.grouped}
-    asked = [name for name in require if name in rows[STRATEGY] and name not in strategies]
-    if asked:
-        needed = "gpus=2 or more" if gpus == 1 else "group_size=, the processes of one machine"
-        raise ValueError(f"fit: {asked[0]!r} needs {needed}; give it, or leave {asked[0]!r} out of require")
-    excluded = {*exclude, *(one.name for one in techniques() if one.excluded_with in exclude)}
+    strategies -= set() if group_size else {name for name, strategy in STRATEGIES.items() if strategy.grouped}
+    impossible = [name for name in require if name in rows[STRATEGY] and name not in strategies]
+    if impossible:
+        needed = "gpus=2 or more" if gpus == 1 else "group_size=, the number of processes per machine"
+        raise ValueError(f"fit: {impossible[0]!r} needs {needed}; pass it, or leave {impossible[0]!r} out of require")
+    excluded = {*exclude, *(choice.name for choice in techniques() if choice.excluded_with in exclude)}
 
     def offered(choice: Technique) -> bool:
         return (
@@ -81,13 +83,17 @@ def allowed(
             and (choice.name not in rows[STRATEGY] or choice.name in strategies)
         )
 
-    found = left(rows, require, excluded, offered)
-    return {dimension: tuple(row.values()) for dimension, row in found.items()}
+    choices = left(rows, require, excluded, offered)
+    return {dimension: tuple(row.values()) for dimension, row in choices.items()}
 
 
 class Most(NamedTuple):
-    """The ``percent`` of loss that choices may cost together, but for those that are ``required``. ``losses``: by
-    choice what a caller has measured in place of the record.
+    """The limit on the loss of all choices together.
+
+    Attributes:
+        percent: Largest increase of the loss.
+        required: Names of the choices that do not count.
+        losses: Loss changes that a caller has measured, in place of the record, by choice.
     """
 
     percent: float
@@ -95,12 +101,17 @@ class Most(NamedTuple):
     losses: Mapping[str, float] = MappingProxyType({})
 
     def lost(self, settings: TrainingSettings) -> float:
-        """What those of the choices cost that cost something."""
-        return sum(one.counted for one in described(settings, self.losses).values() if one.name not in self.required)
+        """Return the increase of the loss by all choices that are not required, in percent."""
+        chosen = described(settings, self.losses).values()
+        return sum(choice.counted for choice in chosen if choice.name not in self.required)
 
 
 def most_of(require: Iterable[str], quality: float | str, losses: Mapping[str, float] | None = None) -> Most:
-    """Raises ValueError for what is no quality, and for losses of unknown choices or that are no numbers."""
+    """Return the limit for arguments of ``lb.fit``.
+
+    Raises:
+        ValueError: For an invalid quality, for losses of unknown choices, and for losses that are not finite.
+    """
     required, losses = frozenset(names_in(require)), dict(losses or {})
     known = [choice.name for choice in techniques()]
     for name, change in losses.items():
@@ -108,72 +119,71 @@ def most_of(require: Iterable[str], quality: float | str, losses: Mapping[str, f
             raise ValueError(f"fit: losses has no choice {name!r}{did_you_mean(name, known)}; there are {known}")
         if isinstance(change, bool) or not isinstance(change, int | float) or not math.isfinite(change):
             raise ValueError(
-                f"fit: losses has by choice the relative change of the loss, such as 0.02 for 2% more, got {change!r} "
+                f"fit: losses must be relative changes of the loss by choice, such as 0.02 for 2% more, got {change!r} "
                 f"for {name!r}"
             )
     if quality == "any":
         return Most(math.inf, required, losses)
     if isinstance(quality, bool) or not isinstance(quality, int | float) or not quality >= 0:
         raise ValueError(
-            f"fit: quality is 'any' or the percent of loss that choices may cost, such as {QUALITY}, got {quality!r}"
+            f"fit: quality must be 'any' or the largest increase of the loss in percent, such as {QUALITY}, got "
+            f"{quality!r}"
         )
     return Most(quality + _ROUNDING, required, losses)
 
 
 def combinations(choices: Iterable[tuple[Technique, ...]]) -> list[TrainingSettings]:
-    """The settings of each combination of a choice of every dimension, in one part."""
-    found = []
+    """Return the settings of each combination of one choice per dimension, without micro-batches."""
+    settings = []
     for picked in product(*choices):
         changes: dict[str, Any] = {}
         for choice in picked:
             changes |= choice.changes
-        found.append(replace(TrainingSettings(), **changes))
-    return list(dict.fromkeys(found))  # 'fp32' and 'as loaded' change nothing
+        settings.append(replace(TrainingSettings(), **changes))
+    return list(dict.fromkeys(settings))  # 'fp32' and 'as loaded' change nothing
 
 
 def described(settings: TrainingSettings, losses: Mapping[str, float] = MappingProxyType({})) -> dict[str, Technique]:
-    """By dimension the technique that the settings have, with the ``losses`` that a caller has measured."""
-    found = {}
+    """Return the technique of the settings in each dimension, with the ``losses`` that a caller has measured."""
+    by_dimension = {}
     for dimension in TECHNIQUES:
         if dimension == STRATEGY and settings.gpus == 1:
             continue
         technique = technique_of(dimension, settings)
         about = _about(technique, settings)
-        found[dimension] = (replace(technique, about=about) if about else technique).with_losses(losses)
-    return found
+        by_dimension[dimension] = (replace(technique, about=about) if about else technique).with_losses(losses)
+    return by_dimension
 
 
 def _about(technique: Technique, settings: TrainingSettings) -> str:
-    """What a technique does in the settings, where the table cannot say it."""
+    """Return a description that depends on the settings; "" if the table's is enough."""
     if technique.name == AS_LOADED:
-        about = f"weights in {settings.loaded}, as the model comes, and products as it makes them"
-        return about + _ABOUT_LOADED.get(settings.loaded, "")
+        return f"weights in {settings.loaded}, the model's own precision{_ABOUT_LOADED.get(settings.loaded, '')}"
     if technique.name == TrainingSettings.master and settings.bf16_params and settings.loaded == "fp16":
-        return "of weights in fp16, the optimizer keeps them in fp32"
-    return f"computed again: {_by_block(settings)}" if technique.name == PLANNED else ""
+        return "for fp16 weights, the optimizer stores fp32 masters"
+    return f"backward recomputes by block: {_by_block(settings)}" if technique.name == PLANNED else ""
 
 
 def plainer_by_dimension(settings: TrainingSettings) -> dict[str, TrainingSettings]:
-    """By dimension that is not plain the settings with the plain choice in its place."""
-    found = {name: replace(settings, **defaults(name)) for name in TECHNIQUES}
-    for name, plainer in found.items():
-        for dimension in ("masters", LAST):  # which need another choice
-            if conflict(found[name]) is not None:
-                found[name] = replace(plainer, **defaults(dimension))
-    return {name: plainer for name, plainer in found.items() if plainer != settings}
+    """Return, for each dimension with another choice than the plain one, the settings with the plain one."""
+    alternatives = {name: replace(settings, **defaults(name)) for name in TECHNIQUES}
+    for name, plainer in alternatives.items():
+        for dimension in ("masters", LAST):  # these need choices of other dimensions
+            if conflict(alternatives[name]) is not None:
+                alternatives[name] = replace(plainer, **defaults(dimension))
+    return {name: plainer for name, plainer in alternatives.items() if plainer != settings}
 
 
 def quality_of(settings: TrainingSettings, losses: Mapping[str, float] = MappingProxyType({})) -> float:
-    """What the choices count for together, in percent."""
+    """Return the counted increase of the loss by all choices, in percent."""
     return sum(choice.counted for choice in described(settings, losses).values())
 
 
 def words(settings: TrainingSettings) -> str:
-    """The names of all that is not plain."""
-    found = in_use(settings)
+    """Return the names of the techniques in use."""
     names = (
-        f"{settings.micro_batches} micro-batches" if dimension == MICRO_BATCHES else one.name
-        for dimension, one in found.items()
+        f"{settings.micro_batches} micro-batches" if dimension == MICRO_BATCHES else technique.name
+        for dimension, technique in in_use(settings).items()
     )
     return ", ".join(names) or "plain training"
 

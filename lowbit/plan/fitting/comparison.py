@@ -1,7 +1,7 @@
-"""One forward in fp32 and in a lower precision: what a plan says of a loss that nothing was recorded of.
+"""Compares the loss in fp32 and in a lower precision, for losses without recorded changes.
 
-Changes of loss were recorded of a mean of cross-entropies. Other losses may amplify rounding: a sum of
-log-probabilities over a sequence adds up what a mean averages out.
+The records are for a mean of cross-entropies. Other losses may amplify rounding: for instance, a sum of
+log-probabilities over a sequence adds up errors that a mean averages out.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Comparison(NamedTuple):
     """The loss of the same rows in two precisions.
 
     Attributes:
-        precision: The lower one, a name of ``CHOICES["precision"]``.
-        rows: How many rows of the batch.
-        reference: The loss in fp32, of a model in fp64 in fp64; None where it was not compared.
-        lower: The loss in ``precision``; None where it was not compared.
+        precision: Name of the lower precision, from ``TECHNIQUES["precision"]``.
+        rows: Number of rows of the batch.
+        reference: The loss in fp32, or in fp64 for a model in fp64; None if not compared.
+        lower: The loss in ``precision``; None if not compared.
         why: Why it was not compared.
     """
 
@@ -49,46 +49,43 @@ class Comparison(NamedTuple):
 
     @property
     def change(self) -> float | None:
-        """The relative difference in percent; None where there is none."""
+        """The relative difference in percent; None if there is none."""
         if self.reference is None or self.lower is None or not self.reference:
             return None
         return 100 * (self.lower - self.reference) / abs(self.reference)
 
     def words(self, is_chosen: bool) -> str:
-        """One line for people."""
-        aside = "" if is_chosen else ", which is not chosen"
+        """Return a description in one line."""
+        aside = "" if is_chosen else " (not chosen)"
         if self.reference is None or self.lower is None:
-            return f"the loss is no mean of cross-entropies; {self.precision}{aside} was not compared: {self.why}"
+            return f"the loss is not a mean of cross-entropies; {self.precision}{aside} was not compared: {self.why}"
         change = "" if self.change is None else f", {share_changed(self.change / 100, 2)}"
         return (
-            f"the loss is no mean of cross-entropies: one forward of {self.rows} rows gives {self.reference:.4g} in "
-            f"fp32 and {self.lower:.4g} in {self.precision}{aside}{change}"
+            f"the loss is not a mean of cross-entropies: one forward of {self.rows} rows yields {self.reference:.4g} "
+            f"in fp32 and {self.lower:.4g} in {self.precision}{aside}{change}"
         )
 
 
-# -- what a loss computes ----------------------------------------------------------------------------------------------
-#: Nodes of autograd that select, move, average and add, after which a mean of terms is a mean of terms.
+# -- kinds of losses ---------------------------------------------------------------------------------------------------
+#: Autograd nodes that select, move, average or add: a mean of cross-entropies stays one.
 _LINEAR = frozenset(
     """Add Alias Cat Clone Diagonal Div Expand Gather Index IndexSelect MaskedFill MaskedSelect Mean Mul Neg NllLoss
     NllLoss2D Permute ReshapeAlias Select Slice Split SplitWithSizes Squeeze Stack Sub Sum T ToCopy Transpose Unbind
     UnsafeView Unsqueeze View""".split()
 )
-#: Of these, those that change the sign of their first operand.
+#: Nodes of ``_LINEAR`` that change the sign of their first operand.
 _NEGATING = frozenset({"Neg", "NllLoss", "NllLoss2D"})
-#: Log-probabilities, and the cross-entropy that ``linear_cross_entropy`` computes.
+#: Nodes of log-probabilities, and of the cross-entropy of ``linear_cross_entropy``.
 _LOG_PROBABILITIES, _CROSS_ENTROPY = "LogSoftmax", "_LinearCrossEntropy"
 
 
 def is_mean_of_cross_entropies(value: Tensor) -> bool:
-    """Whether a loss is a sum or a mean, with positive weights, of cross-entropies of logits.
+    """Return whether a loss is a sum or mean, with positive weights, of cross-entropies of logits.
 
-    Read off the graph of autograd, which fake tensors have too. Where the graph does not tell, the answer is False.
+    This is read from the autograd graph, which fake tensors have too. If the graph does not tell, the result is False.
 
     Args:
         value: The loss, with its graph.
-
-    Returns:
-        Whether all that needs a gradient comes to ``value`` that way.
     """
     pending, known, entropies = [(value.grad_fn, False)], set[Any](), list[Any]()
     while pending:
@@ -106,7 +103,7 @@ def is_mean_of_cross_entropies(value: Tensor) -> bool:
         if signs is None:
             return False
         operands = [operand for operand, _ in node.next_functions]
-        pending += [(one, is_negative != sign) for one, sign in zip(operands, signs, strict=True) if one is not None]
+        pending += [(node, is_negative != sign) for node, sign in zip(operands, signs, strict=True) if node is not None]
     return bool(entropies) and not _depend_on_others(entropies)
 
 
@@ -115,13 +112,13 @@ def _name(node: Any) -> str:
 
 
 def _signs(node: Any, name: str) -> list[bool] | None:
-    """By operand of a linear node whether it comes with a minus; None for another node and for unknown weights."""
+    """Return the signs of a linear node's operands (True: minus); None for other nodes and unknown weights."""
     operands = [operand for operand, _ in node.next_functions]
     if name not in _LINEAR:
         return None
     if name in ("Mul", "Div"):
         if all(operand is not None for operand in operands[:2]) and len(operands) > 1:
-            return None  # a product of two things that need gradients
+            return None  # a product of two operands with gradients
         if name == "Mul":
             sign = _sign(getattr(node, "_saved_other" if operands[0] is not None else "_saved_self", None))
             return None if sign is None else [sign] * len(operands)
@@ -137,17 +134,17 @@ def _signs(node: Any, name: str) -> list[bool] | None:
 
 
 def _sign(weight: Any) -> bool | None:
-    """Whether one number is below zero; None for several, and for one that is not known."""
+    """Return whether a number is negative; None for several or unknown numbers."""
     if isinstance(weight, Tensor):
         if weight.numel() != 1 or isinstance(weight, FakeTensor) or weight.is_meta:
             return None
-        with without_modes():  # within an estimate it is a real number still
+        with without_modes():  # a real number, even in an estimate
             weight = weight.item()
     return None if weight is None else bool(weight < 0)
 
 
 def _depend_on_others(entropies: list[Any]) -> bool:
-    """Whether logits are made of other log-probabilities, as the scores of whole sequences are."""
+    """Return whether logits depend on other log-probabilities, as scores of whole sequences do."""
     pending = [below for node in entropies for below, _ in node.next_functions]
     known = set[Any]()
     while pending:
@@ -161,18 +158,18 @@ def _depend_on_others(entropies: list[Any]) -> bool:
     return False
 
 
-# -- one forward in each -----------------------------------------------------------------------------------------------
+# -- the comparison ----------------------------------------------------------------------------------------------------
 def compare(subject: Subject, settings: TrainingSettings, name: str, most: int) -> Comparison:
-    """The loss of a subject in fp32 and by the precision of ``settings``. The model and random states stay as they are.
+    """Compute the loss in fp32 and in the precision of ``settings``. The model and random states do not change.
 
-    Parameters are shared with copies of the modules; those of 16 bits have a copy in fp32 while fp32 is computed.
+    The copies of the modules share the parameters; 16-bit parameters have an fp32 copy during the fp32 forward.
     Dropout is off, unless the model or the loss fails in evaluation mode.
 
     Args:
         subject: A model with its weights, and some rows of its batch.
-        settings: Whose precision, recipe and loaded precision count.
-        name: Of the precision, for the answer.
-        most: Bytes that weights may hold together with a copy in fp32.
+        settings: Settings; only the precision, the recipe and the loaded precision matter.
+        name: Name of the precision, for the result.
+        most: Limit on the bytes of the weights together with an fp32 copy.
 
     Returns:
         The two losses, or why there are none.
@@ -183,10 +180,10 @@ def compare(subject: Subject, settings: TrainingSettings, name: str, most: int) 
     if any(
         tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in (*model.parameters(), *model.buffers(), *leaves)
     ):
-        return Comparison(name, rows, why="the model or the batch is on meta, without numbers")
+        return Comparison(name, rows, why="the model or the batch is on meta, without data")
     widens = any(tensor.dtype in _SHORT for tensor in model.parameters())
     if widens and sum(p.nbytes + 4 * p.numel() * (p.dtype in _SHORT) for p in model.parameters()) > most:
-        return Comparison(name, rows, why="its weights and a copy in fp32 hold more than a step of the plan")
+        return Comparison(name, rows, why="its weights with an fp32 copy need more memory than a step of the plan")
     before = StepSnapshot(model)
     error: Exception | None = None
     for training in dict.fromkeys((False, model.training)):
@@ -195,7 +192,7 @@ def compare(subject: Subject, settings: TrainingSettings, name: str, most: int) 
                 reference = _loss(_copy(model, widens), part, loss, training, widens)
                 before.restore()
                 return Comparison(name, rows, reference, _loss(_lowered(model, settings), part, loss, training))
-        except Exception as failed:  # of whatever code the model and the loss have
+        except Exception as failed:  # the model and the loss are user code
             error = failed
         finally:
             before.restore()
@@ -214,7 +211,7 @@ def _loss(model: nn.Module, part: Any, loss: Any, training: bool, widens: bool =
 
 
 def _lowered(model: nn.Module, settings: TrainingSettings) -> nn.Module:
-    """A copy that computes by the precision and the recipe of the settings, with the parameters of ``model``."""
+    """Return a copy that computes in the precision of the settings, with the parameters of ``model``."""
     lowered = _copy(model, False)
     if settings.recipe is not None:
         prepare_(lowered, settings.recipe, reuse_weights=False)
@@ -224,7 +221,7 @@ def _lowered(model: nn.Module, settings: TrainingSettings) -> nn.Module:
 
 
 def _copy(model: nn.Module, widens: bool) -> nn.Module:
-    """A copy of the modules with the same parameters, or with those of 16 bits in fp32, and copies of other tensors."""
+    """Copy the modules and buffers. The copy shares the parameters, except 16-bit ones if ``widens``."""
 
     def moved(tensor: Tensor) -> Tensor:
         return tensor.detach().to(torch.float32 if widens and tensor.dtype in _SHORT else tensor.dtype, copy=True)

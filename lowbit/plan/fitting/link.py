@@ -1,4 +1,4 @@
-"""What processes take of time to exchange parameters and gradients: bytes over the bandwidth between them.
+"""The time that processes need to exchange parameters and gradients: bytes over the bandwidth between them.
 
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 7; Zhao et al., "PyTorch FSDP", arXiv 2304.11277,
 section 3.3, for what overlaps.
@@ -25,14 +25,14 @@ __all__ = ["ALONE", "DEFAULTS", "Together", "bandwidth_of", "exchange_seconds", 
 
 
 class Together(NamedTuple):
-    """Processes that train together: how many, bytes a second that each sends, and how many are in a group."""
+    """The processes that train together: their number, bytes per second that each sends, and processes per group."""
 
     gpus: int
     bandwidth: float
     group_size: int | None
 
     def of(self, settings: TrainingSettings) -> TrainingSettings:
-        """Settings for them."""
+        """Return ``settings`` for these processes."""
         group_size = self.group_size if STRATEGIES[settings.strategy].grouped else None
         return replace(settings, gpus=self.gpus, group_size=group_size)
 
@@ -41,66 +41,77 @@ ALONE = Together(1, math.inf, None)
 
 
 def together(gpus: int, link: str | float | None, group_size: int | None, device: torch.device) -> Together:
-    """Raises ValueError for what is no number of processes, no bandwidth and no divisor of ``gpus``."""
+    """Return the processes for arguments of ``lb.fit``. Raises ValueError for invalid arguments."""
     if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
-        raise ValueError(f"fit: gpus is a number of processes from 1, got {gpus!r}")
+        raise ValueError(f"fit: gpus must be a number of processes from 1, got {gpus!r}")
     if gpus == 1 and (link is not None or group_size is not None):
-        raise ValueError("fit: link and group_size are of several processes; give gpus=2 or more, or leave them out")
+        raise ValueError("fit: link and group_size need several processes; pass gpus=2 or more, or leave them out")
     if group_size is not None and (group_size < 1 or gpus % group_size):
-        raise ValueError(f"fit: group_size is a divisor of gpus={gpus}, got {group_size!r}")
+        raise ValueError(f"fit: group_size must be a divisor of gpus={gpus}, got {group_size!r}")
     return ALONE if gpus == 1 else Together(gpus, bandwidth_of(link, device), group_size)
 
 
-#: By the type of a device, bytes a second that a process sends where nothing is measured or said: gloo over 10 Gb/s
-#: Ethernet; NCCL over PCIe 4.0 with 16 lanes.
+#: Assumed bytes per second that a process sends, by device type: gloo over 10 Gb/s Ethernet; NCCL over PCIe 4.0 x16.
 DEFAULTS = {"cpu": 1.25e9, "cuda": 25e9}
 
-#: What forward takes of a pass in which nothing is recomputed: backward has two products for each one of forward.
+#: Share of forward in the time of forward and backward: backward has two matmuls for each matmul of forward.
 _FORWARD = 1 / 3
 
-#: What is summed to measure, and how often; the fastest counts.
+#: Bytes of the measured all-reduce, and its repetitions, of which the fastest counts.
 _BYTES, _TIMES = 8 << 20, 5
 
 
 def exchange_seconds(
     settings: TrainingSettings, parameters: int, compute: float, bandwidth: float, overlaps: bool
 ) -> float:
-    """What a step takes longer for its exchanges. ``parameters``: bytes of the whole model. ``compute``: seconds of
-    forward and backward of one part. What is sent in backward goes while backward computes; in forward likewise where
-    the device ``overlaps``.
+    """Return the seconds that communication adds to a step.
+
+    Communication of backward overlaps with its compute.
+
+    Args:
+        settings: Settings, with the number of processes and the sharding strategy.
+        parameters: Bytes of the parameters of the whole model.
+        compute: Seconds of forward and backward of one micro-batch.
+        bandwidth: Bytes per second that a process sends.
+        overlaps: Whether communication of forward overlaps with compute too.
     """
     if settings.gpus == 1:
         return 0.0
     in_forward, in_backward, in_step = STRATEGIES[settings.strategy].sends
     group = settings.group
-    each = parameters * (group - 1) / group / bandwidth
+    once = parameters * (group - 1) / group / bandwidth
     groups = settings.gpus // group
     between = 2 * parameters / group * (groups - 1) / groups / bandwidth
-    forward = max(0.0, in_forward * each - (_FORWARD * compute if overlaps else 0.0))
-    backward = max(0.0, in_backward * each + between - (1 - _FORWARD) * compute)
-    return settings.micro_batches * (forward + backward) + in_step * each
+    forward = max(0.0, in_forward * once - (_FORWARD * compute if overlaps else 0.0))
+    backward = max(0.0, in_backward * once + between - (1 - _FORWARD) * compute)
+    return settings.micro_batches * (forward + backward) + in_step * once
 
 
 def bandwidth_of(link: str | float | None, device: torch.device) -> float:
-    """Bytes a second that a process sends: ``link``, such as ``"25GB/s"`` or a number; where it is None what a sum
-    among the processes of ``torch.distributed`` reaches, which all call this, else the row of ``DEFAULTS``.
+    """Return the bytes per second that a process sends.
 
-    Raises ValueError for what is no bandwidth.
+    Args:
+        link: The bandwidth, such as ``"25GB/s"`` or a number. None measures an all-reduce if ``torch.distributed``
+            runs several processes, which must all call this; otherwise it takes the value of ``DEFAULTS``.
+        device: Device of the model.
+
+    Raises:
+        ValueError: For an invalid bandwidth.
     """
     if link is None:
         return _measured(device) if processes() > 1 else DEFAULTS.get(device.type, DEFAULTS["cpu"])
     try:
-        found = float(bytes_in(link.removesuffix("/s")) if isinstance(link, str) else link)
+        rate = float(bytes_in(link.removesuffix("/s")) if isinstance(link, str) else link)
     except (ValueError, TypeError):
-        found = 0.0
-    if not found > 0:
-        raise ValueError(f"fit: link is what a process sends a second, such as '25GB/s', got {link!r}")
-    return found
+        rate = 0.0
+    if not rate > 0:
+        raise ValueError(f"fit: link must be the bytes per second that a process sends, such as '25GB/s', got {link!r}")
+    return rate
 
 
 @cache
 def _measured(device: torch.device) -> float:
-    """The same in all processes, which call it together."""
+    """Return the measured bandwidth, the same in all processes. All must call it together."""
     count = processes()
     data = torch.zeros(_BYTES, dtype=torch.uint8, device=device).view(torch.float32)
     seconds = min(_timed(lambda: dist.all_reduce(data), device) for _ in range(_TIMES))
@@ -110,8 +121,8 @@ def _measured(device: torch.device) -> float:
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:
-    begun = time.perf_counter()
+    start = time.perf_counter()
     run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - begun
+    return time.perf_counter() - start

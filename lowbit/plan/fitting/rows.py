@@ -1,4 +1,4 @@
-"""How many rows a forward takes, and a warning of one that takes more than was planned."""
+"""Counts the rows of a batch, and warns of a forward with more rows than planned."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ __all__ = ["RowWatch", "Rows", "rows_of"]
 
 
 class Rows(NamedTuple):
-    """The rows of a batch, and by which keyword the forward is given them; None: in its first tensor."""
+    """The number of rows of a batch, and the keyword of the argument with them; None: forward's first tensor."""
 
     number: int
     keyword: str | None = None
 
 
 def rows_of(model: nn.Module, batch: Any, rest: bool) -> Rows | None:
-    """The rows that a forward of ``model`` takes of ``batch``; None if it takes no tensor with them.
+    """Return the rows of ``batch`` that forward receives; None if no tensor argument has them.
 
     Args:
         model: The model, which is not called.
-        batch: As ``call`` takes it.
-        rest: Whether the batch may have more than the forward takes.
+        batch: Batch, as for ``call``.
+        rest: Whether the batch may contain more than forward accepts.
     """
     positional, named = arguments(model, batch, rest=rest)
     try:
@@ -45,14 +45,14 @@ def rows_of(model: nn.Module, batch: Any, rest: bool) -> Rows | None:
 
 
 def _rows(value: Any) -> int | None:
-    """The first dimension of the first tensor that has one."""
+    """Return the first dimension of the first tensor that has one."""
     return next((len(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.dim()), None)
 
 
 class RowWatch:
-    """A forward pre-hook that warns once, the first time that a forward in training takes more rows than planned.
+    """A forward pre-hook that warns once of a training forward with more rows than planned.
 
-    It refers to no model, so that it keeps none alive.
+    It holds no reference to a model, so that models can be freed.
     """
 
     def __init__(self, planned: Rows | None, parts: int) -> None:
@@ -61,7 +61,7 @@ class RowWatch:
 
     @contextmanager
     def allowing(self, batch: Any) -> Iterator[None]:
-        """Within, a forward may take as many rows as ``batch``, of which a caller has been warned already."""
+        """In this context, accept as many rows as ``batch`` has, because its caller was already warned."""
         before, self._allowed = self._allowed, _rows(dict(batch) if hasattr(batch, "keys") else batch) or 0
         try:
             yield
@@ -78,20 +78,20 @@ class RowWatch:
             isinstance(leaf, FakeTensor) or leaf.is_meta for leaf in tree_leaves(values) if isinstance(leaf, Tensor)
         ):
             return  # an estimate
-        taken = next(filter(None, map(_rows, values)), 0)
+        rows = next(filter(None, map(_rows, values)), 0)
         most = -(-self.planned.number // self.parts)
-        if taken <= max(most, self._allowed):
+        if rows <= max(most, self._allowed):
             return
         self._has_warned = True
         if self.parts == 1:
             warn(
-                f"plan.apply_: a forward of {type(module).__name__} takes {taken} rows, and the plan is of a batch of "
-                f"{most}, so that a step may hold more than was predicted; plan with the largest batch"
+                f"plan.apply_: a forward of {type(module).__name__} got {rows} rows, but the plan is for a batch of "
+                f"{most}; a step may need more memory than predicted; plan with the largest batch"
             )
             return
         warn(
-            f"plan.apply_: a forward of {type(module).__name__} takes {taken} rows, and the plan is of "
-            f"{self.parts} parts of {most} rows at most, so that a step may hold more than was predicted; write "
+            f"plan.apply_: a forward of {type(module).__name__} got {rows} rows, but the plan is for "
+            f"{self.parts} micro-batches of at most {most} rows; a step may need more memory than predicted; write "
             f"'for part, weight in run.parts(batch): (loss(model(part)) * weight).backward()', or call "
             f"run.step(batch)"
         )
