@@ -1,9 +1,9 @@
-"""What a step of each combination of settings takes: bytes by estimates, seconds by the sum of what its ops take here.
+"""Predicted memory and time of a step for every combination of settings, from a few estimates.
 
-An estimate of every combination would take minutes. Forward and backward hold the same beside the states of any
-optimizer, grow linearly with the rows of a part, and are the sum of their blocks. So few estimates give all: of each
-arithmetic with each uniform policy of checkpoints the whole batch and half of it, and of each optimizer its step.
-What is chosen is estimated as a whole.
+An estimate of every combination would take minutes. The memory of forward and backward does not depend on the
+optimizer, is linear in the rows of a micro-batch, and is the sum over the blocks. So a few estimates suffice: for each
+arithmetic and each uniform checkpointing policy the whole batch and half of it, and for each optimizer its step. The
+chosen settings are estimated as a whole.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ __all__ = ["Prediction", "Predictor"]
 
 logger = logging.getLogger(__name__)
 
-
-#: The least rows by which precisions are compared, where a batch has as many and may be taken in parts.
+#: Fewest rows for the comparison of precisions, if the batch has as many and may be split.
 _COMPARED_ROWS = 4
 
 #: The fields of a ``BlockTable`` that are seconds.
@@ -57,7 +56,7 @@ _TIMES = frozenset({"seconds", "recomputation"})
 
 
 class Prediction(NamedTuple):
-    """``peak_bytes`` and ``seconds`` of a step by ``settings``. ``whole``: by an estimate of this very step."""
+    """Predicted peak and time of a step. ``whole``: whether this step itself was estimated."""
 
     settings: TrainingSettings
     peak_bytes: int
@@ -67,8 +66,9 @@ class Prediction(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """An optimizer's step: the bytes of its states, of those that stay where they are when states are offloaded, the
-    most that is held, seconds, and the bytes of all parameters and gradients.
+    """An optimizer step: its peak and time, and the bytes of states, parameters and gradients.
+
+    ``small`` is the bytes of the states that are too small to be offloaded.
     """
 
     states: int
@@ -81,12 +81,13 @@ class _Step(NamedTuple):
 
 @dataclass
 class _Line:
-    """Forward and backward of one part by its rows: of the whole batch, of its first half, and with gradients there, of
-    its second half. ``single``: what the ``least`` rows of a part take of the time of half a batch, as each op takes
-    some time at least.
+    """Forward and backward of a micro-batch as a function of its rows.
 
-    Bytes of other parts are on the line through whole and half. Times are on the line through half and the least, and
-    at least in proportion, since fewer rows are no faster a row.
+    It is known for the whole batch, for the first half, and for the second half, when gradients already exist.
+    ``single`` is the time of the ``least`` rows relative to half of the batch, since every op has a minimum time.
+
+    Bytes are interpolated between the whole and half of the batch. Times are interpolated between half of the batch and
+    the least rows; they are at least proportional to the rows, because fewer rows are not faster per row.
     """
 
     rows: int
@@ -97,17 +98,17 @@ class _Line:
     least: int = 1
 
     def at(self, count: int) -> BlockTable:
-        """One of so many parts."""
+        """Return the table of one of ``count`` micro-batches."""
         if count == 1 or self.first is None or self.second is None:
             return self.whole
         half, rows = -(-self.rows // 2), -(-self.rows // count)
-        fewer = (half - rows) / max(self.rows - half, 1)
-        more = (rows - self.least) / max(half - self.least, 1)
-        time = max(rows / half, self.single + (1 - self.single) * more)
+        below = (half - rows) / max(self.rows - half, 1)
+        above = (rows - self.least) / max(half - self.least, 1)
+        time = max(rows / half, self.single + (1 - self.single) * above)
 
         def on_line(field: str) -> Any:
             whole, first, second = (getattr(t, field) for t in (self.whole, self.first, self.second))
-            return second * time if field in _TIMES else np.maximum(second - fewer * (whole - first), 0.0)
+            return second * time if field in _TIMES else np.maximum(second - below * (whole - first), 0.0)
 
         return BlockTable(**{field.name: on_line(field.name) for field in fields(BlockTable)})
 
@@ -117,11 +118,11 @@ class Predictor:
     """Predictions for one subject."""
 
     subject: Subject
-    #: Bytes a second that one of several processes sends.
+    #: Bytes per second that one of several processes sends.
     bandwidth: float = DEFAULTS["cpu"]
-    #: What the model trains by already; predictions are then of these settings with others of ``LIVE``.
+    #: Settings that the model already trains with; predictions may then differ from them only in fields of ``LIVE``.
     trains: TrainingSettings | None = None
-    #: Whether the batch may be taken in parts.
+    #: Whether the batch may be split into micro-batches.
     parts: bool = True
 
     def __post_init__(self) -> None:
@@ -134,8 +135,8 @@ class Predictor:
         self._lines: dict[tuple[TrainingSettings, str], _Line] = {}
         self._steps: dict[TrainingSettings, _Step] = {}
         self._streams: dict[TrainingSettings, int] = {}
-        self._elsewhere: dict[tuple[TrainingSettings, int], int] = {}
-        #: Whether the loss is of the kind whose changes were recorded; None before the first estimate.
+        self._offloaded: dict[tuple[TrainingSettings, int], int] = {}
+        #: Whether the loss is of the kind for which changes are recorded; None before the first estimate.
         self.is_recorded: bool | None = None
 
     def _look(self, value: Tensor) -> None:
@@ -144,51 +145,49 @@ class Predictor:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the model trains in the process' own memory."""
+        """Whether the model trains on the CPU."""
         return self.subject.device.type == "cpu"
 
     def counts(self) -> list[int]:
-        """The numbers of parts that a batch may be taken in: powers of two, and three times these."""
+        """Return the possible numbers of micro-batches: powers of two, and three times these."""
         if not self._splits:
             return [1]
         powers, most = [1 << k for k in range(self.rows.bit_length())], max(self.rows // self.least, 1)
         return sorted(count for count in {*powers, *(3 * power for power in powers)} if count <= most)
 
     def applies(self, policy: str | None) -> bool:
-        """Whether the model has what the policy of checkpoints looks for."""
+        """Return whether the model has modules that the checkpointing policy selects."""
         return policy is None or bool(POLICIES[policy].choose(self.model))
 
     @cached_property
     def _splits(self) -> bool:
-        """Whether the batch may be, and can be, taken in parts: the model may expect what no part is."""
+        """Whether the batch may be split, and the model and the loss accept a part of it."""
         if not self.parts or self.rows < 2 * self.least:
             return False
         try:
             for count in {2, self.rows // self.least}:
                 self._estimated(TrainingSettings(), count, None)
-        except Exception:  # of whatever code the model and the loss have; the whole batch shows what is wrong with both
-            logger.debug("fit: the batch is kept whole, since a part of it fails", exc_info=True)
+        except Exception:  # user code; if the whole batch fails too, its estimate raises
+            logger.debug("fit: the batch is not split, because a part of it fails", exc_info=True)
             return False
         return True
 
     # -- predictions -------------------------------------------------------------------------------------------------
     def predicted(self, settings: TrainingSettings) -> Prediction:
-        """By sums of tables."""
+        """Return a prediction from sums of tables."""
         if isinstance(settings.checkpoint, tuple):
             return self._predicted_by_block(settings, settings.checkpoint)
         table = self._table(settings, settings.checkpoint or KEEP)
         held = table.peak
         if settings.offload_activations:
-            held = max((*table.inside, *table.outside)) if self.blocks else self._held_elsewhere(settings)
+            held = max((*table.inside, *table.outside)) if self.blocks else self._offloaded_peak(settings)
         return self._prediction(settings, held, table.seconds, float(table.kept.sum()))
 
     def by_block(self, settings: TrainingSettings, limit: int) -> Prediction | None:
-        """Of settings with the options of each block that hold at most ``limit`` and take the least time; None where
-        none do.
-        """
+        """Return the prediction with the fastest per-block options whose peak is at most ``limit``, or None."""
         if self._stepping(settings) > limit:
             return None
-        names = best(*self._choices(settings), limit - self._states_beside(settings))
+        names = best(*self._choices(settings), limit - self._resident_states(settings))
         return None if names is None else self._predicted_by_block(settings, tuple(names))
 
     def _predicted_by_block(self, settings: TrainingSettings, names: tuple[str, ...]) -> Prediction:
@@ -202,20 +201,20 @@ class Predictor:
         return choices_of({name: self._table(settings, name) for name in self.options})
 
     def least_seconds(self, settings: TrainingSettings) -> float:
-        """What a step takes at least, with these settings and any checkpoints."""
+        """Return a lower bound of the step time with these settings and any checkpoints."""
         table = self._table(settings, KEEP)
         compute = settings.micro_batches * table.seconds + self._step(settings).seconds
         moved = self._states_moved(settings) + self._weights_moved(settings)
         return compute + moved + self._exchanged(settings, table.seconds)
 
     def step_seconds(self, settings: TrainingSettings) -> float:
-        """What the optimizer's step takes."""
+        """Return the time of the optimizer step."""
         return self._step(settings).seconds
 
     def whole(self, settings: TrainingSettings) -> Prediction:
-        """By an estimate of the step itself; the time of what lies elsewhere by sums."""
-        apart = settings.offload_states or settings.gpus > 1  # the step is known by itself
-        usage = self._estimated(settings, settings.micro_batches, None if apart else settings)
+        """Return the prediction from an estimate of this step. The time of offload and communication is added."""
+        separate = settings.offload_states or settings.gpus > 1  # the optimizer step is estimated separately
+        usage = self._estimated(settings, settings.micro_batches, None if separate else settings)
         if settings.offload_weights:
             usage = Streaming.of(self.model).applied(usage)
         parts, step = parts_of(usage), self._step(settings)
@@ -223,21 +222,23 @@ class Predictor:
         seconds = sum(passes) + max(settings.micro_batches - len(passes), 0) * passes[-1] + step.seconds
         seconds += self._states_moved(settings) + self._weights_moved(settings)
         if settings.offload_activations:
-            assert not isinstance(settings.checkpoint, tuple), "options of blocks are not combined with it"
+            assert not isinstance(settings.checkpoint, tuple), (
+                "per-block options are not combined with offloaded activations"
+            )
             kept = self._table(settings, settings.checkpoint or KEEP).kept
             seconds += settings.micro_batches * self._moved(float(kept.sum()))
         seconds += self._exchanged(settings, passes[-1])
         if settings.gpus > 1:
             usage = Sharing.of(settings, self.model).applied(usage)
         peak, peak_event = usage.peak_bytes, str(usage.peak_event)
-        if apart:
-            peak += self._states_beside(settings)
+        if separate:
+            peak += self._resident_states(settings)
             stepping = self._stepping(settings)
             peak, peak_event = max((peak, peak_event), (stepping, "step of (optimizer)"))
         return Prediction(settings, peak, seconds, peak_event, whole=True)
 
     def compared(self, settings: TrainingSettings, name: str, most: int) -> Comparison:
-        """The loss of a few rows in fp32 and in the precision of settings, see ``compare``."""
+        """Compare the loss of a few rows in fp32 and in the precision of the settings, see ``compare``."""
         small = [count for count in self.counts() if self.rows // count >= _COMPARED_ROWS]
         count = max(settings.micro_batches, *small, 1)
         batch = self.subject.batch
@@ -246,47 +247,47 @@ class Predictor:
 
     @cached_property
     def options(self) -> list[str]:
-        """What may be done with each block."""
+        """The checkpointing options of a block."""
         return [name for name in options_of(self.model, self.blocks) if name == KEEP or self.applies(name)]
 
     def _prediction(self, settings: TrainingSettings, held: float, seconds: float, kept: float) -> Prediction:
-        """From what one part holds and takes, and what it keeps for backward."""
+        """Return the prediction from the peak, the time and the saved bytes of one micro-batch."""
         step = self._step(settings)
         moved = self._moved(kept) if settings.offload_activations else 0.0
         return Prediction(
             settings,
-            int(max(held + self._states_beside(settings), self._stepping(settings))),
+            int(max(held + self._resident_states(settings), self._stepping(settings))),
             settings.micro_batches * (seconds + moved) + step.seconds + self._states_moved(settings)
             + self._weights_moved(settings) + self._exchanged(settings, seconds),
         )  # fmt: skip
 
     def _exchanged(self, settings: TrainingSettings, compute: float) -> float:
-        """Seconds that a step takes longer for what processes send; ``compute``: of one part."""
+        """Return the seconds that communication adds to a step. ``compute``: seconds of one micro-batch."""
         parameters = self._step(settings).parameters
         return exchange_seconds(settings, parameters, compute, self.bandwidth, self.subject.device.type == "cuda")
 
     # -- offload -----------------------------------------------------------------------------------------------------
-    def _states_beside(self, settings: TrainingSettings) -> int:
-        """The bytes of states that are held in forward and backward."""
+    def _resident_states(self, settings: TrainingSettings) -> int:
+        """Return the bytes of optimizer states during forward and backward."""
         step = self._step(settings)
         return step.small if settings.offload_states else step.states
 
     def _stepping(self, settings: TrainingSettings) -> int:
-        """The most that is held while the optimizer steps; states that lie elsewhere come a few at a time."""
+        """Return the peak of the optimizer step. Offloaded states are loaded a few at a time."""
         step = self._step(settings)
         if not settings.offload_states:
             return step.peak
-        there = min(1.0, 2 * CHUNK_BYTES / max(self._weights, 1))
-        offloading = step.states - step.small
+        resident = min(1.0, 2 * CHUNK_BYTES / max(self._weights, 1))
+        offloaded = step.states - step.small
         if settings.offload_weights:
-            offloading += self._streamed(settings) + step.gradients
-        return step.peak - offloading + int(there * offloading)
+            offloaded += self._streamed(settings) + step.gradients
+        return step.peak - offloaded + int(resident * offloaded)
 
     def _states_moved(self, settings: TrainingSettings) -> float:
         return self._moved(self._step(settings).states) if settings.offload_states else 0.0
 
     def _weights_moved(self, settings: TrainingSettings) -> float:
-        """Seconds: weights come for forward and for backward of each part, gradients go and come, weights go once."""
+        """Return the seconds to load weights for each forward and backward, move gradients, and store weights once."""
         if not settings.offload_weights:
             return 0.0
         weights = self._streamed(settings)
@@ -295,44 +296,47 @@ class Predictor:
         )
 
     def _streamed(self, settings: TrainingSettings) -> int:
-        """The bytes of weights that lie elsewhere."""
+        """Return the bytes of offloaded weights."""
         arithmetic = _only(settings, *ARITHMETIC)
         if arithmetic not in self._streams:
             self._streams[arithmetic] = Streaming.of(self.model).moved(self._estimated(arithmetic, 1, None))
         return self._streams[arithmetic]
 
     def _moved(self, size: float) -> float:
-        """Seconds for bytes to go and come back."""
-        at = bandwidth("cpu" if self.subject.device.type == "cuda" else tempfile.gettempdir())
-        return size * (1 / at.read + 1 / at.write)
+        """Return the seconds to write and read ``size`` bytes."""
+        rates = bandwidth("cpu" if self.subject.device.type == "cuda" else tempfile.gettempdir())
+        return size * (1 / rates.read + 1 / rates.write)
 
-    def _held_elsewhere(self, settings: TrainingSettings) -> float:
-        """The most that a part holds with activations elsewhere, of a model without blocks: on the line through the
-        whole batch and half of it.
+    def _offloaded_peak(self, settings: TrainingSettings) -> float:
+        """Return the peak of a micro-batch with offloaded activations, for a model without blocks.
+
+        It is interpolated between the whole batch and half of it.
         """
         arithmetic = _only(settings, *ARITHMETIC, *PLACEMENT)
-        kept = replace(arithmetic, checkpoint=settings.checkpoint, offload_activations=True)
-        counts = [1] if settings.micro_batches == 1 else [1, 2]
-        for count in counts:
-            if (kept, count) not in self._elsewhere:
-                self._elsewhere[kept, count] = self._passed(kept, count).peak_bytes
+        offloaded = replace(arithmetic, checkpoint=settings.checkpoint, offload_activations=True)
+        peaks = {}
+        for count in [1] if settings.micro_batches == 1 else [1, 2]:
+            key = offloaded, count
+            if key not in self._offloaded:
+                self._offloaded[key] = self._passed(offloaded, count).peak_bytes
+            peaks[count] = self._offloaded[key]
         if settings.micro_batches == 1:
-            return self._elsewhere[kept, 1]
+            return peaks[1]
         half, rows = -(-self.rows // 2), -(-self.rows // settings.micro_batches)
-        fewer = (half - rows) / max(self.rows - half, 1)
-        return self._elsewhere[kept, 2] - fewer * max(self._elsewhere[kept, 1] - self._elsewhere[kept, 2], 0)
+        below = (half - rows) / max(self.rows - half, 1)
+        return peaks[2] - below * max(peaks[1] - peaks[2], 0)
 
     # -- estimates ---------------------------------------------------------------------------------------------------
     def _table(self, settings: TrainingSettings, policy: str) -> BlockTable:
-        """Of one part, with one policy for all blocks."""
+        """Return the table of one micro-batch, with one policy for all blocks."""
         arithmetic = _only(settings, *ARITHMETIC, *PLACEMENT)
         key = arithmetic, policy
         if key not in self._lines:
             self._lines[key] = self._line(arithmetic, policy)
-        at = *key, settings.micro_batches
-        if at not in self._tables:
-            self._tables[at] = self._lines[key].at(settings.micro_batches)
-        return self._tables[at]
+        with_count = *key, settings.micro_batches
+        if with_count not in self._tables:
+            self._tables[with_count] = self._lines[key].at(settings.micro_batches)
+        return self._tables[with_count]
 
     def _line(self, arithmetic: TrainingSettings, policy: str) -> _Line:
         checkpoint: Any = None if policy == KEEP else policy
@@ -344,31 +348,34 @@ class Predictor:
             return _Line(self.rows, whole)
         halves = self._passed(settings, 2)
         first, second = (block_table(halves, self.blocks, part) for part in parts_of(halves))
-        if policy != KEEP:  # with checkpoints it is about the same
+        if policy != KEEP:  # about the same with checkpoints
             self._table(arithmetic, KEEP)
             single = self._lines[arithmetic, KEEP].single
         else:
-            single = self._least_part(settings) / max(second.seconds, 1e-12)
+            single = self._least_seconds(settings) / max(second.seconds, 1e-12)
         return _Line(self.rows, whole, first, second, single, self.least)
 
-    def _least_part(self, settings: TrainingSettings) -> float:
-        """Seconds that a part of the least rows takes, with gradients there."""
+    def _least_seconds(self, settings: TrainingSettings) -> float:
+        """Return the seconds of a micro-batch of the fewest rows, when gradients already exist."""
         usage = self._passed(settings, self.rows // self.least)
         return sum(usage.op_seconds[index] for index in parts_of(usage)[-1])
 
     def _passed(self, settings: TrainingSettings, count: int) -> Estimate:
-        """Forward and backward in so many parts, as one process has them. Ways share what one process alone has."""
+        """Return the estimate of forward and backward in ``count`` micro-batches on one process.
+
+        Sharding strategies share the estimate of a single process.
+        """
         if settings.gpus == 1:
-            found = self._estimated(settings, count, None)
-            return Streaming.of(self.model).applied(found) if settings.offload_weights else found
-        alone = (
+            usage = self._estimated(settings, count, None)
+            return Streaming.of(self.model).applied(usage) if settings.offload_weights else usage
+        single = (
             replace(settings, gpus=1, strategy=TrainingSettings.strategy, group_size=None),
             settings.working_copies,
             count,
         )
-        if alone not in self._passes:
-            self._passes[alone] = self._estimated(settings, count, None)
-        return Sharing.of(settings, self.model).applied(self._passes[alone])
+        if single not in self._passes:
+            self._passes[single] = self._estimated(settings, count, None)
+        return Sharing.of(settings, self.model).applied(self._passes[single])
 
     def _step(self, settings: TrainingSettings) -> _Step:
         key = _only(settings, *STEPPING, *PLACEMENT)
@@ -395,10 +402,16 @@ class Predictor:
         passes: Callable[[nn.Module, Any, Any], object] | None = None,
         prepare: Callable[[nn.Module], object] = lambda model: None,
     ) -> Estimate:
-        """Of a step in ``count`` parts, of which two show what all take; the batch they are of is held whole.
-        ``passes``: in place of forward and backward. ``prepare``: called on the model that is trained by the settings.
+        """Estimate a step of ``count`` micro-batches. At most two are run, because the others are alike.
+
+        Args:
+            settings: Settings of the step.
+            count: Number of micro-batches; memory holds the whole batch.
+            optimizer: Settings of the optimizer, or None for no optimizer step.
+            passes: Called as ``passes(model, batch, loss)`` instead of forward and backward.
+            prepare: Called on the prepared copy of the model.
         """
-        away = offloading(settings, tempfile.gettempdir())
+        offload = offloading(settings, tempfile.gettempdir())
         passes = passes or partial(accumulate, rest=self.subject.loss is not None, look=self._look)
 
         copies: dict[Tensor, Tensor] = {}
@@ -410,7 +423,7 @@ class Predictor:
             random[:] = [torch.empty(RANDOM_BYTES, dtype=torch.uint8)]
             largest = batch if count == 1 else largest_part(batch, count)
             for _ in range(min(count, 2)):
-                with away:
+                with offload:
                     passes(model, largest, loss)
 
         def prepared(model: nn.Module) -> None:
@@ -428,12 +441,12 @@ class Predictor:
 
 
 def _only(settings: TrainingSettings, *names: str) -> TrainingSettings:
-    """Settings with these fields, and the defaults of all others."""
+    """Return settings with these fields, and defaults for all others."""
     return TrainingSettings(**{name: getattr(settings, name) for name in names})
 
 
 def _gradients_alone(model: nn.Module, batch: Any, loss: Any) -> None:
-    """In place of forward and backward: what an optimizer's step takes does not depend on them."""
+    """Create gradients without forward and backward, for an estimate of the optimizer step alone."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)

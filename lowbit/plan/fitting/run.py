@@ -160,7 +160,7 @@ class Run:
             ValueError: For a batch that cannot be split.
         """
         self._compare(batch)
-        return self._elsewhere(micro_batches(batch, self.settings.micro_batches, targets=self._targets(batch)))
+        return self._offloading(micro_batches(batch, self.settings.micro_batches, targets=self._targets(batch)))
 
     def refit(self, budget: str | int, batch: Any = None) -> Predicted:
         """Continue within another budget, smaller or larger.
@@ -243,7 +243,7 @@ class Run:
     def _attempt(self, batch: Any) -> float:
         total = 0.0
         parts = micro_batches(batch, self.settings.micro_batches, targets=self._targets(batch))
-        for number, (part, weight) in enumerate(self._elsewhere(parts), 1):
+        for number, (part, weight) in enumerate(self._offloading(parts), 1):
             of = f"of micro-batch {number} of {self.settings.micro_batches}"
             self._at = f"forward {of}"
 
@@ -257,7 +257,7 @@ class Run:
             total += accumulate(self.model, part, loss, self._loss is not usual_loss).item()
         return total
 
-    def _elsewhere(self, parts: Iterator[tuple[Any, float]]) -> Iterator[tuple[Any, float]]:
+    def _offloading(self, parts: Iterator[tuple[Any, float]]) -> Iterator[tuple[Any, float]]:
         """Yield the micro-batches, with activations offloaded as planned."""
         with offloading(self.settings, self._where):
             for part, weight in parts:

@@ -1,13 +1,13 @@
-"""What one of several processes holds in a step: the estimate of one process, with what a way to shard takes away from
-it and what it gathers and reduces.
+"""Predicted memory of one process with a sharding strategy, from the estimate of a single process.
 
-Times are those of the estimate: op ``i`` runs from ``i`` to ``i + 1``, what it frees goes at ``i + 0.5``. What a
-process does between two ops lies in what is left before the next one.
+The estimate loses the sharded bytes, and gains the buffers of all-gathers and reductions. Times are positions in the
+estimate: op ``i`` runs from ``i`` to ``i + 1`` and frees its tensors at ``i + 0.5``. Communication between two ops is
+in the rest of this interval.
 
 Source: torch/distributed/fsdp/_fully_shard of torch 2.13: ``FSDPParamGroup.unshard`` and ``wait_for_unshard`` (a
-buffer of what is gathered beside the parameters that it is copied to, kept in forward until the next are gathered),
-``pre_backward`` (gathers the next while one computes), ``foreach_reduce`` (gradients, and a copy of them to be sent);
-reducer.cpp of DistributedDataParallel (buckets, which are the gradients under ``gradient_as_bucket_view``).
+gather buffer besides the parameters to which it is copied, kept in forward until the next unit is gathered),
+``pre_backward`` (gathers the next unit while one computes), ``foreach_reduce`` (gradients, and a copy to send);
+reducer.cpp of DistributedDataParallel (buckets, which are the gradients with ``gradient_as_bucket_view``).
 """
 
 from __future__ import annotations
@@ -30,20 +30,18 @@ from lowbit.plan.settings import TrainingSettings
 
 __all__ = ["Sharing", "Whole", "share_", "unit_of"]
 
-#: By the type of a device, what its backend holds of its own while it gathers or scatters, as a multiple of the whole
-#: that is sent: gloo copies it (ProcessGroupGloo.cpp: ``newLikeFlat`` of outputs, a clone of inputs), NCCL does not.
+#: Copies that the communication backend allocates while it gathers or scatters, relative to the transferred bytes:
+#: gloo copies (ProcessGroupGloo.cpp: ``newLikeFlat`` of outputs, a clone of inputs), NCCL does not.
 _STAGED = {"cpu": 1.0, "cuda": 0.0}
 
-#: Moments after an op, in the order in which a process comes by them: gradients of a unit are reduced after the last op
-#: of its backward, and parameters of the next are gathered before its first.
+#: Positions after an op, in the order of the events: a unit's gradients are reduced after the last op of its backward,
+#: and the next unit's parameters are gathered before its first op.
 _RESHARD, _SENDING, _REDUCE, _SENT, _REDUCED = 0.55, 0.58, 0.62, 0.66, 0.70
 _GATHER, _STAGED_UNTIL, _COPY, _COPIED = 0.75, 0.80, 0.85, 0.90
 
 
 class Whole(NamedTuple):
-    """Bytes of a model that is not shared: of ``parameters``, of ``gradients``, and of the parameters that
-    ``zero1`` gathers ``together``.
-    """
+    """Bytes of an unsharded model: parameters, gradients, and the parameters that ``zero1`` gathers ``together``."""
 
     parameters: int
     gradients: int
@@ -51,14 +49,14 @@ class Whole(NamedTuple):
 
 
 class _Unit(NamedTuple):
-    """What is gathered at once: a block, or all parameters outside of blocks. ``parameters``: bytes."""
+    """Parameters that are gathered together: of a block, or all outside of blocks. ``parameters``: their bytes."""
 
     path: str
     parameters: int
 
 
 class _Span(NamedTuple):
-    """The ops, first and last, in which a unit is whole, in forward or in backward of one part."""
+    """The first and last op of a unit in forward or backward of one micro-batch."""
 
     unit: _Unit
     first: int
@@ -67,8 +65,13 @@ class _Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Sharing:
-    """Bytes by ``strategy`` of STRATEGIES, in which ``shards`` processes have a share each. ``units``: the paths of
-    what is gathered at once.
+    """Memory with a sharding strategy.
+
+    Attributes:
+        strategy: The row of ``STRATEGIES``.
+        shards: Number of processes that share the model.
+        units: Paths of the blocks that are gathered one at a time.
+        staged: Copies of the communication backend, see ``_STAGED``.
     """
 
     strategy: Strategy
@@ -78,21 +81,21 @@ class Sharing:
 
     @classmethod
     def of(cls, settings: TrainingSettings, model: nn.Module) -> Sharing:
-        """That of the settings, for this model."""
+        """Return the sharding of ``settings`` for this model."""
         device = next((p.device.type for p in model.parameters()), "cpu")
         return cls(STRATEGIES[settings.strategy], settings.group, tuple(blocks_of(model)), _STAGED.get(device, 0.0))
 
     def part(self, size: float) -> int:
-        """The share of so many bytes."""
+        """Return the size of one shard of ``size`` bytes."""
         return math.ceil(size / self.shards)
 
     # -- forward and backward --------------------------------------------------------------------------------------
     def applied(self, usage: Estimate) -> Estimate:
-        """``usage``, which is of forward and backward without an optimizer, as one of the processes has it."""
+        """Return ``usage``, an estimate of forward and backward without an optimizer, for one of the processes."""
         return usage.holding(self._fully(usage) if self.strategy.parameters else self._in_buckets(usage))
 
     def _in_buckets(self, usage: Estimate) -> Iterator[Holding]:
-        """Buckets are there all the time; a gradient is copied to its bucket as soon as it is there."""
+        """Yield holdings with gradient buckets: they always exist, and each gradient is copied to its bucket."""
         size = 0
         for holding in usage.holdings:
             if holding.kind == "gradients":
@@ -107,48 +110,50 @@ class Sharing:
         yield from self._gathered(spans)
         ends = [{span.unit.path: span.last for span in backward} for _, backward in spans]
         sizes: dict[tuple[int, str], int] = {}
-        for one in usage.holdings:
-            if one.kind == "parameters":
-                yield one._replace(bytes=self.part(one.bytes))
+        for holding in usage.holdings:
+            if holding.kind == "parameters":
+                yield holding._replace(bytes=self.part(holding.bytes))
                 continue
-            again = _adds_up(usage, one)
-            if one.kind != "gradients" and not again:
-                yield one
+            accumulated = _accumulates(usage, holding)
+            if holding.kind != "gradients" and not accumulated:
+                yield holding
                 continue
-            number = next(index for index, part in enumerate(parts) if one.born <= part[-1])
-            unit = self._unit(one.layer)
+            number = next(index for index, part in enumerate(parts) if holding.born <= part[-1])
+            unit = self._unit(holding.layer)
             until = ends[number].get(unit, parts[number][-1]) + _REDUCE
-            sizes[number, unit] = sizes.get((number, unit), 0) + one.bytes
-            yield one._replace(died=until)
-            if not again:
-                yield one._replace(bytes=self.part(one.bytes), born=until)
+            sizes[number, unit] = sizes.get((number, unit), 0) + holding.bytes
+            yield holding._replace(died=until)
+            if not accumulated:
+                yield holding._replace(bytes=self.part(holding.bytes), born=until)
         for number, (_, backward) in enumerate(spans):
-            mine = {unit: size for (of, unit), size in sizes.items() if of == number}
-            yield from self._reduced(backward, mine, again=number > 0)
+            by_unit = {unit: size for (part, unit), size in sizes.items() if part == number}
+            yield from self._reduced(backward, by_unit, accumulated=number > 0)
 
     def _gathered(self, parts: Sequence[tuple[list[_Span], list[_Span]]]) -> Iterator[Holding]:
-        """What units gather, and the buffers through which it comes."""
-        every_time = self.strategy.gathered == "a block"
+        """Yield the gathered parameters of the units, and their buffers."""
+        reshards = self.strategy.gathered == "a block"
         for forward, backward in parts:
             ends = {span.unit: span.last for span in backward}
             for span, following in zip(forward, [*forward[1:], None], strict=True):
-                begun = span.first - 1
-                # The buffer is kept until the next is gathered, that of the last until the model has answered.
+                start = span.first - 1
+                # The buffer is freed when the next unit is gathered, the last one at the end of the forward.
                 until = forward[0].last + _RESHARD if following is None else following.first - 1 + _COPY
-                yield self._held(span.unit, begun + _GATHER, until)
-                yield self._held(span.unit, begun + _GATHER, begun + _STAGED_UNTIL, self.staged)
-                kept = span.last if every_time else ends.get(span.unit, math.inf)
-                yield self._held(span.unit, begun + _COPY, kept + _RESHARD)
-            for before, span in zip([None, *backward[:-1]], backward, strict=True) if every_time else ():
-                begun = span.first - 1
-                ahead = begun + _GATHER if before is None else before.first - 1 + _COPIED
-                yield self._held(span.unit, ahead, begun + _COPIED)
-                yield self._held(span.unit, ahead, ahead + _STAGED_UNTIL - _GATHER, self.staged)
-                yield self._held(span.unit, begun + _COPY, span.last + _RESHARD)
+                yield self._held(span.unit, start + _GATHER, until)
+                yield self._held(span.unit, start + _GATHER, start + _STAGED_UNTIL, self.staged)
+                end = span.last if reshards else ends.get(span.unit, math.inf)
+                yield self._held(span.unit, start + _COPY, end + _RESHARD)
+            for before, span in zip([None, *backward[:-1]], backward, strict=True) if reshards else ():
+                start = span.first - 1
+                prefetch = start + _GATHER if before is None else before.first - 1 + _COPIED
+                yield self._held(span.unit, prefetch, start + _COPIED)
+                yield self._held(span.unit, prefetch, prefetch + _STAGED_UNTIL - _GATHER, self.staged)
+                yield self._held(span.unit, start + _COPY, span.last + _RESHARD)
 
-    def _reduced(self, backward: Sequence[_Span], sizes: Mapping[str, int], again: bool) -> Iterator[Holding]:
-        """Through what gradients of so many bytes a unit are summed in one part: a copy, which is kept until the next
-        unit is reduced, and where there is a share already (``again``) one that is added to it.
+    def _reduced(self, backward: Sequence[_Span], sizes: Mapping[str, int], accumulated: bool) -> Iterator[Holding]:
+        """Yield the buffers that reduce the gradients of one micro-batch, with ``sizes`` bytes per unit.
+
+        A copy of a unit's gradients is kept until the next unit is reduced. If gradients are ``accumulated``, the
+        reduced shard is a temporary that is added to the existing one.
         """
         order = sorted(backward, key=lambda span: span.last)
         for span, following in zip(order, [*order[1:], None], strict=True):
@@ -156,7 +161,7 @@ class Sharing:
             until = end + _REDUCED if following is None else following.last + _RESHARD
             yield self._buffer(span.unit, size, end + _SENDING, until)
             yield self._buffer(span.unit, int(self.staged * size), end + _REDUCE, end + _SENT)
-            if again:
+            if accumulated:
                 yield self._buffer(span.unit, self.part(size), end + _REDUCE, end + _REDUCED)
 
     def _buffer(self, unit: _Unit, size: int, born: float, died: float) -> Holding:
@@ -167,7 +172,7 @@ class Sharing:
 
     # -- units -----------------------------------------------------------------------------------------------------
     def _unit(self, layer: str) -> str:
-        """The path of the unit that a layer is of; empty for what is outside of blocks."""
+        """Return the path of a layer's unit; "" outside of blocks."""
         return unit_of(layer, self.units)
 
     def _sizes(self, usage: Estimate) -> dict[str, _Unit]:
@@ -178,43 +183,46 @@ class Sharing:
         return {path: _Unit(path, size) for path, size in sizes.items()}
 
     def _spans(self, usage: Estimate, part: range) -> tuple[list[_Span], list[_Span]]:
-        """In the order of their beginning, the spans in forward and in backward of one part. What is outside of blocks
-        is whole as long as the model runs.
+        """Return the spans in forward and in backward of one micro-batch, in the order of their starts.
+
+        Parameters outside of blocks are gathered during the whole pass.
         """
         units = self._sizes(usage)
-        found: tuple[dict[str, tuple[int, int]], ...] = ({}, {})
+        by_phase: tuple[dict[str, tuple[int, int]], ...] = ({}, {})
         for index in part:
             op = usage.ops[index]
             if op.layer == OUTSIDE:
                 continue
-            spans = found[op.phase != "forward"]
+            spans = by_phase[op.phase != "forward"]
             for path in {"", self._unit(op.layer)}:
                 spans[path] = spans.get(path, (index, index))[0], index
-        if "" in found[1]:  # whose gradients are reduced at the end
-            found[1][""] = found[1][""][0], part[-1]
+        if "" in by_phase[1]:  # its gradients are reduced at the end
+            by_phase[1][""] = by_phase[1][""][0], part[-1]
         forward, backward = (
-            [_Span(units[path], *ends) for path, ends in sorted(one.items(), key=lambda row: (row[1][0], row[0]))]
-            for one in found
+            [_Span(units[path], *ends) for path, ends in sorted(spans.items(), key=lambda row: (row[1][0], row[0]))]
+            for spans in by_phase
         )
         return forward, backward
 
     # -- the optimizer's step --------------------------------------------------------------------------------------
     def stepping(self, peak: int, states: int, whole: Whole) -> int:
-        """The most that is held in a step of the optimizer, which holds ``peak`` on what it steps here, ``states``
-        included.
+        """Return the peak of the optimizer step.
+
+        Args:
+            peak: Peak of the step on the parameters of this process, ``states`` included.
+            states: Bytes of its optimizer states.
+            whole: Bytes of the unsharded model.
         """
         if self.strategy.parameters or not self.strategy.states:
             return peak
-        beside = whole.parameters - self.part(whole.parameters) + whole.gradients - self.part(whole.gradients)
-        moved = self.part(whole.together) + whole.together + int(self.staged * whole.together)
+        others = whole.parameters - self.part(whole.parameters) + whole.gradients - self.part(whole.gradients)
+        buffers = self.part(whole.together) + whole.together + int(self.staged * whole.together)
         held = whole.parameters + whole.gradients + states
-        return max(peak + beside, held + moved)
+        return max(peak + others, held + buffers)
 
 
 def share_(model: nn.Module, sharing: Sharing) -> Whole:
-    """Let ``model``, which is fake, have a share of each parameter, in place, where processes step shares; returns what
-    it had.
-    """
+    """Replace the parameters of a fake ``model`` by shards, if the strategy steps shards; return the original bytes."""
     parameters = list(model.parameters())
     sizes = {dtype: [p.nbytes for p in parameters if p.dtype == dtype] for dtype in {p.dtype for p in parameters}}
     whole = Whole(
@@ -230,15 +238,15 @@ def share_(model: nn.Module, sharing: Sharing) -> Whole:
 
 
 def _rows(parameter: Tensor, shards: int) -> Tensor:
-    """A tensor like the first share of rows."""
+    """Return a tensor like the first shard of rows."""
     if not parameter.dim():
         return torch.empty_like(parameter)
     rows, *rest = parameter.shape
     return parameter.new_empty(-(-rows // shards), *rest)
 
 
-def _adds_up(usage: Estimate, holding: Holding) -> bool:
-    """Whether it is a gradient that goes as it is added to that of an earlier part."""
+def _accumulates(usage: Estimate, holding: Holding) -> bool:
+    """Return whether this is a gradient that is freed when it is added to the gradient of an earlier micro-batch."""
     if holding.kind != "temporaries" or holding.died == math.inf:
         return False
     last = usage.ops[int(holding.died)]
@@ -246,7 +254,7 @@ def _adds_up(usage: Estimate, holding: Holding) -> bool:
 
 
 def unit_of(layer: str, units: Container[str]) -> str:
-    """The unit among ``units`` that a layer is of or in; empty where there is none."""
+    """Return the unit among ``units`` that contains a layer; "" if there is none."""
     path = layer
     while path not in units and "." in path:
         path = path.rpartition(".")[0]

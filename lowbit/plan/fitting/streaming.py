@@ -1,10 +1,9 @@
-"""What a step holds whose blocks lie elsewhere (``lb.memory.stream_blocks_``): the estimate of one that has all in
-memory, with what is not there taken away.
+"""Predicted memory of a step with streamed blocks (``lb.memory.stream_blocks_``), from a plain estimate.
 
-On a CUDA device weights of two blocks at a time are in memory, those of the one that computes and of the next, and a
-gradient is there until its block's have been moved. On a CPU weights lie in files: pages of the block that computes are
-the process's, which the allocator does not count and this does; those of the next the system reads ahead. A gradient is
-there until it has been moved.
+On a CUDA device, memory holds the weights of the running block and of the next one, and the gradients of one block
+until they are moved. On a CPU, weights are in files: the pages of the running block belong to the process, which the
+allocator does not count but this does. The system reads the next block's pages ahead. A gradient is in memory until it
+is moved.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _WEIGHTS = ("parameters", "buffers")
 
 @dataclass(frozen=True)
 class Streaming:
-    """``blocks``: their paths, in the order in which they compute. ``cuda``: whether they compute on such a device."""
+    """Paths of the streamed blocks in the order of their calls, and whether they run on a CUDA device."""
 
     blocks: tuple[str, ...]
     cuda: bool
@@ -40,22 +39,22 @@ class Streaming:
         return cls(tuple(blocks_of(model)), any(parameter.is_cuda for parameter in model.parameters()))
 
     def applied(self, usage: Estimate) -> Estimate:
-        """``usage``, which is of forward and backward without an optimizer, with its blocks elsewhere."""
+        """Return ``usage``, an estimate of forward and backward without an optimizer, with streamed blocks."""
         return usage.holding(self._held(usage))
 
     def moved(self, usage: Estimate) -> int:
-        """The bytes of weights that lie elsewhere."""
+        """Return the bytes of streamed weights."""
         return sum(self._sizes(usage).values())
 
     def _sizes(self, usage: Estimate) -> dict[str, int]:
         sizes = dict.fromkeys(self.blocks, 0)
-        for one in usage.holdings:
-            if self._streamed(one):
-                sizes[unit_of(one.layer, self.blocks)] += one.bytes
+        for holding in usage.holdings:
+            if self._streamed(holding):
+                sizes[unit_of(holding.layer, self.blocks)] += holding.bytes
         return sizes
 
-    def _streamed(self, one: Holding) -> bool:
-        return one.kind in _WEIGHTS and one.bytes >= LEAST and bool(unit_of(one.layer, self.blocks))
+    def _streamed(self, holding: Holding) -> bool:
+        return holding.kind in _WEIGHTS and holding.bytes >= LEAST and bool(unit_of(holding.layer, self.blocks))
 
     def _held(self, usage: Estimate) -> Iterator[Holding]:
         sizes = list(self._sizes(usage).values())
@@ -65,9 +64,9 @@ class Streaming:
         yield Holding(resident, "parameters", OUTSIDE, -1, math.inf)
         if self.cuda:
             yield Holding(max(sizes, default=0), "gradients", OUTSIDE, -1, math.inf)
-        for one in usage.holdings:
-            if self._streamed(one):
+        for holding in usage.holdings:
+            if self._streamed(holding):
                 continue
-            if one.kind == "gradients" and one.bytes >= LEAST:
-                one = one._replace(died=min(one.died, one.born + 1.25))
-            yield one
+            if holding.kind == "gradients" and holding.bytes >= LEAST:
+                holding = holding._replace(died=min(holding.died, holding.born + 1.25))
+            yield holding
