@@ -1,10 +1,10 @@
-"""Compile every kernel for every architecture without a GPU, and check what came out.
+"""Compiles every kernel for every architecture without a GPU, and checks the PTX and machine code.
 
-    python -m lowbit.kernels.aot                   # some cases on sm_90, every kernel on every architecture: a minute
-    python -m lowbit.kernels.aot --full --arch 90  # every format and scheme, on this one (long)
+    python -m lowbit.kernels.aot                   # some cases on sm_90, each kernel once per architecture: a minute
+    python -m lowbit.kernels.aot --full --arch 90  # every format and scheme on sm_90 (long)
 
-The interpreter cannot see how a GPU divides, flushes or contracts; the PTX shows it. Codecs must divide with
-``div.rn``, keep subnormals, and contract nothing; products of matrices must run on tensor cores.
+The interpreter cannot show division, flushing and contraction on a GPU; the PTX can. Codecs must divide with
+``div.rn``, keep subnormals, and contract nothing. Matmuls must run on tensor cores.
 
 Source: docs/numerics.md section 1.
 """
@@ -26,16 +26,16 @@ from lowbit.kernels.arguments import ROUNDED_ONCE_FROM
 from lowbit.kernels.cases import ARCHITECTURES, MULTIPLY_CODES, cases
 from lowbit.kernels.spec import INTERPRETED, Launch
 
-#: What PTX may not hold: division and functions that are not correctly rounded, flushed subnormals, contraction.
+#: Forbidden in PTX: division and functions without correct rounding, flushed subnormals, contraction.
 FORBIDDEN = re.compile(
     r"^\s*(?:@!?%\w+\s+)?((?:div\.(?:approx|full)|rcp|ex2|lg2|fma|mad(?:\.\w+)*\.f\d+)\S*|\S*\.ftz\S*)", re.MULTILINE
 )
 
-#: The matrix instruction that each architecture should use, in PTX.
+#: The PTX matrix instruction that each architecture should use.
 MATRIX = {90: re.compile(r"wgmma\.mma_async"), 100: re.compile(r"tcgen05\.mma|mma\.sync")}
-#: That of integers, whose tiles may have too few rows for it.
+#: For integers, whose tiles may have too few rows for ``MATRIX``.
 ANY_MATRIX = re.compile(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync")
-#: Those that multiply codes as they are, by architecture; others have none.
+#: Instructions that multiply FP8 and FP4 codes directly, by architecture; other architectures have none.
 CODES = dict(
     zip(
         MULTIPLY_CODES,
@@ -46,19 +46,19 @@ CODES = dict(
         strict=True,
     )
 )
-#: The architectures from which on hardware converts FP8, and to FP4.
+#: The first architectures whose hardware converts FP8, and to FP4.
 FP8_FROM, FP4_FROM = 89, 100
-#: The arguments that name what hardware converts to.
+#: The arguments that name the target format of a hardware conversion.
 CONVERSIONS = ("CONVERT", "OTHER_CONVERT")
-#: Kernels of products of matrices, which those of depthwise convolutions are not. Theirs may multiply and add at once
-#: pairs of 16 bits, where no result is rounded (``decode_4bit``).
+#: Matmul kernels, without depthwise convolutions. They may use fma on pairs of 16-bit numbers if no result is rounded
+#: (``decode_4bit``).
 INTEGERS = ("integers", "grouped_integers", "conv_integers")
 OF_CODES = ("scaled", "grouped_scaled")
 PRODUCTS = ("weight_only", "grouped_weight_only", "conv_weight_only", *OF_CODES, *INTEGERS)
 PAIRS = re.compile(r"fma\.rn\.b?f16x2")
 
 
-#: Bytes of shared memory that a program may take, by architecture (CUDA C++ Programming Guide, compute capabilities).
+#: Bytes of shared memory per program, by architecture (CUDA C++ Programming Guide, compute capabilities).
 SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
 
@@ -70,7 +70,7 @@ _TYPES = {
 
 
 class Compiled(NamedTuple):
-    """A launch compiled: its PTX, its machine code as an ELF file, and the bytes of shared memory that it takes."""
+    """A compiled launch: PTX, machine code as an ELF file, and bytes of shared memory."""
 
     ptx: str
     cubin: bytes
@@ -78,7 +78,7 @@ class Compiled(NamedTuple):
 
 
 def specialized(one: Launch, architecture: int) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
-    """What Triton compiles a launch for, as it does on a GPU: types of arguments, constants, and which are divisible.
+    """The specialization of a launch, as on a GPU: argument types, constants, and which arguments are divisible.
 
     Addresses count as multiples of 16.
     """
@@ -106,8 +106,9 @@ def specialized(one: Launch, architecture: int) -> tuple[dict[str, str], dict[st
 
 
 def compile_launch(one: Launch, architecture: int) -> Compiled:
-    """A launch compiled and assembled for an architecture, specialised to its arguments. Raises: what Triton or ptxas
-    raise.
+    """Compile and assemble a launch for an architecture, specialized to its arguments.
+
+    Errors of Triton and ptxas are raised unchanged.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -120,7 +121,7 @@ def compile_launch(one: Launch, architecture: int) -> Compiled:
 
 
 def faults(name: str, ptx: str, architecture: int) -> list[str]:
-    """What the PTX of a kernel holds that it may not, or lacks."""
+    """Forbidden and missing instructions in the PTX of a kernel."""
     held = sorted(set(FORBIDDEN.findall(ptx)))
     found = [f"holds {text}" for text in held if not (name in PRODUCTS and PAIRS.match(text))]
     wanted = ANY_MATRIX if name in INTEGERS else MATRIX.get(architecture, re.compile(r"mma\.sync"))
@@ -131,7 +132,7 @@ def faults(name: str, ptx: str, architecture: int) -> list[str]:
 
 
 class Job(NamedTuple):
-    """Launches of a case, by number, that are compiled for an architecture."""
+    """Launches of a case, by index, to compile for an architecture."""
 
     case: int
     architecture: int
@@ -146,7 +147,7 @@ def _compile_case(job: Job) -> list[str]:
         kernel = one.kernel.__name__
         try:
             made = compile_launch(one, architecture)
-        except Exception as error:  # whatever the compiler raises is a finding about this kernel
+        except Exception as error:  # any compiler error is a fault of this kernel
             found.append(f"{kernel} does not compile: {error}")
         else:
             found += [f"{kernel} {fault}" for fault in faults(kernel, made.ptx, architecture)]
@@ -156,7 +157,7 @@ def _compile_case(job: Job) -> list[str]:
 
 
 def jobs(full: bool, architectures: tuple[int, ...]) -> list[Job]:
-    """What to compile. Fast: some cases on the first architecture that has them, each kernel once on others."""
+    """The jobs. Not ``full``: some cases on the first architecture that has them, each kernel once on the others."""
     listed = cases()
     every = [tuple(range(len(case.launches))) for case in listed]
     order = sorted(architectures, key=lambda architecture: architecture != 90)

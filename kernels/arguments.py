@@ -1,4 +1,4 @@
-"""Tensors as arguments of kernels."""
+"""Converts tensors and devices to kernel arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from lowbit import reference
 from lowbit.kernels.spec import DTYPES, INTERPRETED
 
-#: Raw patterns of 16- and 32-bit types are moved as integers: see ``bits``.
+#: 16- and 32-bit types are loaded and stored as integers: see ``bits``.
 _PATTERN = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
@@ -31,7 +31,7 @@ def dense(x: Tensor | None) -> Tensor | None:
 
 
 def dtype_of(x: Tensor) -> int:
-    """``DTYPE`` of kernels."""
+    """The kernel argument ``DTYPE``."""
     return DTYPES[str(x.dtype).removeprefix("torch.")]
 
 
@@ -44,7 +44,7 @@ _stood_for: ContextVar[torch.device | None] = ContextVar("lowbit_stood_for", def
 
 @contextmanager
 def standing_for(device: torch.device) -> Iterator[None]:
-    """Within, host sides on the meta device choose as they do on ``device``."""
+    """A context in which host sides on the meta device make the choices for ``device``."""
     token = _stood_for.set(device)
     try:
         yield
@@ -52,28 +52,29 @@ def standing_for(device: torch.device) -> Iterator[None]:
         _stood_for.reset(token)
 
 
-#: The FP8 formats that instructions convert, by what they call them, and all formats that they convert to.
+#: FP8 formats with hardware conversion and their PTX names; below, all formats that hardware converts to.
 FP8 = {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
 CONVERTED = {**FP8, "fp4_e2m1": "e2m1"}
 
-#: The compute capability from which on each is converted.
+#: The lowest compute capability that converts each format.
 CONVERTED_FROM = {"e4m3": (8, 9), "e5m2": (8, 9), "e2m1": (10, 0)}
 
 
-#: The compute capability from which on Triton converts fp32 to FP8 at once. One before 3.9 goes by way of fp16 on 8.9,
-#: which rounds twice.
+#: The lowest compute capability for which Triton converts fp32 to FP8 directly. Before 3.9 it converts through fp16 on
+#: 8.9, which rounds twice.
 ROUNDED_ONCE_FROM = (8, 9) if tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9) else (9, 0)
 
 
 def converts(name: str, device: torch.device) -> bool:
-    """Whether kernels may have numbers converted by instructions of ``device``, which the interpreter does not follow.
-    ``name``: a value of ``CONVERTED``.
+    """Whether ``device`` has conversion instructions for ``name``, a value of ``CONVERTED``.
+
+    The interpreter does not emulate these instructions.
     """
     return _from(CONVERTED_FROM[name], device)
 
 
 def rounds_once(name: str, device: torch.device) -> bool:
-    """The same of fp32 numbers that instructions round to ``name``."""
+    """Whether ``device`` also converts fp32 to ``name`` with a single rounding."""
     return _from(max(CONVERTED_FROM[name], ROUNDED_ONCE_FROM), device)
 
 

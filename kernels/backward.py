@@ -1,9 +1,9 @@
 """Kernels: the gradients of fake quantization, straight through for x, LSQ for scales and LSQ+ for zero points.
 
-``grad_x = grad`` where the quotient was in range, and +0 elsewhere; a scale's gradient is the sum over its block of
-``(level - x / scale if in range else level) * grad``, with level the decoded code less its zero point, and a zero
-point's that of ``-scale * grad`` out of range; of all scales first, then of all zero points. Tiles write their sums,
-and where a block has several tiles ``sum_pieces`` adds them in one order: no sum depends on timing.
+``grad_x`` is ``grad`` if the quotient was in range, else +0. The gradient of a scale is the sum over its block of
+``(level - x / scale if in range else level) * grad``; level is the decoded code minus its zero point. The gradient of a
+zero point is the sum of ``-scale * grad`` over elements out of range. Scales come first, then zero points. Each tile
+stores its sums. If a block has several tiles, ``sum_pieces`` adds them in a fixed order, so results are deterministic.
 
 Source: docs/numerics.md section 10; LSQ, arXiv 1902.08153; LSQ+, arXiv 2004.09576.
 """
@@ -18,7 +18,7 @@ from lowbit.kernels.spec import GENERAL
 
 @triton.jit
 def in_range(magnitude, sign, zero_point, FMT: tl.constexpr, MAX: tl.constexpr):
-    """Whether quotients were encoded without clamping; NaN was not."""
+    """Whether quotients were encoded without clamping; False for NaN."""
     if FMT[0] == 1:
         q = bits.round_integer(sign, magnitude) + zero_point
         return (q >= FMT[9]) & (q <= FMT[10]) & (magnitude <= 0x7F800000)
@@ -33,8 +33,8 @@ def fake_quantize_backward(
     FMT: tl.constexpr, SCALE: tl.constexpr, MAX: tl.constexpr, DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     TILE: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
-    """A tile of grad_x; with GIVEN (scales are read, not made) also the sums of its blocks, ``[blocks, pieces]``, and
-    with zero points as many of theirs.
+    """A tile of grad_x. With GIVEN (scales are loaded, not computed) also the sums of its blocks ``[blocks, pieces]``,
+    and the same for zero points.
     """
     pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     row, row_ok = tiles.positions(pid_r, pieces_r, block_r, rows, TILE[0], TILE[1], TILE[2])
@@ -80,7 +80,7 @@ def fake_quantize_backward(
 
 @triton.jit(do_not_specialize=GENERAL)
 def sum_pieces(sums_ptr, out_ptr, pieces, SIZE: tl.constexpr):
-    """One program a block: the sum of its ``pieces`` partial sums."""
+    """The sum of the ``pieces`` partial sums of a block; one program per block."""
     block = tl.program_id(0).to(tl.int64)
     total = tl.zeros([SIZE], tl.float32)
     for start in range(0, pieces, SIZE):

@@ -1,9 +1,9 @@
-"""Device functions: fp32 bit patterns to codes and back, by integers and single fp32 operations that are exact or round
-to nearest, so every target agrees.
+"""Device functions: fp32 bit patterns to codes and back.
 
-A number travels as ``(sign, magnitude)``: int32 0 or 1, and the int32 pattern of its absolute value. ``FMT`` is
-``spec.format_spec``: its indices are named below. ``DTYPE`` is a row of ``spec.DTYPES``: 0 fp32, 1 bf16, 2 fp16; the
-16-bit types are loaded and stored as int16, because conversions of NaN lose its sign.
+They use integer operations and fp32 operations that are exact or rounded to nearest, so all targets are bit-identical.
+A number is ``(sign, magnitude)``: int32 0 or 1, and the int32 bit pattern of its absolute value. ``FMT`` is
+``spec.format_spec``. ``DTYPE`` is a value of ``spec.DTYPES``: 0 fp32, 1 bf16, 2 fp16. The 16-bit types are loaded and
+stored as int16, because conversions of NaN lose its sign.
 
 Source: docs/numerics.md sections 2 to 4 and 6.
 """
@@ -11,10 +11,10 @@ Source: docs/numerics.md sections 2 to 4 and 6.
 import triton
 import triton.language as tl
 
-#: What numbers are converted to by hardware: nothing. Triton 3.6 takes no string as a default.
+#: ``CONVERT`` for no hardware conversion. Triton 3.6 does not support a string as a default.
 NO_CONVERSION = tl.constexpr("")
 
-#: Four fp32 patterns to four bytes of an FP4 code each. The instruction makes a byte of two, the first above the other.
+#: Converts four fp32 numbers to four bytes of one FP4 code each. The instruction packs two codes, the first above.
 FP4 = tl.constexpr(
     "{ .reg .b8 low, high; .reg .b32 word, upper; "
     "cvt.rn.satfinite.e2m1x2.f32 low, $2, $1; cvt.rn.satfinite.e2m1x2.f32 high, $4, $3; "
@@ -26,7 +26,7 @@ FP4_REGISTERS = tl.constexpr("=r,r,r,r,r")
 
 @triton.jit
 def split(raw, DTYPE: tl.constexpr):
-    """Sign and fp32 magnitude bits of loaded raw patterns (int32 of fp32, int16 of bf16 and fp16)."""
+    """Sign and fp32 magnitude bits of loaded bit patterns (int32 for fp32, int16 for bf16 and fp16)."""
     if DTYPE == 0:
         wide = raw
     elif DTYPE == 1:
@@ -39,7 +39,7 @@ def split(raw, DTYPE: tl.constexpr):
 
 @triton.jit
 def narrow(bits, DTYPE: tl.constexpr, KEEP_SIGN: tl.constexpr):
-    """The raw output pattern of fp32 ``bits``: nearest even, Inf on overflow; a NaN is the canonical quiet one."""
+    """The output pattern of fp32 ``bits``: nearest even, Inf on overflow, canonical quiet NaN."""
     magnitude = bits & 0x7FFFFFFF
     sign = (bits >> 31) & 1
     nan = magnitude > 0x7F800000
@@ -57,7 +57,7 @@ def narrow(bits, DTYPE: tl.constexpr, KEEP_SIGN: tl.constexpr):
 
 @triton.jit
 def encode_float(sign, magnitude, random, FMT: tl.constexpr, SATURATE: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Codes of a float format. ``random``: uint16 as int32, read when STOCHASTIC."""
+    """Codes of a float format. ``random``: uint16 as int32, used if STOCHASTIC."""
     BITS: tl.constexpr = FMT[1]
     MANTISSA: tl.constexpr = FMT[3]
     EMIN: tl.constexpr = 1 - FMT[4]
@@ -66,9 +66,9 @@ def encode_float(sign, magnitude, random, FMT: tl.constexpr, SATURATE: tl.conste
     if STOCHASTIC or EMIN - MANTISSA > 104:
         code = _round_any(magnitude, random, EMIN, MANTISSA, STOCHASTIC)
     else:
-        # Normal numbers: round the fp32 pattern, then move its exponent; the last bit kept is the mantissa's, or of a
-        # format without mantissa the hidden one, which is odd. Subnormals: adding the power of two whose
-        # unit is the format's least step leaves the code, rounded to nearest even, in the mantissa.
+        # Normal numbers: round the fp32 pattern, then shift its exponent. The last bit is the mantissa's, or the hidden
+        # bit (odd) for a format without mantissa. Subnormals: adding the power of two whose unit is the format's
+        # smallest step leaves the code, rounded to nearest even, in the mantissa.
         DROP: tl.constexpr = 23 - MANTISSA
         odd = (magnitude >> DROP) & 1 if MANTISSA > 0 else 1
         normal = (magnitude + ((1 << (DROP - 1)) - 1) + odd) >> DROP
@@ -93,10 +93,11 @@ def encode_float(sign, magnitude, random, FMT: tl.constexpr, SATURATE: tl.conste
 
 @triton.jit
 def convert_float(sign, magnitude, CONVERT: tl.constexpr):
-    """FP8 and FP4 codes, to nearest and saturating, by the instruction that GPUs have for it. Of FP8 it loses the sign
-    of NaN; of FP4, which has none, NaN is the largest number.
+    """FP8 and FP4 codes by the GPU's conversion instruction: to nearest, saturating.
 
-    Source: PTX ISA, cvt.rn.satfinite, which Triton compiles a cast to FP8 to.
+    For FP8 it loses the sign of NaN. FP4 has no NaN: NaN becomes the largest number.
+
+    Source: PTX ISA, cvt.rn.satfinite, to which Triton compiles a cast to FP8.
     """
     wide = magnitude | (sign << 31)
     if CONVERT == "e2m1":
@@ -111,7 +112,7 @@ def convert_float(sign, magnitude, CONVERT: tl.constexpr):
 
 @triton.jit
 def _round_any(magnitude, random, EMIN: tl.constexpr, MANTISSA: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Codes on a float format's grid with unbounded exponent, the general way: see docs/numerics.md section 7."""
+    """Codes on a float format's grid with unbounded exponent, for any rounding: see docs/numerics.md section 7."""
     field = magnitude >> 23
     exponent = tl.maximum(field, 1) - 127
     significand = tl.where(field > 0, (magnitude & 0x7FFFFF) | 0x800000, magnitude)
@@ -129,21 +130,21 @@ def _round_any(magnitude, random, EMIN: tl.constexpr, MANTISSA: tl.constexpr, ST
 
 @triton.jit
 def clip(magnitude):
-    """Magnitudes as fp32, at most 2**20: beyond every qmax + zero point, and what follows is exact below. NaN too."""
+    """Magnitudes as fp32, at most 2**20, also for NaN: above every qmax + zero point, and later steps stay exact."""
     value = magnitude.to(tl.float32, bitcast=True)
     return tl.where(value < 1048576.0, value, 1048576.0)
 
 
 @triton.jit
 def round_integer(sign, magnitude):
-    """The nearest integers (int32, clipped), ties to even: adding 2**23 leaves them in the mantissa."""
+    """The nearest integers (int32, clipped), ties to even: adding 2**23 leaves the integer in the mantissa."""
     n = (clip(magnitude) + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
     return tl.where(sign != 0, -n, n)
 
 
 @triton.jit
 def encode_integer(sign, magnitude, random, zero_point, FMT: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Codes of an integer format: round, add the zero point, clamp; NaN takes the zero point."""
+    """Codes of an integer format: round, add the zero point, clamp. NaN becomes the zero point."""
     if STOCHASTIC:
         value = clip(magnitude)
         n = value.to(tl.int32)
@@ -157,10 +158,10 @@ def encode_integer(sign, magnitude, random, zero_point, FMT: tl.constexpr, STOCH
 
 @triton.jit
 def constants(FMT: tl.constexpr, FIELD: tl.constexpr):
-    """A power of two of fp32 constants as a tensor, for ``look_up``: compares and selections of so many a tile.
+    """fp32 constants (a power of two of them) as a tensor for ``look_up``, made by compares and selects once per tile.
 
-    Of each element instead, they would be as many more, which compilers take a minute for. The format and its field
-    are what is passed, because Triton 3.6 takes no tuple of numbers as an argument of a function within a kernel.
+    Compares and selects per element would take the compiler a minute. The format and its field are passed, because in
+    Triton 3.6 a function within a kernel cannot take a tuple of numbers.
     """
     place = tl.arange(0, len(FMT[FIELD]))
     table = tl.full(place.shape, FMT[FIELD][0], tl.float32)
@@ -177,9 +178,9 @@ def look_up(table, index):
 
 @triton.jit
 def encode_codebook(sign, magnitude, random, FMT: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Codes of a codebook: how many thresholds lie below the number; NaN takes the entry nearest zero.
+    """Codes of a codebook: the number of thresholds below the number. NaN becomes the entry nearest zero.
 
-    Stochastic: the largest entry at or below the number, or the next one. Either is found by bisection.
+    Stochastic: the largest entry at or below the number, or the next one. Both use bisection.
     """
     value = (magnitude | (sign << 31)).to(tl.float32, bitcast=True)
     code = tl.zeros_like(magnitude)
@@ -206,7 +207,7 @@ def encode(
     sign, magnitude, random, zero_point,
     FMT: tl.constexpr, SATURATE: tl.constexpr, STOCHASTIC: tl.constexpr, CONVERT: tl.constexpr = NO_CONVERSION,
 ):  # fmt: skip
-    """Codes (int32) of quotients already divided by their scale. CONVERT: of ``convert_float``, where that serves."""
+    """Codes (int32) of numbers that are divided by their scale. CONVERT: for ``convert_float``, if supported."""
     if CONVERT != "":
         return convert_float(sign, magnitude, CONVERT)
     elif FMT[0] == 0:
@@ -219,14 +220,14 @@ def encode(
 
 @triton.jit
 def decode(code, zero_point, FMT: tl.constexpr):
-    """fp32 bits (int32) of the values of codes (int32); a NaN is 0x7fc00000 with the code's sign."""
+    """fp32 bits (int32) of the values of codes (int32). NaN is 0x7fc00000 with the code's sign."""
     BITS: tl.constexpr = FMT[1]
     MANTISSA: tl.constexpr = FMT[3]
     BIAS: tl.constexpr = FMT[4]
     if FMT[0] == 0:
         magnitude = code & ((1 << (BITS - 1)) - 1)
         if BIAS >= 0:
-            # The code's fields in fp32's place have the wrong bias only; a subnormal code is a subnormal pattern.
+            # Shifted to fp32's fields, only the exponent bias is wrong; a subnormal code becomes a subnormal pattern.
             pattern = (magnitude << (23 - MANTISSA)).to(tl.float32, bitcast=True)
             bits = (pattern * 2.0 ** (127 - BIAS)).to(tl.int32, bitcast=True)
         else:

@@ -1,4 +1,4 @@
-"""What ``aot`` compiles: calls of the host side, for each path through the kernels, on tensors without data."""
+"""The launches that ``aot`` compiles: host-side calls on meta tensors, one for each path through the kernels."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from lowbit.testing.inputs import element_formats, schemes
 __all__ = ["ARCHITECTURES", "DUAL", "MULTIPLY_CODES", "STEPS", "Case", "cases", "meta", "side"]
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
-#: Those that multiply codes of FP8 and FP4 as they are.
+#: Architectures that multiply FP8 and FP4 codes directly.
 MULTIPLY_CODES = (100, 120)
 
-#: A scheme for each path through the kernels, which a quick run compiles: kinds of format, scale formats, blocks,
-#: levels, packing. A full run compiles those of ``lowbit.testing.inputs`` after them.
+#: Schemes of a quick run, one for each path through the kernels: kinds of format, scale formats, blocks, levels,
+#: packing. A full run also compiles those of ``lowbit.testing.inputs``.
 QUICK_SCHEMES = (
     "fp8_e4m3:row", "int8:row", "mxfp4", "nvfp4", "nf4", "uint4:group128:affine", "fp8_e4m3:tensor",
     "fp8_e5m2:block128x128", "mxfp6:ceil",
@@ -39,7 +39,7 @@ QUICK_PRODUCTS: tuple[tuple[str | None, str], ...] = (
 
 
 class Case(NamedTuple):
-    """A named group of launches: one call of the host side, on the architectures that it is for."""
+    """A named group of launches: one host-side call, with the architectures that it is for."""
 
     name: str
     launches: list[Launch]
@@ -118,7 +118,7 @@ def _rotation_cases() -> Iterator[Case]:
             yield Case(f"hadamard {block} {dtype}", launch.hadamard(*sides, block, axis == 1), index == 0 and axis == 1)
 
 
-#: Two schemes to compile kernels for, and the block of the second's transform.
+#: Pairs of schemes, and the transform block of the second.
 DUAL = (
     ("mxfp8:ceil", "mxfp8:ceil:T", 1), ("nvfp4:global_row", "nvfp4:T", 16), ("mxfp4:nearest", "mxfp4:nearest:T", 32),
     ("fp8_e4m3:group128", "fp8_e4m3:group128:T", 1), ("fp8_e4m3:row:e8m0:ceil", "fp8_e4m3:row:e8m0:ceil:T", 1),
@@ -137,7 +137,7 @@ def _both_cases() -> Iterator[Case]:
 
 
 def _product_cases() -> Iterator[Case]:
-    """Products of few rows and of many, of each scheme of the samples by another one, and by floats."""
+    """Matmuls with few and many rows: each sample scheme by another one, and by floats."""
     listed = [*map(str, schemes())]
     pairs: list[tuple[str | None, str]] = [*QUICK_PRODUCTS, *((None, name) for name in listed)]
     pairs += [(a, b) for a, b in zip(listed, [*listed[1:], listed[0]], strict=True)]
@@ -151,7 +151,7 @@ def _product_cases() -> Iterator[Case]:
             yield Case(f"scaled_mm {rows} rows {a or call.a.dtype} x {b}", products.scaled_mm(call, out), quick)
 
 
-#: Products of codes that tensor cores multiply as they are.
+#: Pairs of schemes whose codes tensor cores multiply directly.
 CODED = (
     ("nvfp4:global_row", "nvfp4"), ("mxfp8", "mxfp8"), ("fp8_e5m2:row", "fp8_e4m3:tensor"), ("mxfp4", "mxfp4"),
     ("mxfp6", "mxfp6:ceil"), ("nvfp4", "fp4_e2m1:block16x16:e4m3"),
@@ -167,7 +167,7 @@ def _coded_cases() -> Iterator[Case]:
 
 
 def _coded_experts() -> Iterator[Case]:
-    """The same of 8 experts."""
+    """Matmuls of codes for 8 experts."""
     for index, (a, b) in enumerate(pair for pair in CODED if has_rows_of_its_own(scaling.scheme(pair[0]))):
         for rows in (8, 1024):
             made = scaled_products.scaled_grouped_mm(_experts(rows, a, b), meta(rows, 512, dtype=torch.bfloat16))
@@ -175,7 +175,7 @@ def _coded_experts() -> Iterator[Case]:
             yield Case(f"scaled_grouped_mm {rows} rows {a} x {b} as codes", made, quick, MULTIPLY_CODES)
 
 
-#: Products of experts that a quick run compiles.
+#: Expert matmuls of a quick run.
 QUICK_GROUPED = ((None, "int4:group128"), (None, "nf4"), ("int8:row", "int8:row"))
 
 
@@ -191,7 +191,7 @@ def _experts(rows: int, a: str | None, b: str) -> ScaledGroupedMM:
 
 
 def _grouped_cases() -> Iterator[Case]:
-    """Products of 8 experts, a row each and many."""
+    """Matmuls for 8 experts, with one row each and with many."""
     for index, (a, b) in enumerate(dict.fromkeys((*QUICK_GROUPED, *QUICK_PRODUCTS, (None, "mxfp4")))):
         rows = 8 if index % 2 == 0 else 1024
         call = _experts(rows, a, b)
@@ -216,7 +216,7 @@ CONVOLUTIONS: tuple[tuple[str | None, str, tuple[int, ...], int, int, int], ...]
     ("int8:tensor", "int8:group32", (1, 8, 8, 8, 64), 64, 3, 1),
     (None, "nf4", (1, 7, 7, 512), 512, 3, 1),
 )
-#: Those that a quick run compiles.
+#: The number of these in a quick run.
 QUICK_CONVOLUTIONS = 4
 
 
@@ -254,8 +254,8 @@ def side(
     return made
 
 
-#: Steps to compile: the rule, what its moments are kept in, the parameter's dtype, its master's, and whether the
-#: parameter is rounded by random bits.
+#: Optimizer steps: rule, schemes of the moments, dtypes of parameter and master, and whether the parameter is rounded
+#: stochastically.
 STEPS: tuple[tuple[str, tuple[str, ...], torch.dtype, torch.dtype | None, bool], ...] = (
     ("adamw", (STATE_SCHEME, STATE_SCHEME), torch.float32, None, False),
     ("lion", (STATE_SCHEME,), torch.bfloat16, None, True),

@@ -17,9 +17,7 @@ def encode(
     FMT: tl.constexpr, DTYPE: tl.constexpr, SATURATE: tl.constexpr, ROUNDING: tl.constexpr, CONVERT: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """One code a byte of x [rows, cols], without a scale. ROUNDING: as ``rng.draw``; CONVERT: as
-    ``bits.encode``.
-    """
+    """Codes of x [rows, cols], one per byte, unscaled. ROUNDING: see ``rng.draw``. CONVERT: see ``bits.encode``."""
     pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     row, row_ok = tiles.positions(pid_r, 1, 1, rows, 1, R, True)
     col, col_ok = tiles.positions(pid_c, 1, 1, cols, 1, C, True)
@@ -34,7 +32,7 @@ def decode(
     codes_ptr, stride_r, stride_c, out_ptr, out_pitch, rows, cols, tiles_c,
     FMT: tl.constexpr, DTYPE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Values of codes [rows, cols], one a byte; the signs of zeros and of NaN are kept."""
+    """Values of codes [rows, cols], one per byte. Zeros and NaN keep their signs."""
     pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     row, row_ok = tiles.positions(pid_r, 1, 1, rows, 1, R, True)
     col, col_ok = tiles.positions(pid_c, 1, 1, cols, 1, C, True)
@@ -49,7 +47,7 @@ def pack(
     codes_ptr, stride_r, stride_c, out_ptr, out_bytes, rows, cols, tiles_c,
     BITS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Rows of codes to little-endian bit streams [rows, out_bytes]: each output byte gathers the codes it overlaps."""
+    """Pack rows of codes into little-endian bit streams [rows, out_bytes]: each byte gathers the codes it overlaps."""
     pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     row, row_ok = tiles.positions(pid_r, 1, 1, rows, 1, R, True)
     byte, byte_ok = tiles.positions(pid_c, 1, 1, out_bytes, 1, C, True)
@@ -60,7 +58,7 @@ def pack(
         code_at = first // BITS + k
         ok = row_ok[:, None] & (byte_ok & (code_at < cols))[None, :]
         code = tl.load(base + (code_at * stride_c)[None, :], ok, 0).to(tl.int32) & ((1 << BITS) - 1)
-        # Shifted left by up to 7 more than it should be, so that a code that starts in the byte before fits.
+        # Shifted left by up to 7 extra bits, so that a code that starts in the previous byte fits.
         lift = (code_at * BITS - first + 8).to(tl.int32)
         packed |= tl.where((lift < 16)[None, :], (code << tl.minimum(lift, 16)[None, :]) >> 8, 0)
     tl.store(
@@ -75,7 +73,7 @@ def unpack(
     packed_ptr, stride_r, stride_c, packed_bytes, out_ptr, rows, cols, tiles_c,
     BITS: tl.constexpr, PAIRS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Little-endian bit streams to one code a byte [rows, cols]."""
+    """Unpack little-endian bit streams to one code per byte [rows, cols]."""
     pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     row, row_ok = tiles.positions(pid_r, 1, 1, rows, 1, R, True)
     col, col_ok = tiles.positions(pid_c, 1, 1, cols, 1, C, True)
@@ -89,7 +87,7 @@ def transpose(
     packed_ptr, stride_r, stride_c, packed_bytes, out_ptr, out_bytes, rows, cols, tiles_c,
     BITS: tl.constexpr, PAIRS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Little-endian bit streams of codes [rows, cols] to those of their columns [cols, out_bytes]."""
+    """Repack little-endian bit streams of codes [rows, cols] as streams of their columns [cols, out_bytes]."""
     pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     row, row_ok = tiles.positions(pid_r, 1, 1, rows, 1, R, True)
     col, col_ok = tiles.positions(pid_c, 1, 1, cols, 1, C, True)

@@ -1,8 +1,7 @@
-"""Kernels: convolutions, as products of patches that are read from the images and never laid out.
+"""Kernels: implicit convolutions, matmuls of patches that are read from the images and never stored.
 
-The arithmetic is that of ``integers`` and ``weight_only``, whose tiles these multiply; how a patch is found is
-``patches``. The third axis of the grid is the groups. In depthwise convolutions a patch has one channel, and tiles are
-of places and channels: they run on no tensor core.
+They use the tile functions of ``integers`` and ``weight_only``; ``patches`` computes addresses. The third grid axis is
+the group. In a depthwise convolution a patch has one channel and a tile is [positions, channels], without tensor cores.
 
 Source: docs/numerics.md section 9.
 """
@@ -16,7 +15,7 @@ from lowbit.kernels.spec import GENERAL_OF_PRODUCTS
 
 @triton.jit
 def place(rows, cols, M: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr):
-    """Rows and columns of this program's tile; columns that its group has not are ``cols``."""
+    """Rows and columns of this program's tile. Columns outside its group are set to ``cols``."""
     each = cols // GROUPS
     row, col = weight_only.place(rows, each, M, N)
     if GROUPS > 1:
@@ -89,7 +88,7 @@ def patch_scales(
     WINDOW: tl.constexpr, MADE: tl.constexpr, MADE_SCALE: tl.constexpr, MADE_DTYPE: tl.constexpr,
     M: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """fp32 scales ``out [groups, rows]`` of the patches of each group; of one with Inf or NaN, NaN."""
+    """fp32 scales ``out [groups, rows]`` of the patches of each group; NaN for a patch with Inf or NaN."""
     group = tl.program_id(2)
     row = tl.program_id(0) * M + tl.arange(0, M)
     row_ok = row < rows
@@ -106,7 +105,7 @@ def patch_scales(
 
 @triton.jit
 def signed(code, FMT: tl.constexpr):
-    """Numbers of integer codes, int32."""
+    """The int32 values of integer codes."""
     if FMT[5]:
         return (code << (32 - FMT[1])) >> (32 - FMT[1])
     else:
@@ -123,9 +122,9 @@ def depthwise(
     INTEGERS: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     WINDOW: tl.constexpr, MADE: tl.constexpr, MADE_SCALE: tl.constexpr, MADE_DTYPE: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """A tile [M, N] of places and channels of the result, of which ``EACH`` side by side have patches of one channel.
+    """A tile [M, N] of positions and channels of the result. ``EACH`` adjacent output channels read one input channel.
 
-    ``A``: the format of ``a``, None of floats. ``INTEGERS``: sums are int32, else fp32 of decoded numbers.
+    ``A``: the format of ``a``, None for floats. ``INTEGERS``: sums are int32; otherwise fp32 of decoded numbers.
     """
     row, col = weight_only.place(rows, cols, M, N)
     row_ok, col_ok = row < rows, col < cols

@@ -1,4 +1,4 @@
-"""Host side of convolutions: how patches are read, what quantizes them, and which kernel multiplies."""
+"""Host side of convolutions: selects how patches are read and quantized, and the matmul kernel."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from lowbit.tensor.quantized import scale_dtype, zero_dtype
 
 __all__ = ["convolve", "quantized", "supports"]
 
-#: What the third axis of a grid holds.
+#: The largest size of the third grid axis.
 _GROUPS = 65535
 
-#: Channels of the result for one of the input, up to which no matrix instruction is worth its tile of 16.
+#: The most output channels per input channel for which the depthwise kernel is used; a matrix instruction has 16.
 _FEW = 8
 
-#: The kernels that multiply patches as others do rows.
+#: The kernel for patches that corresponds to each kernel for rows.
 _OF_PATCHES = {
     integers.integers: conv.conv_integers,
     weight_only.weight_only: conv.conv_weight_only,
@@ -36,7 +36,7 @@ _OF_PATCHES = {
 
 
 def supports(call: Conv) -> str | None:
-    """Why no kernel serves the call."""
+    """Why no kernel supports the call, or None."""
     if call.groups > _GROUPS:
         return f"its grid has at most {_GROUPS} groups, got {call.groups}"
     if call.input_scheme is not None:
@@ -52,19 +52,19 @@ def supports(call: Conv) -> str | None:
 
 
 def _product(call: Conv) -> ScaledMM:
-    """What the kernel multiplies, less its data: all patches of a group, and the weights of all groups."""
+    """The matmul without data: all patches of one group, and the weights of all groups."""
     rows, depth = call.x.shape[0] * prod(out_sizes(call)), columns(call)
     a = _without_data((rows, depth), torch.uint8 if call.input_scheme else call.x.dtype)
     return ScaledMM(a, call.weight, depth, call.input_scheme, call.scheme)
 
 
 def _without_data(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor that is only asked what it looks like, also where tensors without data stand for those that have."""
+    """A tensor of which only shape and dtype are read, also under fake tensors."""
     return torch.empty((), dtype=dtype, device="meta").expand(shape)
 
 
 def quantized(call: Conv) -> tuple[Conv, list[Launch]]:
-    """The call with codes as its input, where one scale spans it, and what fills them."""
+    """The call with codes as input if one scale spans the input, and the launches that fill them."""
     if call.input_scheme is None or call.x.dtype == torch.uint8 or not spans_tensor(scheme(call.input_scheme)):
         return call, []
     found, x = scheme(call.input_scheme), call.x.contiguous()
@@ -81,9 +81,9 @@ def quantized(call: Conv) -> tuple[Conv, list[Launch]]:
 
 # -- patches -----------------------------------------------------------------------------------------------------------
 def _arguments(call: Conv, made: Scheme | None = None) -> dict[str, Any]:
-    """Sizes and constants by which kernels find patches, and quantize those of the scheme ``made``.
+    """Sizes and constants with which kernels read patches, and quantize them in the scheme ``made``.
 
-    An axis that there is not has one pixel and one tap.
+    A missing axis has one pixel and one tap.
     """
     missing = (1,) * (3 - len(call.kernel_size))
     padded = (before + after > 0 for before, after in zip(call.padding[::2], call.padding[1::2], strict=True))
@@ -101,8 +101,9 @@ def _arguments(call: Conv, made: Scheme | None = None) -> dict[str, Any]:
 
 
 class _Patches(NamedTuple):
-    """The left operand: pixels as codes or floats, with their scales, what makes these, and the arguments by which
-    kernels find patches. ``MADE`` among them tells that patches are quantized as they are read.
+    """The left operand: pixels as codes or floats, their scales, launches, and arguments for reading patches.
+
+    The argument ``MADE`` means that patches are quantized as they are read.
     """
 
     side: Side
@@ -111,7 +112,7 @@ class _Patches(NamedTuple):
 
 
 def _patches(call: Conv) -> _Patches:
-    """Of a call that ``quantized`` made."""
+    """The patches of a call that ``quantized`` returned."""
     x = call.x.contiguous()
     if call.input_scheme is None:
         return _Patches(Side("a", x.flatten(0, -2), None, None, None, None), [], _arguments(call))
@@ -123,8 +124,9 @@ def _patches(call: Conv) -> _Patches:
 
 
 def _quantized_as_read(call: Conv, x: Tensor, found: Scheme) -> _Patches:
-    """Patches with a scale each, which one launch makes; codes are made where they are multiplied. The depthwise kernel
-    makes the scales too.
+    """Patches with one scale each, which one launch computes. The matmul kernel computes the codes.
+
+    The depthwise kernel computes the scales too.
     """
     arguments = _arguments(call, found) | {"a_ptr": pattern(x)}
     side = Side("a", x.flatten(0, -2), f"{found.format.name}:row", None, None, None)
@@ -141,7 +143,7 @@ def _quantized_as_read(call: Conv, x: Tensor, found: Scheme) -> _Patches:
 
 # -- products ----------------------------------------------------------------------------------------------------------
 def convolve(call: Conv, out: Tensor) -> list[Launch]:
-    """``out [N, *S', O]``, floats, of a call that ``quantized`` made; see ``lowbit.ops.conv``."""
+    """Fill ``out [N, *S', O]`` with floats for a call that ``quantized`` returned; see ``lowbit.ops.conv``."""
     patches, depth, y = _patches(call), columns(call), out.view(-1, out.shape[-1])
     b = Side(
         "b", call.weight, call.scheme, stored_scale(call.scale, call.scheme), call.zero_point,
@@ -163,7 +165,7 @@ def convolve(call: Conv, out: Tensor) -> list[Launch]:
 
 
 def _is_depthwise(call: Conv) -> bool:
-    """Whether a patch has one channel, for few channels of the result that have one scale each."""
+    """Whether patches have one channel and few output channels, which have one scale each."""
     codebook = call.input_scheme is not None and scheme(call.input_scheme).format.kind == "codebook"
     whole = scheme(call.scheme).block_of(call.weight.shape[0], columns(call))[1] >= columns(call)
     few = call.weight.shape[0] <= call.groups * _FEW
@@ -192,7 +194,7 @@ def _depthwise(call: Conv, patches: _Patches, b: Side, out: Tensor) -> Launch:
 
 
 def _left(a: Side, rows: int, made: bool) -> operands.Decoded:
-    """The left operand of a product of floats, with a scale for each of ``rows`` patches."""
+    """The left operand of a float matmul, with one scale per patch."""
     if made:
         decoded = _without_data(a.data.shape, torch.bfloat16)
         return operands.Decoded(

@@ -1,8 +1,8 @@
-"""Codes of 4 bits to 16-bit numbers in registers, two at a time, in PTX: Triton has neither ``prmt`` nor ``lop3``.
+"""Decodes 4-bit codes to 16-bit numbers in registers, two at a time, in PTX.
 
-``prmt`` picks four bytes of eight by four selectors of 3 bits, which packed codes are: a table of 16 numbers is two
-such halves for each of their bytes, among which the codes' upper bits select. Integers need no table: put into the
-mantissa of a power of two, they are what it and they exceed it by.
+Triton has neither ``prmt`` nor ``lop3``. ``prmt`` selects four of eight bytes by four 3-bit selectors, which are the
+low bits of packed codes. A table of 16 numbers is two halves of 8 per byte; the high bit of a code selects the half.
+Integers need no table: a code in the mantissa of a power of two increases the power by its value.
 
 Source: PTX ISA, prmt and fma; docs/numerics.md section 3.
 """
@@ -14,22 +14,22 @@ import triton.language as tl
 
 __all__ = ["integers", "look_up", "multiply_add", "tables", "twice", "unpaired"]
 
-#: By operand: the pattern of the power of two whose last place is 1, the exponent, minus it, and one.
+#: By operand: the pattern of the power of two whose ulp is 1, its value, and the pattern of 1.
 _MAGIC = {"bf16": (0x4300, 128, 0x3F80), "fp16": (0x6400, 1024, 0x3C00)}
 
-#: Selectors of a pair: the lower byte and the upper one of two codes' numbers.
+#: Selectors that combine the low and high bytes of the numbers of two codes.
 _PAIRS = ("0x5140", "0x7362")
 
 
 def _block(lines: list[str], outputs: int) -> tuple[str, str]:
-    """Instructions and constraints: one register of four bytes in, ``outputs`` out."""
+    """The asm and its constraints: one input register of four bytes, ``outputs`` output registers."""
     return "{" + " ".join(lines) + "}", ",".join(["=r"] * outputs + ["r"])
 
 
 def integers(signed: bool, operand: str) -> tuple[str, str]:
-    """Four bytes of two codes each to pairs of numbers, a lower code's below the upper one's: three instructions each.
+    """Four bytes of two codes each to pairs of numbers, the low code in the low half: three instructions per byte.
 
-    The sum of the power and the code is exact, and so is the difference.
+    The sum of the power of two and the code is exact, and so is the difference.
     """
     power, whole, one = _MAGIC[operand]
     flip = 8 if signed else 0
@@ -54,7 +54,7 @@ def _pattern(value: int, operand: str) -> int:
 
 
 def _in_registers(lines: list[str]) -> list[str]:
-    """``fma`` takes no immediate numbers of two halves: they are moved into registers first."""
+    """Move packed constants into registers, because ``fma`` does not support them as immediates."""
     found = dict.fromkeys(
         word.rstrip(";,") for line in lines if line.startswith("fma") for word in line.split() if word.startswith("0x")
     )
@@ -66,10 +66,10 @@ def _in_registers(lines: list[str]) -> list[str]:
 
 
 def tables(patterns: Sequence[Sequence[int]]) -> tuple[str, str]:
-    """Four bytes of two codes each to pairs of numbers of each table, a lower code's below the upper one's.
+    """Four bytes of two codes each to pairs of numbers of each table, the low code in the low half.
 
-    ``patterns``: the 16-bit patterns of 16 codes. Where the upper half is the lower one with another sign, it is made
-    of it.
+    ``patterns``: the 16-bit patterns of 16 codes. If the upper half of a table is the lower half negated, it is
+    computed from it.
     """
     source = f"${4 * len(patterns)}"
     lines = [
@@ -78,10 +78,10 @@ def tables(patterns: Sequence[Sequence[int]]) -> tuple[str, str]:
         f"and.b32 upper0, {source}, 0x88888888;",
         "xor.b32 upper1, upper0, 0x88888888;",
         "shr.u32 upper1, upper1, 3;",
-        "or.b32 upper0, upper0, upper1;",  # 8 for an upper bit, else 1
+        "or.b32 upper0, upper0, upper1;",  # 8 for a set high bit, else 1
         "shr.u32 code1, code0, 16;",
         "shr.u32 upper1, upper0, 16;",
-        # Selector 8 copies the sign of byte 0, which is set, and selector 1 takes byte 1.
+        # Selector 8 replicates the sign of byte 0, which is set; selector 1 takes byte 1.
         "prmt.b32 upper0, 0x80, 0, upper0;",
         "prmt.b32 upper1, 0x80, 0, upper1;",
     ]
@@ -94,7 +94,7 @@ def tables(patterns: Sequence[Sequence[int]]) -> tuple[str, str]:
 
 
 def _bytes_of(table: Sequence[int], half: int) -> list[str]:
-    """The lower and the upper byte of the numbers of four codes."""
+    """Instructions for the low and the high byte of the numbers of four codes."""
     symmetric = all(table[8 + code] == table[code] ^ 0x8000 for code in range(8))
     lines = []
     for byte in (0, 1):
@@ -111,13 +111,13 @@ def _bytes_of(table: Sequence[int], half: int) -> list[str]:
 
 
 def _word(patterns: Sequence[int], byte: int) -> str:
-    """Four entries' bytes as a number of 32 bits."""
+    """One byte of each of four entries as a 32-bit number."""
     return hex(sum(((pattern >> (8 * byte)) & 0xFF) << (8 * at) for at, pattern in enumerate(patterns)))
 
 
 @triton.jit
 def twice(value, OPERAND: tl.constexpr):
-    """A pair of one fp32 number, which is exact in the operand."""
+    """A pair that has one fp32 number twice. The number is exact in the operand."""
     if OPERAND == "fp16":
         pattern = value.to(tl.float16).to(tl.int16, bitcast=True)
     else:
@@ -127,7 +127,7 @@ def twice(value, OPERAND: tl.constexpr):
 
 @triton.jit
 def multiply_add(pairs, factors, addends, OPERAND: tl.constexpr):
-    """Pairs times pairs and pairs, rounded once."""
+    """``pairs * factors + addends``, rounded once."""
     if OPERAND == "fp16":
         return tl.inline_asm_elementwise(
             "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [pairs, factors, addends], tl.int32, True, 1
@@ -140,7 +140,7 @@ def multiply_add(pairs, factors, addends, OPERAND: tl.constexpr):
 
 @triton.jit
 def unpaired(pair, OPERAND: tl.constexpr):
-    """Numbers [N, 2 * C] of pairs [N, C] of patterns."""
+    """Pairs of patterns [N, C] as numbers [N, 2 * C]."""
     both = tl.join(pair.to(tl.int16), (pair >> 16).to(tl.int16))
     both = tl.reshape(both, [pair.shape[0], 2 * pair.shape[1]])
     if OPERAND == "fp16":
@@ -151,7 +151,7 @@ def unpaired(pair, OPERAND: tl.constexpr):
 
 @triton.jit
 def look_up(packed, PTX: tl.constexpr, REGISTERS: tl.constexpr, TERMS: tl.constexpr):
-    """Pairs of patterns of bytes [N, C] of two codes, a tensor a term, by what ``integers`` or ``tables`` give."""
+    """Decode bytes [N, C] of two codes to pairs, one tensor per term. PTX: from ``integers`` or ``tables``."""
     if TERMS == 1:
         return tl.inline_asm_elementwise(PTX, REGISTERS, [packed], tl.int32, True, 4)
     else:

@@ -1,7 +1,7 @@
-"""Kernels: the products of a mixture's experts in one launch. Rows of ``a`` are sorted by expert.
+"""Kernels: grouped matmuls for mixtures of experts in one launch. Rows of ``a`` are sorted by expert.
 
-Each program finds its expert from where the experts' rows end, on the device, so that the host waits for nothing. It
-then multiplies as the kernels of one product do.
+Each program finds its expert from the offsets on the device, so the host does not wait. It then runs the tile function
+of the kernel for a single matmul.
 
 Source: docs/numerics.md section 9.
 """
@@ -15,10 +15,10 @@ from lowbit.kernels.spec import GENERAL_OF_PRODUCTS
 
 @triton.jit
 def locate(offsets_ptr, experts, rows, tile, M: tl.constexpr, EXPERTS: tl.constexpr):
-    """What row tile ``tile`` holds: its expert, its first row, and where the expert's rows end.
+    """The expert of row tile ``tile``, the tile's first row, and the end of the expert's rows.
 
-    Each expert has tiles of its own. The rows behind the last expert's are those of expert ``experts``; a tile beyond
-    them has a larger number. ``EXPERTS``: a power of two above ``experts``.
+    Tiles are not shared by experts. Rows after the last expert's count as expert ``experts``; a tile past all rows
+    has a larger number. ``EXPERTS``: a power of two above ``experts``.
     """
     expert = tl.arange(0, EXPERTS)
     end = tl.load(offsets_ptr + expert, expert < experts, rows)
@@ -35,7 +35,7 @@ def locate(offsets_ptr, experts, rows, tile, M: tl.constexpr, EXPERTS: tl.conste
 
 @triton.jit
 def place(offsets_ptr, experts, rows, cols, M: tl.constexpr, N: tl.constexpr, EXPERTS: tl.constexpr):
-    """This program's expert, rows and columns, and where the expert's rows end."""
+    """This program's expert, rows and columns, and the end of the expert's rows."""
     tiles_n = tl.cdiv(cols, N)
     down, across = weight_only.tile_of(tl.num_programs(0) // tiles_n, tiles_n)
     expert, first, end = locate(offsets_ptr, experts, rows, down, M, EXPERTS)
@@ -44,13 +44,13 @@ def place(offsets_ptr, experts, rows, cols, M: tl.constexpr, N: tl.constexpr, EX
 
 @triton.jit
 def of_expert(ptr, expert, stride):
-    """Where an expert's part of a stack begins."""
+    """Pointer to an expert's part of a stack."""
     return ptr + expert.to(tl.int64) * stride
 
 
 @triton.jit
 def store_zeros(row, col, end, cols, out_ptr):
-    """Zeros in rows that no expert has."""
+    """Store zeros in rows without an expert."""
     to = (row.to(tl.int64) * cols)[:, None] + col[None, :]
     zeros = tl.zeros([row.shape[0], col.shape[0]], out_ptr.dtype.element_ty)
     tl.store(out_ptr + to, zeros, (row < end)[:, None] & (col < cols)[None, :])
@@ -68,7 +68,7 @@ def grouped_weight_only(
     A_FP8: tl.constexpr, A_TERMS: tl.constexpr, B_TERMS: tl.constexpr, SPLIT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """``weight_only`` of the expert that a tile's rows have; ``b`` and what belongs to it are stacks."""
+    """``weight_only`` for the expert of a tile. ``b`` and its scales are stacked by expert."""
     expert, row, col, end = place(offsets_ptr, experts, rows, cols, M, N, EXPERTS)
     if b_zero_ptr is not None:
         b_zero_ptr = of_expert(b_zero_ptr, expert, scale_stride_e)
@@ -98,7 +98,7 @@ def grouped_add_shares(
     A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
     DTYPE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """``add_shares`` of the expert that a tile's rows have."""
+    """``add_shares`` for the expert of a tile."""
     tiles_n = tl.cdiv(cols, N)
     expert, first, end = locate(offsets_ptr, experts, rows, tl.program_id(0) // tiles_n, M, EXPERTS)
     row, col = first + tl.arange(0, M), (tl.program_id(0) % tiles_n) * N + tl.arange(0, N)
@@ -125,7 +125,7 @@ def grouped_integers(
     WHOLE: tl.constexpr, ONE: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """``integers`` of the expert that a tile's rows have; ``b`` and what belongs to it are stacks."""
+    """``integers`` for the expert of a tile. ``b`` and its scales are stacked by expert."""
     expert, row, col, end = place(offsets_ptr, experts, rows, cols, M, N, EXPERTS)
     if b_zero_ptr is not None:
         b_zero_ptr = of_expert(b_zero_ptr, expert, scale_stride_e)
@@ -158,7 +158,7 @@ def grouped_scaled(
     BIAS: tl.constexpr, DTYPE: tl.constexpr, SPLIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """``scaled`` of the expert that a tile's rows have; ``b`` and what belongs to it are stacks."""
+    """``scaled`` for the expert of a tile. ``b`` and its scales are stacked by expert."""
     expert, row, col, end = place(offsets_ptr, experts, rows, cols, M, N, EXPERTS)
     if b_global_ptr is not None:
         b_global_ptr = of_expert(b_global_ptr, expert, global_stride_e)

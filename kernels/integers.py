@@ -1,6 +1,6 @@
-"""Kernel: the product of two matrices of integer codes, exact in each segment along K, then scaled.
+"""Kernel: the matmul of two matrices of integer codes, exact in each segment along K, then scaled.
 
-Zero points wait for the end of a segment, as those of sums: of ``(p - z) (q - w)`` over k they are the sums of p and q.
+Zero points are applied at the end of a segment: the sum of ``(p - z) (q - w)`` over k needs only the sums of p and q.
 
 Source: docs/numerics.md section 9.
 """
@@ -15,7 +15,7 @@ from lowbit.kernels.weight_only import load_codes, place, scale_of
 
 @triton.jit
 def as_int8(code, FMT: tl.constexpr):
-    """Codes as signed numbers; unsigned ones of 8 bits are 128 less."""
+    """Codes as signed numbers; 128 is subtracted from unsigned 8-bit codes."""
     if FMT[5]:
         return ((code << (32 - FMT[1])) >> (32 - FMT[1])).to(tl.int8)
     elif FMT[1] == 8:
@@ -26,7 +26,7 @@ def as_int8(code, FMT: tl.constexpr):
 
 @triton.jit
 def stored_int8(raw, FMT: tl.constexpr):
-    """``as_int8`` of codes of 8 bits as they are stored."""
+    """``as_int8`` of stored 8-bit codes."""
     if FMT[5]:
         return raw.to(tl.int8, bitcast=True)
     else:
@@ -35,7 +35,7 @@ def stored_int8(raw, FMT: tl.constexpr):
 
 @triton.jit
 def zero_of(ptr, at, ok, FMT: tl.constexpr, AFFINE: tl.constexpr):
-    """The zero points of rows, int32, of the numbers of ``as_int8``."""
+    """int32 zero points of rows, for the numbers of ``as_int8``."""
     zero = tl.zeros_like(at).to(tl.int32)
     if AFFINE:
         zero = tl.load(ptr + at, ok, 0).to(tl.int32)
@@ -46,7 +46,7 @@ def zero_of(ptr, at, ok, FMT: tl.constexpr, AFFINE: tl.constexpr):
 
 @triton.jit
 def without_zeros(exact, a_sum, a_zero, b_sum, b_zero, terms, A_ZERO: tl.constexpr, B_ZERO: tl.constexpr):
-    """Sums [M, N] of products of numbers less their zero points, of sums of their products and of themselves."""
+    """Sums [M, N] with zero points applied, from the sums of products and the sums of each operand."""
     if B_ZERO:
         exact -= a_sum[:, None] * b_zero[None, :]
     if A_ZERO:
@@ -63,7 +63,7 @@ def scaled(
     A: tl.constexpr, A_SCALE: tl.constexpr, A_AFFINE: tl.constexpr,
     B: tl.constexpr, B_SCALE: tl.constexpr, B_AFFINE: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [M, N] of exact sums of ``terms`` products, less zero points, by the scales of the blocks ``a_at`` and
+    """fp32 [M, N]: exact sums of ``terms`` products with zero points applied, times the scales of blocks ``a_at`` and
     ``b_at``.
     """
     A_ZERO: tl.constexpr = A_AFFINE or (A[5] == 0 and A[1] == 8)
@@ -78,7 +78,7 @@ def scaled(
 
 @triton.jit
 def store(total, row, col, row_ok, col_ok, cols, bias_ptr, out_ptr, BIAS: tl.constexpr, DTYPE: tl.constexpr):
-    """Bias and cast of scaled sums [M, N], in that order."""
+    """Add the bias to scaled sums [M, N], cast, and store."""
     if BIAS >= 0:
         sign, magnitude = bits.split(tl.load(bias_ptr + col, col_ok, 0), BIAS)
         total = total + (magnitude | (sign << 31)).to(tl.float32, bitcast=True)[None, :]
@@ -92,7 +92,7 @@ def of_patches(
     ptr, first, k, row_ok, k_ok, scale, zero, image, FMT: tl.constexpr, ZERO: tl.constexpr, WINDOW: tl.constexpr,
     MADE: tl.constexpr, MADE_SCALE: tl.constexpr, MADE_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Numbers [M, K] of patches, those of padding being zero points; see ``patches``."""
+    """Numbers [M, K] of patches; padding is the zero point. See ``patches``."""
     raw, ok = patches.load(ptr, first, k, row_ok, k_ok, image, WINDOW)
     if MADE is not None:
         code = patches.encode(raw, scale[:, None], MADE, MADE_SCALE, MADE_DTYPE)
@@ -117,7 +117,7 @@ def multiply(
     image=None, WINDOW: tl.constexpr = None, MADE: tl.constexpr = None, MADE_SCALE: tl.constexpr = None,
     MADE_DTYPE: tl.constexpr = 0,
 ):  # fmt: skip
-    """The tile at rows ``row``, of which those before ``end`` count, and columns ``col``: see ``integers``.
+    """The tile at rows ``row`` (valid before ``end``) and columns ``col``: see ``integers``.
 
     With a ``WINDOW`` the rows are patches: see ``patches``.
     """
@@ -165,11 +165,11 @@ def multiply(
         if A_ZERO:
             b_sum += tl.sum(tl.where(k_ok[None, :], b, 0).to(tl.int32), axis=1)
         if not WHOLE:
-            # Segments of the last block may begin beyond K: their scales are read, and count for nothing. Blocks whose
-            # length no segment divides are shorter at the end of K: what lies beyond adds nothing.
+            # Segments of the last block may begin past K: their scales are loaded, but they add nothing. Blocks whose
+            # length is not a multiple of a segment are shorter at the end of K: elements past K add nothing.
             there = tl.minimum(first, depth - 1)
             a_at, b_at = a_row + there // a_block_c, b_row + there // b_block_c
-            # A branch: for tcgen05 Triton 3.9 compiles no selection between the accumulator of a product and zeros.
+            # A branch, because for tcgen05 Triton 3.9 cannot compile a select between an accumulator and zeros.
             if True if ONE else step % steps == steps - 1:
                 part = scaled(
                     exact, a_sum, b_sum, last - first, row, a_at, row_ok, col, b_at, col_ok, a_scale_ptr, a_zero_ptr,
@@ -199,9 +199,9 @@ def integers(
 ):  # fmt: skip
     """A tile [M, N] of ``a [rows, depth] @ b [cols, depth].T``.
 
-    A block along K has ``segments`` of ``length`` elements, the last one what is left; a segment has ``steps`` of K
-    elements, with ``ONE`` one, and there are ``count`` of them. ``WHOLE``: one segment is all. ``ALIGNED``: a power of
-    two that divides where each segment begins and ends, so that 16 bytes can be loaded at once.
+    A block along K has ``segments`` of ``length`` elements; the last one may be shorter. A segment has ``steps`` of K
+    elements (one with ``ONE``), and there are ``count`` segments. ``WHOLE``: there is one segment. ``ALIGNED``: a power
+    of two that divides the ends of each segment, so that 16 bytes can be loaded at once.
     """
     row, col = place(rows, cols, M, N)
     multiply(

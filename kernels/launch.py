@@ -1,7 +1,7 @@
-"""Host side: from tensors and schemes to kernels with their grids.
+"""Host side of codecs and optimizer steps: from tensors and schemes to kernel launches.
 
-Each function returns the launches that fill ``outs``, in order; ``start.run`` starts them. Matrices are
-``[rows, cols]`` of any strides, outputs contiguous. Scratch memory is allocated here.
+Each function returns the launches that fill the outputs, in order; ``start.run`` runs them. Matrices are
+``[rows, cols]`` with any strides; outputs are contiguous. Scratch memory is allocated here.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from lowbit.tensor.quantized import scale_dtype, zero_dtype
 
 
 class Moment(NamedTuple):
-    """A moment of an optimizer as it comes, and where it goes; these may be the same.
+    """An optimizer moment and its output tensors, which may be the same tensors.
 
-    Packed codes and scales in a scheme; without one numbers, whose scales are None.
+    Packed codes and scales with a scheme; floats without scales if the scheme is None.
     """
 
     scheme: Scheme | None
@@ -49,9 +49,9 @@ class Moment(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """A parameter, and its master or None (fp32, or int8 of what bf16 lacks); then where they go.
+    """A parameter and its master (fp32, int8 low bits, or None), and their output tensors.
 
-    ``stochastic``: whether the parameter, bf16, is rounded by random bits of the stream after that of the moments.
+    ``stochastic``: whether the bf16 parameter is rounded stochastically, with the stream after the moments' stream.
     """
 
     param: Tensor
@@ -62,14 +62,14 @@ class Weight(NamedTuple):
 
 
 class Rounding:
-    """How to round: to nearest, or with ``rng``, int64 [seed, step], and the whole tensor's coordinates."""
+    """Rounding to nearest, or with ``rng`` (int64 [seed, step]) and coordinates in the whole tensor."""
 
     def __init__(self, rng: Tensor | None = None, stream: int = 0, offset: int = 0, pitch: int = 0):
         self.stochastic = rng is not None
         self.arguments: dict[str, Any] = {"rng_ptr": rng, "stream_id": stream, "offset": offset, "pitch": pitch}
 
     def mode(self, tiles: Tiling | StepTiles) -> int:
-        """``ROUNDING`` in kernels."""
+        """The kernel argument ``ROUNDING``."""
         return self.stochastic + (self.stochastic and tiles.eights(self.arguments["offset"], self.arguments["pitch"]))
 
 
@@ -81,14 +81,14 @@ def _plain(rows: int, cols: int) -> tuple[Tiling, dict[str, Any]]:
 
 
 def _flat(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Contiguous matrices as one long row, where its length fits kernels' 32-bit positions."""
+    """Contiguous matrices as one row, if its length fits the 32-bit indices of kernels."""
     if x.is_contiguous() and out.is_contiguous() and x.shape == out.shape and x.numel() < 1 << 30:
         return x.view(1, -1), out.view(1, -1)
     return x, out
 
 
 def encode(x: Tensor, out: Tensor, format: Format, saturate: bool, rounding: Rounding) -> list[Launch]:
-    """Codes, one a byte, of x ``[rows, cols]``."""
+    """Encode x ``[rows, cols]``, one code per byte."""
     if not rounding.stochastic or rounding.arguments["pitch"] == x.shape[1]:
         x, out = _flat(x, out)
     tiles, sizes = _plain(*x.shape)
@@ -101,13 +101,13 @@ def encode(x: Tensor, out: Tensor, format: Format, saturate: bool, rounding: Rou
 
 
 def conversion(format: Format, device: torch.device, rounding: Rounding) -> str:
-    """``CONVERT`` in kernels: the format whose saturating codes to nearest an instruction makes, "" for none."""
+    """The kernel argument ``CONVERT``: the format with a conversion instruction (to nearest, saturating), or ""."""
     name = CONVERTED.get(format.name, "")
     return name if name and not rounding.stochastic and rounds_once(name, device) else ""
 
 
 def decode(codes: Tensor, out: Tensor, format: Format) -> list[Launch]:
-    """Values of codes ``[rows, cols]``, one a byte."""
+    """Decode codes ``[rows, cols]``, one per byte."""
     codes, out = _flat(codes, out)
     tiles, sizes = _plain(*codes.shape)
     arguments = {
@@ -118,7 +118,7 @@ def decode(codes: Tensor, out: Tensor, format: Format) -> list[Launch]:
 
 
 def pack(codes: Tensor, out: Tensor, bits: int) -> list[Launch]:
-    """Codes ``[rows, cols]`` to rows of ``out.shape[1]`` bytes."""
+    """Pack codes ``[rows, cols]`` into rows of ``out.shape[1]`` bytes."""
     tiles, sizes = _plain(*out.shape)
     arguments = {
         "codes_ptr": codes, "stride_r": codes.stride(0), "stride_c": codes.stride(1),
@@ -128,7 +128,7 @@ def pack(codes: Tensor, out: Tensor, bits: int) -> list[Launch]:
 
 
 def unpack(packed: Tensor, out: Tensor, bits: int) -> list[Launch]:
-    """Rows of packed bytes to one code a byte, ``out [rows, cols]``."""
+    """Unpack rows of bytes to one code per byte, ``out [rows, cols]``."""
     tiles, sizes = _plain(*out.shape)
     arguments = {
         "packed_ptr": packed, "stride_r": packed.stride(0), "stride_c": packed.stride(1),
@@ -138,7 +138,7 @@ def unpack(packed: Tensor, out: Tensor, bits: int) -> list[Launch]:
 
 
 def transpose(packed: Tensor, out: Tensor, bits: int, cols: int) -> list[Launch]:
-    """Columns of packed codes ``[rows, cols]`` as packed rows."""
+    """Repack the columns of packed codes ``[rows, cols]`` as rows."""
     rows = packed.shape[0]
     tile_r, tile_c = (max(8, min(64, power_of_two(size))) for size in (rows, cols))
     tiles_c = -(-cols // tile_c)
@@ -155,10 +155,10 @@ def _pairs(tiles: Tiling, bits: int) -> bool:
 
 
 def hadamard(x: Tensor, out: Tensor, block: int, signed: bool) -> list[Launch]:
-    """``out`` of x ``[rows, cols]`` transformed along its columns: a launch for each size of blocks."""
+    """Transform x ``[rows, cols]`` along its columns: one launch per block size."""
     launches = []
     for start, length, size in reference.pieces(x.shape[1], block):
-        # Along what lies side by side in memory a tile is long.
+        # A tile is long along the contiguous axis.
         cols = max(size, min(power_of_two(length), 128 if x.stride(1) == 1 else 16))
         elements = 2048 if x.stride(1) == 1 else 8192
         rows = min(max(1, elements // cols), power_of_two(x.shape[0]))
@@ -187,7 +187,7 @@ def _extremes(x: Tensor, tiles: Tiling, both: bool, finite: bool) -> tuple[Launc
 
 
 def global_scale(x: Tensor, out: Tensor, scheme: Scheme) -> list[Launch]:
-    """The global scale of x into ``out`` fp32 ``[1, 1]``, or those of its rows into ``[rows, 1]``."""
+    """Compute the global scale of x, ``out`` fp32 ``[1, 1]``, or of each row, ``[rows, 1]``."""
     rows, cols = x.shape
     tiles = tiling(rows, cols, (1 if scheme.global_scale == "row" else rows, cols))
     reduce, high, _ = _extremes(x, tiles, both=False, finite=True)
@@ -198,7 +198,7 @@ def global_scale(x: Tensor, out: Tensor, scheme: Scheme) -> list[Launch]:
 
 
 def block_range(x: Tensor, low: Tensor, high: Tensor, scheme: Scheme) -> list[Launch]:
-    """The least and the largest element of each block, 0 counted among them, into fp32 ``[R, C]``."""
+    """Compute the minimum and maximum of each block and 0, fp32 ``[R, C]``."""
     reduce, most, least = _extremes(x, tiling(*x.shape, scheme.block_of(*x.shape)), both=True, finite=False)
     count = most.numel()
     size = min(power_of_two(count), TARGET.usual // 4)
@@ -213,9 +213,9 @@ def quantize_dynamic(
     out: Tensor, scale: Tensor | None, zero_point: Tensor | None,
     rounding: Rounding, fake: bool = False,
 ) -> list[Launch]:  # fmt: skip
-    """Scales of x from its own elements, and its codes (packed), or with ``fake`` the numbers that they stand for.
+    """Compute the scales of x and its packed codes, or with ``fake`` the dequantized values.
 
-    ``scale`` and ``zero_point`` take the scales, and may be None with ``fake``.
+    ``scale`` and ``zero_point`` receive the scales, and may be None with ``fake``.
     """
     rows, cols = x.shape
     tiles = tiling(rows, cols, scheme.block_of(rows, cols))
@@ -236,7 +236,7 @@ def _make_scales(
     scale: Tensor | None,
     zero_point: Tensor | None,
 ) -> tuple[list[Launch], Tensor, Tensor | None]:
-    """Launches that make the scales of blocks larger than tiles, and the tensors that take them, given or new."""
+    """Launches that compute the scales of blocks larger than tiles, and their output tensors, given or new."""
     if scale is None:
         shape = scheme.scale_shape(*x.shape)
         scale = torch.empty(shape, dtype=scale_dtype(scheme), device=x.device)
@@ -253,7 +253,7 @@ def _make_scales(
 
 
 def whole_rows(rows: int, cols: int, scheme: Scheme) -> Tiling | None:
-    """Tiles of whole rows in blocks of ``scheme``, whose global scales one pass can make; None where there are none."""
+    """Tiles of whole rows in blocks of ``scheme``, for one-pass global scales; None if there are none."""
     if scheme.global_scale != "row" or scheme.affine:
         return None
     wide = power_of_two(cols)
@@ -265,7 +265,7 @@ def whole_rows(rows: int, cols: int, scheme: Scheme) -> Tiling | None:
 
 
 def quantize_rows(x: Tensor, scheme: Scheme, codes: Tensor, scale: Tensor, global_scale: Tensor) -> list[Launch]:
-    """Codes of x (packed) to nearest, the scales of its blocks, and the global scales of its rows."""
+    """Compute the packed codes of x (to nearest), block scales, and the global scale of each row."""
     rows, cols = x.shape
     tiles = whole_rows(rows, cols, scheme)
     assert tiles is not None
@@ -283,7 +283,7 @@ def quantize_static(
     x: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None, global_scale: Tensor | None, out: Tensor,
     rounding: Rounding, fake: bool = False,
 ) -> list[Launch]:  # fmt: skip
-    """Codes of x (packed) for the scales given, or with ``fake`` the numbers that they stand for."""
+    """Compute the packed codes of x for given scales, or with ``fake`` the dequantized values."""
     tiles = tiling(*x.shape, scheme.block_of(*x.shape))
     scales = (scale.contiguous(), dense(zero_point), global_scale)
     return _quantize(x, scheme, tiles, scales, out, rounding, fake, given=True, dynamic=False)
@@ -314,7 +314,7 @@ def _quantize(
 def dequantize(
     codes: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None, global_scale: Tensor | None, out: Tensor
 ) -> list[Launch]:
-    """Numbers ``out [rows, cols]`` of packed codes."""
+    """Dequantize packed codes to ``out [rows, cols]``."""
     rows, cols = out.shape
     tiles = tiling(rows, cols, scheme.block_of(rows, cols))
     more = {
@@ -333,8 +333,9 @@ def fake_quantize_backward(
     scale: Tensor | None, zero_point: Tensor | None, global_scale: Tensor | None,
     out: Tensor, grad_scale: Tensor | None,
 ) -> list[Launch]:  # fmt: skip
-    """Gradients of x into ``out``, of given scales and zero points into ``grad_scale`` fp32; scales of x itself are
-    constants.
+    """Compute the gradient of x, ``out``, and of given scales and zero points, ``grad_scale`` fp32.
+
+    Scales that are computed from x are constants.
     """
     tiles = tiling(*x.shape, scheme.block_of(*x.shape))
     launches: list[Launch] = []
@@ -361,7 +362,7 @@ def fake_quantize_backward(
 
 
 # -- optimizer ---------------------------------------------------------------------------------------------------------
-#: ``MASTER`` of the kernel.
+#: The kernel argument ``MASTER`` by dtype.
 _MASTERS = {torch.float32: 1, torch.int8: 2}
 
 
@@ -369,9 +370,9 @@ def optimizer_step(
     weight: Weight, grad: Tensor, moments: list[Moment], rule: str, factors: Sequence[float], rounding: Rounding,
     stochastic: bool,
 ) -> list[Launch]:  # fmt: skip
-    """The next weight and moments.
+    """Update the weight and moments.
 
-    ``rounding`` has the random bits of both moments and parameter; ``stochastic``: whether moments are rounded by them.
+    ``rounding`` has the random bits for moments and parameter. ``stochastic``: whether moments use them.
     """
     rows, cols = weight.param.shape
     tiles = step_tiles(rows, cols, lcm(1, *(state_run(m.scheme) for m in moments if m.scheme is not None)))
@@ -399,7 +400,7 @@ def optimizer_step(
 
 
 def _of_moment(name: str, moment: Moment | None, cols: int, tiles: StepTiles) -> dict[str, Any]:
-    """Arguments of a moment, and of one that there is not."""
+    """Kernel arguments of a moment, or of a missing one."""
     codes, scale, new_codes, new_scale = (None,) * 4 if moment is None else moment[1:]
     found: dict[str, Any] = {
         f"{name}_ptr": _maybe_pattern(dense(codes)), f"{name}_scale_ptr": _maybe_pattern(dense(scale)),

@@ -1,4 +1,4 @@
-"""What the machine code of a kernel takes and which matrix instructions it has, without a GPU."""
+"""Reads registers, stack and matrix instructions from the machine code of kernels, without a GPU."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from lowbit.kernels.aot import Compiled
 
 __all__ = ["Usage", "matrix_instructions", "usage"]
 
-#: A matrix instruction in PTX with all its words.
+#: A PTX matrix instruction with all its modifiers.
 _INSTRUCTION = re.compile(r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*")
-#: Types of operands by what they are called in PTX, ``f8f6f4`` and ``mxf4`` being the kinds of tcgen05.
+#: Operand types by their PTX names. ``f8f6f4`` and ``mxf4`` are kinds of tcgen05.
 _TYPES = {
     "bf16": "bf16", "f16": "fp16", "s8": "int8", "u8": "int8", "i8": "int8", "e4m3": "fp8", "e5m2": "fp8",
     "f8f6f4": "fp8", "tf32": "tf32", "mxf8f6f4": "mxfp8", "mxf4": "mxfp4", "mxf4nvf4": "nvfp4", "e2m1": "fp4",
 }  # fmt: skip
-#: Types of operands as machine code names them, by the instruction in PTX.
+#: Machine-code instructions by PTX instruction and operand type.
 _MACHINE = {
     "mma.sync": {"int8": "IMMA", "fp8": "QMMA", "fp4": "OMMA"},
     "wgmma": {"int8": "IGMMA", "fp8": "QGMMA"},
     "tcgen05": {"int8": "UTCIMMA", "fp8": "UTCQMMA", "mxfp8": "UTCQMMA", "mxfp4": "UTCOMMA", "nvfp4": "UTCOMMA"},
 }
-#: The same of floats of 16 bits and more.
+#: Machine-code instructions for floats of 16 bits and more.
 _FLOATS = {"mma.sync": "HMMA", "wgmma": "HGMMA", "tcgen05": "UTCHMMA"}
 
 
 class Usage(NamedTuple):
-    """Registers of a thread, and bytes of its stack, where registers are spilled."""
+    """Registers per thread, and bytes of stack for spilled registers."""
 
     registers: int
     spilled: int
 
 
 def matrix_instructions(ptx: str) -> list[str]:
-    """The matrix instructions of a kernel, most frequent first, by what they multiply: ``wgmma bf16 (HGMMA)``."""
+    """The matrix instructions of a kernel with operand types, most frequent first: ``wgmma bf16 (HGMMA)``."""
     return [name for name, _ in Counter(map(_named, _INSTRUCTION.findall(ptx))).most_common()]
 
 
@@ -48,14 +48,14 @@ def _named(text: str) -> str:
     scaled = "block_scale" in words
     found = [_TYPES[word] for word in words if word in _TYPES]
     if family == "tcgen05" and "f16" in words:
-        found = ["bf16"]  # the kind of both formats of 16 bits, of which kernels here multiply bf16
+        found = ["bf16"]  # tcgen05 has one kind for both 16-bit formats; these kernels multiply bf16
     operand = found[-1] if found else "?"
     machine = _MACHINE[family].get(operand, _FLOATS[family])
     return f"{family}{' block-scaled' if scaled else ''} {operand} ({machine})"
 
 
 def usage(compiled: Compiled) -> Usage:
-    """What ``cuobjdump``, which comes with Triton, reads of the machine code. Raises RuntimeError where it cannot."""
+    """Read the usage with ``cuobjdump``, which comes with Triton. Raises RuntimeError if that fails."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

@@ -1,4 +1,4 @@
-"""Operands of products as kernels take them: codes with their scales, or as floats; what holds them exactly."""
+"""Prepares matmul operands for kernels: codes with scales or floats, in formats that are exact for them."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ __all__ = [
     "values",
 ]  # fmt: skip
 
-#: Terms of 8 bits that a float is cut into.
+#: Number of 8-bit terms into which a float is split.
 TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
 def kind(side: Side) -> str | None:
-    """The kind of a side's format; None of a float matrix."""
+    """The kind of a side's format; None for a float matrix."""
     return None if side.scheme is None else scheme(side.scheme).format.kind
 
 
 class RowScales(NamedTuple):
-    """Scales of rows, as ``scheme`` stores them: ``block`` rows share one."""
+    """Row scales as ``scheme`` stores them; ``block`` rows share one."""
 
     scale: Tensor
     global_scale: Tensor | None
@@ -68,19 +68,19 @@ class RowScales(NamedTuple):
 
 
 def row_scales(side: Side, cols: int) -> RowScales:
-    """The scales of a side that has one for each row."""
+    """The scales of a side with one scale per row."""
     assert side.scale is not None
     found = scheme(str(side.scheme))
     return RowScales(side.scale, side.global_scale, found.block_of(side.data.shape[0], cols)[0], found)
 
 
 def fp32_rows(scale: Tensor, block: int = 1) -> RowScales:
-    """fp32 scales ``[rows]`` or ``[rows, 1]``, of ``block`` rows each."""
+    """fp32 scales ``[rows]`` or ``[rows, 1]``, each for ``block`` rows."""
     return RowScales(scale.view(-1, 1), None, block, scheme("int8:row"))
 
 
 def of_left(rows: RowScales | None) -> dict[str, Any]:
-    """Scales of the rows of a left operand, by the names that arguments of an epilogue have."""
+    """Row scales of the left operand as arguments of an epilogue."""
     if rows is None:
         return {"a_scale_ptr": None, "a_global_ptr": None, "a_block": 1, "A_SCALE": None}
     return {
@@ -90,8 +90,9 @@ def of_left(rows: RowScales | None) -> dict[str, Any]:
 
 
 class Decoded(NamedTuple):
-    """A left operand: floats and what fills them, or codes in the FP8 format ``fp8``. Scales that are not multiplied in
-    are those of its ``rows``, or of ``blocks`` along the depth.
+    """A left operand: floats with the launches that fill them, or codes in the FP8 format ``fp8``.
+
+    Scales that are not applied yet are in ``rows``, or in ``blocks`` along K.
     """
 
     values: Tensor
@@ -102,7 +103,7 @@ class Decoded(NamedTuple):
 
 
 def fits_bf16(side: Side, cols: int) -> bool:
-    """Whether an operand is exact in bf16, less scales of whole rows."""
+    """Whether an operand without its row scales is exact in bf16."""
     if side.scheme is None:
         return side.data.dtype == torch.bfloat16
     found = scheme(side.scheme)
@@ -112,9 +113,9 @@ def fits_bf16(side: Side, cols: int) -> bool:
 
 
 def values(side: Side, cols: int, by_block: bool = False) -> Decoded:
-    """An operand as floats: in bf16 where its codes, or they times the scales of their blocks, are exact in it.
+    """An operand as floats: in bf16 if its codes, or its codes times block scales, are exact in bf16.
 
-    ``by_block``: scales that are not exact may be left, for sums of blocks.
+    ``by_block``: scales that are not exact may be left for block sums.
     """
     if side.scheme is None:
         return Decoded(side.data, [], None)
@@ -136,7 +137,7 @@ def values(side: Side, cols: int, by_block: bool = False) -> Decoded:
 
 
 def leaves_blocks(side: Side, cols: int) -> bool:
-    """Whether codes are exact in bf16, and their scales are of blocks along the depth that cannot be multiplied in."""
+    """Whether codes are exact in bf16, but not their products with block scales along K."""
     if side.scheme is None:
         return False
     found = scheme(side.scheme)
@@ -144,7 +145,7 @@ def leaves_blocks(side: Side, cols: int) -> bool:
 
 
 def in_bf16(side: Side, cols: int) -> Decoded:
-    """An operand in bf16, rounded to it where it is not exact."""
+    """An operand in bf16, rounded if necessary."""
     if fits_bf16(side, cols):
         return values(side, cols)
     if side.scheme is None:
@@ -156,14 +157,14 @@ def in_bf16(side: Side, cols: int) -> Decoded:
 
 
 def global_rows(side: Side) -> RowScales | None:
-    """The global scales of a side as scales of its rows."""
+    """The global scales of a side as row scales."""
     if side.global_scale is None:
         return None
     return fp32_rows(side.global_scale, side.data.shape[0] if side.global_scale.numel() == 1 else 1)
 
 
 def _ones(side: Side) -> Tensor | None:
-    """In place of a side's global scales."""
+    """Ones in place of a side's global scales."""
     if side.global_scale is None:
         return None
     return _filled(side.global_scale.shape, torch.float32, 1.0, side.data.device)
@@ -171,13 +172,13 @@ def _ones(side: Side) -> Tensor | None:
 
 @lru_cache(maxsize=256)
 def _filled(shape: tuple[int, ...], dtype: torch.dtype, value: float, device: torch.device) -> Tensor:
-    """A tensor of one value, which is made once: no call waits for it."""
+    """A cached tensor of one value, so that later calls do not fill it."""
     return torch.full(shape, value, dtype=dtype, device=device)
 
 
 @cache
 def _unit(scheme: Scheme) -> float:
-    """What a stored scale of 1 is."""
+    """The stored value of a scale of 1."""
     if scheme.scale_format.dtype != "uint8":
         return 1.0
     with _disable_current_modes():
@@ -186,7 +187,7 @@ def _unit(scheme: Scheme) -> float:
 
 
 def fp8_left(side: Side, cols: int, by_block: bool = False) -> Decoded | None:
-    """FP8 codes as they are, which the kernel decodes: their scales span rows or, with ``by_block``, are left."""
+    """FP8 codes for the kernel to decode, if scales span rows or, with ``by_block``, are left for block sums."""
     found = None if side.scheme is None else scheme(side.scheme)
     if found is None or not fp8(found, side.data.device):
         return None
@@ -201,7 +202,7 @@ def fp8_left(side: Side, cols: int, by_block: bool = False) -> Decoded | None:
 @cache
 def _values_of(format: Format) -> Tensor:
     """The finite values of a format's codes, fp32."""
-    with _disable_current_modes():  # in which tensors may be fake
+    with _disable_current_modes():  # a mode may make tensors fake
         values = _decoded(format)
         return values[values.isfinite()]
 
@@ -225,7 +226,7 @@ def is_exact(format: Format, operand: str) -> bool:
 
 @cache
 def folds(scheme: Scheme, operand: str) -> bool:
-    """Whether a code times its block's scale is exact in the operand; bf16 has the range of every power of two."""
+    """Whether codes times block scales are exact in the operand format; bf16 has the range of every power of two."""
     if scheme.affine or scheme.format.kind == "codebook" or scheme.scale_format.dtype != "uint8":
         return False
     scale = find(scheme.scale_format.name)
@@ -238,7 +239,7 @@ def folds(scheme: Scheme, operand: str) -> bool:
 
 
 def fp8(scheme: Scheme | None, device: torch.device) -> str:
-    """The name of an FP8 format that is converted by hardware, or as half of fp16."""
+    """The name of an FP8 format that hardware converts, or that is the upper half of fp16."""
     name = "" if scheme is None else FP8.get(scheme.format.name, "")
     return "" if name == "e4m3" and not converts(name, device) else name
 
@@ -250,7 +251,7 @@ def table_of(format: Format, device: torch.device) -> Tensor:
 
 
 def _terms(values: Tensor) -> Tensor:
-    """Three numbers, each exact in bf16, that add up to each of ``values``, fp32 ``[3, ...]``."""
+    """Each of ``values`` as the sum of three numbers that are exact in bf16: fp32 ``[3, ...]``."""
     rest, terms = values, []
     for _ in range(3):
         terms.append((rest.view(torch.int32) & -0x10000).view(torch.float32))
@@ -260,7 +261,7 @@ def _terms(values: Tensor) -> Tensor:
 
 @cache
 def instructions(format: Format, operand: str) -> tuple[str, str]:
-    """Instructions that decode a format of 4 bits: each code to one operand, or to three that add up to it."""
+    """PTX that decodes a 4-bit format: each code to one number, or to three that add up to it."""
     if format.kind == "integer":
         return decode_4bit.integers(format.signed, operand)
     values = _decoded(format)
@@ -270,7 +271,7 @@ def instructions(format: Format, operand: str) -> tuple[str, str]:
 
 
 def codes_of(name: str, side: Side) -> dict[str, Any]:
-    """A side's codes and scales, by the names that arguments have."""
+    """A side's codes and scales as kernel arguments."""
     data = side.data
     return {
         f"{name}_ptr": data, f"{name}_stride_r": data.stride(0), f"{name}_stride_c": data.stride(1),
@@ -280,5 +281,5 @@ def codes_of(name: str, side: Side) -> dict[str, Any]:
 
 
 def maybe_pattern(x: Tensor | None) -> Tensor | None:
-    """An optional tensor as an argument: contiguous, of integers."""
+    """An optional tensor as a kernel argument: contiguous, as integers."""
     return None if x is None else pattern(x.contiguous())

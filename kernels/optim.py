@@ -1,10 +1,10 @@
-"""Kernel: one step of an optimizer in one pass: decodes moments, updates, makes new scales, encodes.
+"""Kernel: an optimizer step in one pass, which decodes moments, updates, computes new scales and encodes.
 
-A program holds columns that are whole blocks of both moments and whole bytes of their codes (``spec.StepTiles``). So it
-reads and writes memory that no other program does, and new tensors may be the old ones.
+A program's columns are whole blocks of both moments and whole bytes of their codes (``spec.StepTiles``). No two
+programs access the same memory, so the step may be in place.
 
-``RULE`` is a name of lowbit/ops/optim.py; ``f0`` to ``f6`` are its factors, in its order. What a moment is kept in,
-``FIRST`` or ``SECOND``, is a row of ``spec.DTYPES``, ``CODES``, or ``NONE`` where the rule has no such moment.
+``RULE`` is a name of lowbit/ops/optim.py; ``f0`` to ``f6`` are its factors, in its order. ``FIRST`` and ``SECOND`` say
+how a moment is stored: a value of ``spec.DTYPES``, ``CODES``, or ``NONE`` if the rule has no such moment.
 
 Source: docs/numerics.md section 11.
 """
@@ -16,13 +16,13 @@ from lowbit.kernels import bits, rng, scales, tiles
 from lowbit.kernels.quantize import encode_below, load_input
 from lowbit.kernels.spec import GENERAL
 
-#: Kinds of a moment that are no dtype.
+#: Values of ``FIRST`` and ``SECOND`` that are not dtypes.
 NONE, CODES = tl.constexpr(-1), tl.constexpr(3)
 
 
 @triton.jit
 def number(sign, magnitude):
-    """The fp32 number of a sign and a magnitude."""
+    """The fp32 number with a sign and a magnitude."""
     return (magnitude | (sign << 31)).to(tl.float32, bitcast=True)
 
 
@@ -57,7 +57,7 @@ def load_numbers(ptr, at, here, DTYPE: tl.constexpr):
 
 @triton.jit
 def rounded(value, random, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """The raw pattern of fp32 numbers; STOCHASTIC to bf16."""
+    """The output pattern of fp32 numbers; STOCHASTIC is for bf16."""
     pattern = value.to(tl.int32, bitcast=True)
     if STOCHASTIC and DTYPE == 1:
         magnitude = pattern & 0x7FFFFFFF
@@ -74,7 +74,7 @@ def store_numbers(ptr, at, here, value, random, DTYPE: tl.constexpr, STOCHASTIC:
 
 @triton.jit
 def scale_places(row, row_ok, begin, blocks, CUT: tl.constexpr, SPAN: tl.constexpr):
-    """Linear indices [R, blocks of a row] of a tile's scales, and which of them exist."""
+    """Linear indices [R, blocks per row] of a tile's scales, and their mask."""
     k = tl.arange(0, CUT[1])
     at = (row.to(tl.int64) * blocks)[:, None] + (begin // CUT[0] + k)[None, :]
     return at, row_ok[:, None] & ((k * CUT[0] < SPAN) & (begin // CUT[0] + k < blocks))[None, :]
@@ -82,7 +82,7 @@ def scale_places(row, row_ok, begin, blocks, CUT: tl.constexpr, SPAN: tl.constex
 
 @triton.jit
 def end_of_codes(begin, row_bytes, BITS: tl.constexpr, SPAN: tl.constexpr):
-    """The byte of a row behind the last one that holds a tile's codes; of codes of 8 bits no one asks."""
+    """The end, in bytes of a row, of a tile's codes; not used for 8-bit codes."""
     return tl.minimum((begin // 8 + SPAN // 8) * BITS, row_bytes)
 
 
@@ -91,7 +91,7 @@ def load_moment(
     ptr, scale_ptr, row_bytes, blocks, row, col, row_ok, col_ok, begin, at,
     KIND: tl.constexpr, FMT: tl.constexpr, SCALE: tl.constexpr, CUT: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """A moment as fp32; zeros of one that there is not."""
+    """A moment as fp32; zeros for a missing moment."""
     if KIND == NONE:
         return tl.zeros(at.shape, tl.float32)
     elif KIND == CODES:
@@ -110,7 +110,7 @@ def store_moment(
     KIND: tl.constexpr, FMT: tl.constexpr, SCALE: tl.constexpr, CUT: tl.constexpr, SPAN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """A moment in what it is kept in, below the scales that its blocks ask for."""
+    """Store a moment; for codes, with new block scales."""
     if KIND == CODES:
         sign, magnitude = bits.split(value.to(tl.int32, bitcast=True), 0)
         amax = tiles.cut_max(tl.where(row_ok[:, None] & col_ok[None, :], magnitude, 0), CUT)
@@ -127,13 +127,13 @@ def store_moment(
 
 @triton.jit
 def join24(sign, magnitude, low):
-    """The number of a bf16 pattern and the 8 bits below it."""
+    """The number with a bf16 pattern and the 8 bits below it."""
     return number(sign, tl.maximum(magnitude + (low.to(tl.int32) << 8), 0))
 
 
 @triton.jit
 def split24(value):
-    """The two parts of a number that is rounded to 24 bits."""
+    """Round a number to 24 bits, as a bf16 pattern and the 8 bits below it."""
     pattern = bits.narrow(value.to(tl.int32, bitcast=True), 0, False)
     magnitude = pattern & 0x7FFFFFFF
     short = (magnitude + 0x7F + ((magnitude >> 8) & 1)) >> 8
@@ -153,11 +153,11 @@ def step(
     SECOND: tl.constexpr, SECOND_FMT: tl.constexpr, SECOND_SCALE: tl.constexpr, SECOND_CUT: tl.constexpr,
     ROUNDING: tl.constexpr, PARAM_ROUNDING: tl.constexpr, R: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """``share`` tiles of one step; all tensors but param and grad are contiguous.
+    """``share`` tiles of one step. All tensors except param and grad are contiguous.
 
-    What does not depend on the tile, such as tables of codebooks, is made once: the compiler takes it out of the loop.
-    MASTER: 0 none, 1 fp32, 2 the 8 bits below a bf16 parameter. ROUNDING of moments and of the parameter: as
-    ``rng.draw``. SPAN: columns of a tile; C is the power of two from there on.
+    Values that do not depend on the tile, such as codebook tables, are computed once: the compiler hoists them.
+    MASTER: 0 none, 1 fp32, 2 the 8 bits below a bf16 parameter. ROUNDING of moments and parameter: see ``rng.draw``.
+    SPAN: columns of a tile; C: the next power of two.
     """
     start = tl.program_id(0) * share
     for tile in tl.range(start, tl.minimum(start + share, tl.cdiv(rows, R) * tiles_c)):
@@ -185,7 +185,7 @@ def step(
             second_ptr, second_scale_ptr, second_bytes, second_blocks, row, col, row_ok, col_ok, begin, at,
             SECOND, SECOND_FMT, SECOND_SCALE, SECOND_CUT, SPAN,
         )  # fmt: skip
-        # Several threads may load an element that one of them stores: none stores before all have loaded.
+        # Several threads may load an element that one of them stores, so all load before any stores.
         tl.debug_barrier()
         param, first, second = update(param, grad, first, second, f0, f1, f2, f3, f4, f5, f6, RULE)
         random = rng.draw(row, col, begin, rng_ptr, stream_id, offset, pitch, ROUNDING)

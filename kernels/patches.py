@@ -1,13 +1,13 @@
-"""Device functions: what a patch of an image holds, read from the image itself.
+"""Device functions: load patches of images for implicit convolutions.
 
-A row of the matrix that a convolution multiplies is a patch: the pixels below the kernel at one place of the result,
-tap after tap, the channels of one group side by side. Images are contiguous ``[N, D, H, W, C]``, axes that there are
-not having one pixel. ``image`` is ``(C, channels of a group, D, H, W, places along D, along H, along W)``.
+A row of the left matrix of a convolution is a patch: the pixels under the kernel at one output position, tap by tap,
+with the channels of one group adjacent. Images are contiguous ``[N, D, H, W, C]``; missing axes have one pixel.
+``image`` is ``(C, channels per group, D, H, W, output positions along D, along H, along W)``.
 
-``WINDOW`` has, of each axis in the order D, H, W: kernel sizes, strides, the padding before, dilations, and whether
-there is padding at all. ``MADE``: the format of patches that are quantized as they are read, by scales of
-``MADE_SCALE`` from floats of ``MADE_DTYPE``; None for codes and floats that are multiplied as they are. These are three
-because Triton 3.6 takes no tuple that lies in another one as an argument of a function within a kernel.
+``WINDOW`` has for D, H, W: kernel sizes, strides, the padding before, dilations, and whether there is any padding.
+``MADE``: the format of patches that are quantized as they are read, with scales ``MADE_SCALE`` from floats of
+``MADE_DTYPE``; None for codes and floats that are multiplied directly. These are three arguments because in Triton 3.6
+a function within a kernel cannot take nested tuples.
 
 Source: docs/numerics.md section 9.
 """
@@ -20,7 +20,7 @@ from lowbit.kernels import bits, scales
 
 @triton.jit
 def corner(row, image, WINDOW: tl.constexpr):
-    """Of patches ``row``: the pixel before which their images begin, and where their first tap is along each axis."""
+    """For patches ``row``: the first pixel of the image, and the position of the first tap along each axis."""
     at_w = row % image[7]
     rest = row // image[7]
     at_h = rest % image[6]
@@ -37,7 +37,7 @@ def corner(row, image, WINDOW: tl.constexpr):
 
 @triton.jit
 def inside(first, offset, size, PADDED: tl.constexpr, ok):
-    """``ok``, less what lies in the padding along one axis."""
+    """``ok`` without positions in the padding along one axis."""
     if PADDED:
         at = first[:, None] + offset[None, :]
         return ok & (at >= 0) & (at < size)
@@ -47,9 +47,7 @@ def inside(first, offset, size, PADDED: tl.constexpr, ok):
 
 @triton.jit
 def find(first, tap, channel, image, ok, WINDOW: tl.constexpr):
-    """Elements [M, K] of images: of patches with a first pixel ``corner``, at taps and channels; and those of ``ok``
-    that are no padding.
-    """
+    """Element indices [M, K] at taps and channels of patches, and ``ok`` without padding. ``first``: of ``corner``."""
     tap_w = (tap % WINDOW[0][2]) * WINDOW[3][2]
     rest = tap // WINDOW[0][2]
     tap_h = (rest % WINDOW[0][1]) * WINDOW[3][1]
@@ -64,7 +62,7 @@ def find(first, tap, channel, image, ok, WINDOW: tl.constexpr):
 
 @triton.jit
 def load(ptr, first, k, row_ok, k_ok, image, WINDOW: tl.constexpr):
-    """Elements [M, K] of patches as they are stored, and which are there: what is padding, or not ok, is 0."""
+    """Stored elements [M, K] of patches, and their mask; padding and masked elements are 0."""
     if WINDOW[0][0] * WINDOW[0][1] * WINDOW[0][2] == 1:
         tap = tl.zeros_like(k)
         channel = k
@@ -77,7 +75,7 @@ def load(ptr, first, k, row_ok, k_ok, image, WINDOW: tl.constexpr):
 
 @triton.jit
 def encode(raw, scale, MADE: tl.constexpr, MADE_SCALE: tl.constexpr, MADE_DTYPE: tl.constexpr):
-    """Codes (int32) of raw patterns by fp32 scales."""
+    """Codes (int32) of raw patterns divided by fp32 scales."""
     sign, magnitude = bits.split(raw, MADE_DTYPE)
     sign, magnitude = scales.divide(sign, magnitude, scale.to(tl.int32, bitcast=True), MADE_SCALE)
     return bits.encode(sign, magnitude, 0, 0, MADE, True, False)
@@ -85,6 +83,6 @@ def encode(raw, scale, MADE: tl.constexpr, MADE_SCALE: tl.constexpr, MADE_DTYPE:
 
 @triton.jit
 def made_scale(amax, MADE: tl.constexpr, MADE_SCALE: tl.constexpr):
-    """fp32 scales of patches from the fp32 bits of the largest magnitude in them."""
+    """fp32 scales of patches from the fp32 bits of their amax."""
     _, scale, _ = scales.make(amax, amax, tl.full([], 1.0, tl.float32), MADE, MADE_SCALE)
     return scale.to(tl.float32, bitcast=True)

@@ -1,4 +1,4 @@
-"""Host side of products: which kernel multiplies, with which tiles, in how many steps."""
+"""Host side of matmuls: selects the kernel, the tiles, and the number of programs that share a tile."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = [
     "result_of", "scaled_grouped_mm", "scaled_mm", "share_of", "stacked", "supports", "tiles_of",
 ]  # fmt: skip
 
-#: Programs that a GPU should have at least, where there is a K to share among them: of few rows, which wait for memory,
-#: eight a multiprocessor of a large GPU; of more rows two, since shares of their sums are bytes to move too.
+#: The fewest programs per launch, if K can be split among them. With few rows, which are memory-bound, eight per
+#: multiprocessor of a large GPU; with more rows two, because partial sums must be moved too.
 _PROGRAMS, _TALL_PROGRAMS = 1056, 264
 
 
 def are_integers(call: ScaledMM) -> bool:
-    """Whether the product is one of integers that is exact in each segment."""
+    """Whether the call is an integer matmul that is exact in each segment."""
     if not operands.kind(sides(call)[0]) == operands.kind(sides(call)[1]) == "integer":
         return False
     blocks = [s.block_of(side.data.shape[0], call.cols)[1] for side in sides(call) for s in [scheme(str(side.scheme))]]
@@ -36,7 +36,7 @@ def are_integers(call: ScaledMM) -> bool:
 
 
 def supports(call: ScaledMM) -> str | None:
-    """Why no kernel serves the call."""
+    """Why no kernel supports the call, or None."""
     if are_integers(call):
         a, b = (scheme(str(side.scheme)) for side in sides(call))
         widths = sorted(s.block_of(d.shape[0], call.cols)[1] for s, d in ((a, call.a), (b, call.b)))
@@ -49,13 +49,13 @@ def supports(call: ScaledMM) -> str | None:
 
 
 def _largest(scheme: Scheme) -> int:
-    """The largest magnitude of a code less its zero point."""
+    """The largest magnitude of a code minus its zero point."""
     least, most = scheme.format.qmin, scheme.format.qmax
     return most - least if scheme.affine else max(-least, most)
 
 
 def scaled_mm(call: ScaledMM, out: Tensor) -> list[Launch]:
-    """``out [M, N] = a [M, K] @ b [N, K].T``; see ``lowbit.ops.matmul``."""
+    """Fill ``out [M, N] = a [M, K] @ b [N, K].T``; see ``lowbit.ops.matmul``."""
     a, b = sides(call)
     if are_integers(call):
         return multiply_integers(a, b, call.bias, out, call.cols)
@@ -64,7 +64,7 @@ def scaled_mm(call: ScaledMM, out: Tensor) -> list[Launch]:
 
 
 def scaled_grouped_mm(call: ScaledGroupedMM, out: Tensor) -> list[Launch]:
-    """``out [T, N]``, the products of experts; see ``lowbit.ops.grouped``."""
+    """Fill ``out [T, N]`` with the matmuls of experts; see ``lowbit.ops.grouped``."""
     a, b = stacked(call)
     experts = len(call.b)
     if operands.kind(a) == operands.kind(b) == "integer" and are_integers(product(call, 0, slice(None))):
@@ -76,13 +76,13 @@ def scaled_grouped_mm(call: ScaledGroupedMM, out: Tensor) -> list[Launch]:
 
 
 def stacked(call: ScaledGroupedMM) -> tuple[Side, Side]:
-    """Both operands: all rows, and the first expert's codes with the stacks of what scales all experts'."""
+    """Both operands: all rows, and the first expert's codes with the stacked scales of all experts."""
     a, b = sides(product(call, 0, slice(None)))
     return a, b._replace(scale=call.b_scale, zero_point=call.b_zero_point, global_scale=call.b_global_scale)
 
 
 def for_experts(launches: list[Launch], call: ScaledGroupedMM) -> list[Launch]:
-    """Launches of the product with one expert, as those of all of them."""
+    """Convert the launches for one expert to launches for all experts."""
     more = {
         "b_ptr": call.b, "offsets_ptr": call.offsets, "experts": len(call.b), "b_stride_e": call.b.stride(0),
         "scale_stride_e": call.b_scale[0].numel(),
@@ -93,7 +93,7 @@ def for_experts(launches: list[Launch], call: ScaledGroupedMM) -> list[Launch]:
     return [one._replace(arguments=known(one)) for one in made]
 
 
-#: The kernels that multiply for experts as others do for one matrix.
+#: The kernel for experts that corresponds to each kernel for one matrix.
 _GROUPED = {
     weight_only.weight_only: grouped.grouped_weight_only,
     weight_only.add_shares: grouped.grouped_add_shares,
@@ -103,12 +103,12 @@ _GROUPED = {
 
 
 def known(one: Launch) -> dict[str, Any]:
-    """The arguments that a kernel has."""
+    """The arguments that the kernel of a launch takes."""
     return {name: one.arguments[name] for name in one.kernel.arg_names}
 
 
 def result_of(bias: Tensor | None, out: Tensor, depth: int) -> dict[str, Any]:
-    """Sizes, and the arguments of an epilogue."""
+    """Sizes and the arguments of an epilogue."""
     return {
         "bias_ptr": operands.maybe_pattern(bias), "out_ptr": pattern(out), "rows": out.shape[0], "cols": out.shape[1],
         "depth": depth, "BIAS": -1 if bias is None else dtype_of(bias), "DTYPE": dtype_of(out),
@@ -116,7 +116,7 @@ def result_of(bias: Tensor | None, out: Tensor, depth: int) -> dict[str, Any]:
 
 
 class _Shape(NamedTuple):
-    """Tiles, warps and stages of a product."""
+    """Tiles, warps and stages of a matmul."""
 
     m: int
     n: int
@@ -125,12 +125,12 @@ class _Shape(NamedTuple):
     stages: int
 
 
-#: Elements that loads are told the alignment of: 16 bytes of the narrowest codes that are read in pairs.
+#: Alignment of loads in elements: 16 bytes of the narrowest codes that are read in pairs.
 _ALIGNED = 32
 
-#: By what is multiplied and the most rows that it is for; the last serves more. Operands in several terms, codes less
-#: zero points, and patches, whose places are worked out, take more registers an element. So do segments of several
-#: steps, and codes of fewer than 4 bits, which are heavy.
+#: By operand kind and the most rows; the last entry also applies above. Operands in several terms, codes with zero
+#: points, patches (for their addresses), segments of several steps, and codes of fewer than 4 bits ("heavy") need more
+#: registers per element.
 _SHAPES: dict[str, dict[int, _Shape]] = {
     "rows": {16: _Shape(16, 64, 256, 4, 4), 64: _Shape(64, 128, 128, 4, 3), 128: _Shape(128, 128, 128, 8, 3)},
     "segments": {16: _Shape(16, 64, 128, 4, 5), 64: _Shape(64, 128, 128, 8, 3)},
@@ -144,7 +144,7 @@ _SHAPES: dict[str, dict[int, _Shape]] = {
 }
 
 
-#: The elements of a segment that tiles of "segments" multiply in one step.
+#: Elements of a segment that tiles of "segments" multiply in one step.
 _SEGMENT_AT_ONCE = 128
 
 
@@ -155,13 +155,13 @@ def _shape(kind: str, rows: int, cols: int) -> _Shape:
 
 
 def tiles_of(rows: int, tall: int, experts: int) -> int:
-    """Tiles of ``tall`` rows, at most: experts have tiles of their own, and so have the rows that none has."""
+    """The most tiles of ``tall`` rows: experts do not share tiles, also not with rows without an expert."""
     tiles = -(-rows // tall)
     return tiles if experts == 0 else min(rows, tiles + experts)
 
 
 def share_of(count: int, programs: int, tall: int) -> int:
-    """How many of ``count`` steps a program takes where there are as many tiles as ``programs``, of ``tall`` rows."""
+    """The steps per program, of ``count`` per tile. ``programs``: the number of tiles, which have ``tall`` rows."""
     wanted = _PROGRAMS if tall <= 16 else _TALL_PROGRAMS
     return -(-count // max(1, min(wanted // programs, count // 4)))
 
@@ -171,8 +171,9 @@ def multiply_integers(
     a: Side, b: Side, bias: Tensor | None, out: Tensor, depth: int, experts: int = 0, groups: int = 1,
     patches: bool = False,
 ) -> list[Launch]:  # fmt: skip
-    """The product with a matrix, with those of experts, or with one whose rows are those of ``groups`` products; with
-    ``patches`` of patches of images.
+    """Launch an integer matmul with one matrix, with those of experts, or with the stacked matrices of ``groups``.
+
+    ``patches``: the rows of ``a`` are patches of images.
     """
     rows, cols = out.shape
     arguments = operands.codes_of("a", a) | operands.codes_of("b", b) | result_of(bias, out, depth)
@@ -208,12 +209,12 @@ def multiply_integers(
 
 
 # -- floats by codes ---------------------------------------------------------------------------------------------------
-#: The shortest blocks whose sums are worth a product of their own.
+#: The shortest blocks for which block sums are faster than scaling elements.
 _SHORTEST_BLOCK = 32
 
 
 def _left(a: Side, b: Side, depth: int) -> operands.Decoded:
-    """The left operand, scales of its blocks left for sums where blocks of one operand divide those of the other."""
+    """The left operand. Its block scales are left for block sums if the blocks of one operand divide the other's."""
     widths = [
         depth if side.scheme is None else min(scheme(side.scheme).block_of(1, depth)[1], depth) for side in (a, b)
     ]
@@ -222,7 +223,7 @@ def _left(a: Side, b: Side, depth: int) -> operands.Decoded:
 
 
 class _Plan(NamedTuple):
-    """What of a launch of ``weight_only`` is no tensor: numbers and constants, tiles, and shares of a tile."""
+    """A launch of ``weight_only`` without tensors: numbers, constants, tiles, and shares per tile."""
 
     arguments: dict[str, Any]
     shape: _Shape
@@ -235,9 +236,11 @@ def _plan(
     sizes: tuple[int, int, int], a_dtype: torch.dtype, a_fp8: str, a_blocks: str | None, b_dtype: torch.dtype,
     b_scheme: str | None, device: torch.device, experts: int, groups: int, patches: bool,
 ) -> _Plan:  # fmt: skip
-    """For ``sizes`` rows, columns and depth, a left matrix of a dtype or FP8, whose scales of blocks are left where
-    ``a_blocks`` is its scheme, and a right one of a dtype or scheme, or as many as there are experts, or one whose rows
-    are those of ``groups`` products.
+    """The launch for ``sizes`` (rows, columns, depth), a left matrix (dtype or FP8 format) and a right matrix (dtype or
+    scheme).
+
+    ``a_blocks``: the scheme of the left matrix if its block scales are left. The right matrix may be one per expert, or
+    the stacked matrices of ``groups``.
     """
     rows, cols, depth = sizes
     each = -(-rows // max(experts, 1)), cols // groups
@@ -276,7 +279,7 @@ def _plan(
 
 
 def _of_left_blocks(a_scheme: str | None, rows: int, depth: int) -> dict[str, Any]:
-    """Where the scales of blocks lie that the left operand leaves."""
+    """Arguments for the block scales that the left operand leaves."""
     if a_scheme is None:
         return {"A_BLOCKS": None, "a_block_r": 1, "a_block_c": depth, "a_blocks": 1}
     found = scheme(a_scheme)
@@ -288,14 +291,15 @@ def _of_left_blocks(a_scheme: str | None, rows: int, depth: int) -> dict[str, An
 
 
 def _of_codes(found: Scheme, cols: int, depth: int, operand: str, most: int, left: int) -> dict[str, Any]:
-    """How a scheme's codes become operands, and where their scales go. ``most``: elements of a step; ``left``: those of
-    a block of the left operand.
+    """Arguments that say how codes become operands, and where their scales are applied.
+
+    ``most``: elements per step. ``left``: elements per block of the left operand.
     """
     block_r, block = found.block_of(cols, depth)
     scaled, group = ("row" if block >= depth else "block"), 1
     if scaled == "block" and block == power_of_two(block) <= most and operands.folds(found, operand):
         scaled, group = "element", block
-    together = {4: 2, 6: 4}.get(found.format.bits)  # codes that end with a byte
+    together = {4: 2, 6: 4}.get(found.format.bits)  # the fewest codes that end at a byte boundary
     pairs = together is not None and all(width >= depth or width % together == 0 for width in (block, left))
     in_ptx = together == 2 and pairs and not INTERPRETED
     instructions, registers = operands.instructions(found.format, operand) if in_ptx else ("", "")
@@ -313,7 +317,7 @@ def multiply_floats(
     left: operands.Decoded, b: Side, bias: Tensor | None, out: Tensor, depth: int, experts: int = 0, groups: int = 1,
     patches: bool = False,
 ) -> list[Launch]:  # fmt: skip
-    """As ``multiply_integers``, of floats by codes."""
+    """``multiply_integers`` for floats by codes."""
     (rows, cols), a = out.shape, left.values
     blocks = left.blocks
     plan = _plan(
@@ -339,7 +343,7 @@ def multiply_floats(
 
 
 def add_shares(common: dict[str, Any], shares: int, experts: int = 0) -> list[Launch]:
-    """The epilogue of sums that ``shares`` programs have left, with the arguments of what made them."""
+    """Launch the epilogue for sums of ``shares`` programs. ``common``: the arguments of the matmul."""
     rows, cols = common["rows"], common["cols"]
     finish = {name: common[name] for name in weight_only.add_shares.arg_names if name in common}
     finish |= {"shares": shares, "M": 16, "N": min(64, max(16, power_of_two(cols)))}
@@ -349,7 +353,7 @@ def add_shares(common: dict[str, Any], shares: int, experts: int = 0) -> list[La
 def epilogue(
     sums: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None, out: Tensor
 ) -> list[Launch]:
-    """``out`` of products ``sums [M, N]``, fp32 or int32, and the fp32 scales of rows of both operands."""
+    """Fill ``out`` from ``sums [M, N]`` (fp32 or int32) and the fp32 row scales of both operands."""
     return add_shares(
         result_of(bias, out, 0) | {
             "sums_ptr": sums, **operands.of_left(a_scale if a_scale is None else operands.fp32_rows(a_scale)),

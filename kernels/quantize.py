@@ -1,8 +1,8 @@
-"""Kernels: extremes, scales, quantize (and fake-quantize) and dequantize of a matrix cut into blocks.
+"""Kernels: quantize, fake-quantize and dequantize a matrix in blocks, and compute scales.
 
-A program holds one tile (``tiles``). Where blocks fit in a tile ``quantize`` does all in one pass over memory; longer
-blocks take three kernels: ``reduce_extremes`` (atomic integer maxima, so the result is the same in any order),
-``finish_scales``, and ``quantize`` with the scale given.
+A program processes one tile (``tiles``). If blocks fit in a tile, ``quantize`` reads memory once. Longer blocks need
+three kernels: ``reduce_extremes`` (atomic integer maxima, so the order does not matter), ``finish_scales``, and
+``quantize`` with given scales.
 
 Source: docs/numerics.md sections 2 to 7.
 """
@@ -16,7 +16,7 @@ from lowbit.kernels.spec import GENERAL
 
 @triton.jit
 def load_input(ptr, stride_r, stride_c, rows, cols, row_ok, col_ok, DTYPE: tl.constexpr):
-    """A tile of the input as (sign, magnitude); elements that do not exist are 0."""
+    """A tile of the input as (sign, magnitude); masked elements are 0."""
     at = (rows.to(tl.int64) * stride_r)[:, None] + (cols.to(tl.int64) * stride_c)[None, :]
     return bits.split(tl.load(ptr + at, row_ok[:, None] & col_ok[None, :], 0), DTYPE)
 
@@ -27,7 +27,7 @@ def reduce_extremes(
     rows, cols, block_r, block_c, blocks_r, blocks_c, pieces_r, pieces_c, tiles_c,
     DTYPE: tl.constexpr, BOTH: tl.constexpr, FINITE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Atomic maxima into ``high`` (and ``low``) int32 [blocks_r, blocks_c], zero before. FINITE skips Inf and NaN."""
+    """Atomic maxima into zeroed int32 ``high`` (and ``low``) [blocks_r, blocks_c]. FINITE skips Inf and NaN."""
     pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     row, row_ok = tiles.positions(pid_r, pieces_r, block_r, rows, TILE[0], TILE[1], TILE[2])
     col, col_ok = tiles.positions(pid_c, pieces_c, block_c, cols, TILE[3], TILE[4], TILE[5])
@@ -40,7 +40,7 @@ def reduce_extremes(
 def reduce_tile(
     sign, magnitude, high_ptr, low_ptr, at, ok, BOTH: tl.constexpr, FINITE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Extremes of a tile, added to those of its blocks ``at``."""
+    """Reduce a tile into the extremes of its blocks ``at``."""
     if FINITE:
         magnitude = tl.where(magnitude < 0x7F800000, magnitude, 0)
     high, low = tiles.extremes(sign, magnitude, BOTH, TILE)
@@ -51,14 +51,14 @@ def reduce_tile(
 
 @triton.jit(do_not_specialize=GENERAL)
 def finish_global_scale(high_ptr, out_ptr, count, DIVISOR: tl.constexpr, SIZE: tl.constexpr):
-    """``count`` fp32 global scales from the largest finite magnitude of what each spans."""
+    """``count`` fp32 global scales, each from the largest finite magnitude in its range."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     tl.store(out_ptr + at, scales.make_global(tl.load(high_ptr + at, at < count, 0), DIVISOR), at < count)
 
 
 @triton.jit(do_not_specialize=GENERAL)
 def finish_range(high_ptr, low_ptr, out_high_ptr, out_low_ptr, count, SIZE: tl.constexpr):
-    """fp32 maxima and minima of ``count`` blocks from their extremes; NaN of those that hold Inf or NaN."""
+    """fp32 maxima and minima of ``count`` blocks from their extremes; NaN for blocks with Inf or NaN."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     high, low = tl.load(high_ptr + at, at < count, 0), tl.load(low_ptr + at, at < count, 0)
     non_finite = tl.maximum(high, low) >= 0x7F800000
@@ -118,7 +118,7 @@ def quantize_rows(
     FMT: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr, TILE: tl.constexpr, DIVISOR: tl.constexpr,
     OUT_BITS: tl.constexpr, CONVERT: tl.constexpr,
 ):  # fmt: skip
-    """Whole rows: their global scales, the scales of their blocks below these, and codes to nearest."""
+    """Quantize whole rows to nearest, with one global scale per row and block scales."""
     row, row_ok = tiles.positions(tl.program_id(0), 1, 1, rows, TILE[0], TILE[1], True)
     col, col_ok = tiles.positions(0, 1, 1, cols, TILE[3], TILE[4], True)
     sign, magnitude = load_input(x_ptr, stride_r, stride_c, row, col, row_ok, col_ok, DTYPE)
@@ -141,11 +141,11 @@ def quantize_tile(
     GIVEN: tl.constexpr, DYNAMIC: tl.constexpr, FAKE: tl.constexpr, STORE_SCALE: tl.constexpr,
     OUT_BITS: tl.constexpr, ROUNDING: tl.constexpr, CONVERT: tl.constexpr,
 ):  # fmt: skip
-    """Scale and encode a tile whose blocks are ``at``, then store codes (``OUT_BITS`` wide), or with FAKE decode and
-    store in x's dtype.
+    """Scale and encode a tile with blocks ``at``, then store codes of ``OUT_BITS`` bits, or with FAKE decode and store
+    in x's dtype.
 
-    GIVEN: scales are read, not made. DYNAMIC: scales come from these very elements, so a NaN scale marks a non-finite
-    block, whose codes are canonical. ROUNDING: as ``rng.draw``.
+    GIVEN: scales are loaded, not computed. DYNAMIC: scales come from the same elements, so a NaN scale marks a
+    non-finite block, whose codes are canonical. ROUNDING: see ``rng.draw``.
     """
     if GIVEN:
         scale = scales.widen(tl.load(scale_ptr + at, ok, 0), global_scale, SCALE)
@@ -164,7 +164,7 @@ def quantize_tile(
         zero_point = tiles.spread(zero_point, TILE)
     else:
         zero_point = 0
-    # Fake quantization needs no canonical codes: there the NaN scale makes every element NaN.
+    # Fake quantization needs no canonical codes: the NaN scale makes every element NaN.
     CANONICAL: tl.constexpr = DYNAMIC and not FAKE
     code = encode_below(
         sign, magnitude, scale, zero_point, random, FMT, SCALE, CANONICAL, ROUNDING != 0, CONVERT
@@ -183,8 +183,8 @@ def encode_below(
     FMT: tl.constexpr, SCALE: tl.constexpr, CANONICAL: tl.constexpr, STOCHASTIC: tl.constexpr,
     CONVERT: tl.constexpr = bits.NO_CONVERSION,
 ):  # fmt: skip
-    """Codes of numbers divided by their scales (fp32 bits), saturating. CANONICAL: of a NaN scale the canonical one.
-    CONVERT: as ``bits.encode``.
+    """Saturating codes of numbers divided by their scales (fp32 bits). CANONICAL: the canonical code for a NaN scale.
+    CONVERT: see ``bits.encode``.
     """
     sign, magnitude = scales.divide(sign, magnitude, scale, SCALE)
     code = bits.encode(sign, magnitude, random, zero_point, FMT, True, STOCHASTIC, CONVERT)
@@ -195,7 +195,7 @@ def encode_below(
 
 @triton.jit
 def canonical(zero_point, FMT: tl.constexpr):
-    """The code of every element of a block that holds Inf or NaN."""
+    """The code of every element of a block with Inf or NaN."""
     if FMT[0] == 1:
         return zero_point & ((1 << FMT[1]) - 1)
     elif FMT[0] == 2:
@@ -212,7 +212,7 @@ def dequantize(
     rows, cols, block_r, block_c, blocks_r, blocks_c, pieces_r, pieces_c, tiles_c,
     FMT: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """A tile: decode packed codes, multiply by the block's scale, round to the output's dtype."""
+    """Decode the packed codes of a tile, multiply by the block scale, round to the output dtype."""
     pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     row, row_ok = tiles.positions(pid_r, pieces_r, block_r, rows, TILE[0], TILE[1], TILE[2])
     col, col_ok = tiles.positions(pid_c, pieces_c, block_c, cols, TILE[3], TILE[4], TILE[5])

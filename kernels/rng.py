@@ -1,8 +1,8 @@
-"""Device functions: 16 random bits an element from Philox4x32-10, by the element's global index.
+"""Device functions: 16 random bits per element from Philox4x32-10, by the element's global index.
 
-Element ``i = offset + row * pitch + col`` takes the little-endian uint16 number ``i & 7`` of the 16 bytes that Philox
-gives for the counter ``(b lo, b hi, step, stream)``, ``b = i >> 3``, under the key ``(seed lo, seed hi)``; ``rng_ptr``
-points to int64 ``[seed, step]``.
+Element ``i = offset + row * pitch + col`` uses the little-endian uint16 ``i & 7`` of the 16 bytes that Philox returns
+for the counter ``(b lo, b hi, step, stream)``, ``b = i >> 3``, and the key ``(seed lo, seed hi)``. ``rng_ptr`` points
+to int64 ``[seed, step]``.
 
 Source: docs/numerics.md section 7; Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def each(rows, cols, rng_ptr, stream_id, offset, pitch):
-    """Random bits for any rows [R] and cols [C]: int32 [R, C], one Philox block an element."""
+    """Random bits for any rows [R] and cols [C]: int32 [R, C], one Philox block per element."""
     index = (offset.to(tl.int64) + rows.to(tl.int64) * pitch.to(tl.int64))[:, None] + cols.to(tl.int64)[None, :]
     index = index.to(tl.uint64)
     low, high = _words(index >> 3)
@@ -25,14 +25,14 @@ def each(rows, cols, rng_ptr, stream_id, offset, pitch):
 
 @triton.jit
 def eights(rows, first, rng_ptr, stream_id, offset, pitch, R: tl.constexpr, C: tl.constexpr):
-    """The same for cols ``first .. first + C``, one Philox block for eight elements.
+    """``each`` for cols ``first .. first + C``, with one Philox block per eight elements.
 
     ``first``, ``offset``, ``pitch`` and ``C`` must be multiples of 8.
     """
     start = offset.to(tl.int64).to(tl.uint64) >> 3
     along = (first >> 3) + tl.arange(0, C // 8)
     row = rows.to(tl.uint64) * (pitch.to(tl.int64).to(tl.uint64) >> 3)
-    # The index wraps at 2**64, and so its eighth at 2**61.
+    # The index wraps at 2**64, so the index divided by 8 wraps at 2**61.
     low, high = _words(((start + row)[:, None] + along.to(tl.uint64)[None, :]) & 0x1FFFFFFFFFFFFFFF)
     w0, w1, w2, w3 = _philox(rng_ptr, low, high, stream_id)
     # [R, C/8, 2, 2]: the last two axes count words 0..3; a third, innermost axis splits a word into halves.
@@ -43,8 +43,9 @@ def eights(rows, first, rng_ptr, stream_id, offset, pitch, R: tl.constexpr, C: t
 
 @triton.jit
 def draw(rows, cols, begin, rng_ptr, stream_id, offset, pitch, ROUNDING: tl.constexpr):
-    """Random bits of a tile whose columns begin at ``begin``. ROUNDING: 0 to nearest, which takes none; 1 stochastic; 2
-    stochastic with what ``eights`` asks for.
+    """Random bits of a tile whose columns begin at ``begin``.
+
+    ROUNDING: 0 to nearest (no random bits), 1 stochastic, 2 stochastic with the conditions of ``eights``.
     """
     if ROUNDING == 0:
         return 0

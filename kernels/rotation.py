@@ -9,7 +9,7 @@ from lowbit.kernels.spec import GENERAL
 
 @triton.jit
 def transform(value, SIZE: tl.constexpr, HALF: tl.constexpr):
-    """fp32 [R, C] with sums and differences of elements that are HALF apart, 2 HALF apart, ... within runs of SIZE."""
+    """Replace elements of fp32 [R, C] HALF, 2 HALF, ... apart by sums and differences, in runs of SIZE."""
     R: tl.constexpr = value.shape[0]
     C: tl.constexpr = value.shape[1]
     if HALF >= SIZE:
@@ -23,16 +23,14 @@ def transform(value, SIZE: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def signs_of(place, SIGNS: tl.constexpr):
-    """The fixed sign, 0 or 1, of each place in a block. ``SIGNS``: four words of 32, the first in the uppermost bit."""
+    """The fixed sign (0 or 1) of each position in a block. ``SIGNS``: four words of 32 bits, highest bit first."""
     word = tl.where(place < 64, tl.where(place < 32, SIGNS[0], SIGNS[1]), tl.where(place < 96, SIGNS[2], SIGNS[3]))
     return ((word >> (31 - place % 32)) & 1).to(tl.int32)
 
 
 @triton.jit
 def turn_rows(sign, magnitude, row, SIGNS: tl.constexpr, SIZE: tl.constexpr, FACTOR: tl.constexpr, DTYPE: tl.constexpr):
-    """A tile after the signed transform along its rows, which begin where a block of SIZE does, as (sign, magnitude) of
-    DTYPE.
-    """
+    """The signed transform along the rows of a tile, as (sign, magnitude) of DTYPE. Rows begin at a block of SIZE."""
     sign ^= signs_of(row.to(tl.int32) % SIZE, SIGNS)[:, None]
     value = tl.trans((magnitude | (sign << 31)).to(tl.float32, bitcast=True))
     value = tl.trans(transform(value, SIZE, 1) * FACTOR)
@@ -45,9 +43,9 @@ def hadamard(
     SIGNS: tl.constexpr, BLOCK: tl.constexpr, FACTOR: tl.constexpr, DTYPE: tl.constexpr, SIZE: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Columns from ``start`` to ``end`` of a matrix, in blocks of SIZE, of which a tile has whole ones.
+    """Transform columns ``start`` to ``end`` of a matrix in blocks of SIZE; a tile has whole blocks.
 
-    ``SIGNS``: as ``signs_of``, of places in a block of ``BLOCK``, or none.
+    ``SIGNS``: see ``signs_of``, for positions in a block of ``BLOCK``, or None.
     """
     row = (tl.program_id(0) // tiles_c) * R + tl.arange(0, R)
     col = start + (tl.program_id(0) % tiles_c) * C + tl.arange(0, C)

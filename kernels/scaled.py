@@ -1,8 +1,8 @@
-"""Kernels: the product of two matrices of codes that tensor cores multiply as they are, with the scales of blocks.
+"""Kernels: the matmul of two matrices of FP8, FP6 or FP4 codes by tensor cores with block scales.
 
-Hardware applies a scale to 32 elements (E8M0), or to 16 (E4M3, of FP4 by FP4). It reads no sign of a scale: a tile that
-meets a negative one is computed again, with the signs moved to its codes. FP6 is multiplied as E4M3, of which its
-patterns are a part but for a power of two, which comes after.
+Hardware applies one scale per 32 elements (E8M0), or per 16 (E4M3, for FP4 by FP4). It ignores the sign of a scale: a
+tile with a negative scale is computed again, with the signs moved to the codes. FP6 is multiplied as E4M3: its patterns
+are E4M3 patterns of the values divided by a power of two, which is multiplied afterwards.
 
 Source: PTX ISA, tcgen05.mma and mma with block scaling; docs/numerics.md section 9.
 """
@@ -16,7 +16,7 @@ from lowbit.kernels.spec import GENERAL_OF_PRODUCTS
 
 @triton.jit
 def load_codes(ptr, stride_r, stride_c, bytes_a_row, row, row_ok, first, depth, FORMAT: tl.constexpr, K: tl.constexpr):
-    """Codes of the K elements from ``first`` on as hardware takes them: bytes [R, K], of FP4 pairs [R, K / 2]."""
+    """Codes of K elements from ``first`` in the hardware layout: bytes [R, K], or pairs [R, K / 2] for FP4."""
     if FORMAT == "e2m1":
         at = first // 2 + tl.arange(0, K // 2)
         ok = row_ok[:, None] & (at < bytes_a_row)[None, :]
@@ -33,7 +33,7 @@ def load_codes(ptr, stride_r, stride_c, bytes_a_row, row, row_ok, first, depth, 
 
 @triton.jit
 def load_scales(ptr, blocks, block_r, block_c, row, row_ok, step, V: tl.constexpr, K: tl.constexpr):
-    """Scales [R, K / V] of the K elements of a step; ``block_c``: how many times V elements a block has."""
+    """Scales [R, K / V] of the K elements of a step. ``block_c``: elements per block, divided by V."""
     at = (step * (K // V) + tl.arange(0, K // V)) // block_c
     ok = row_ok[:, None] & (at < blocks)[None, :]
     return tl.load(ptr + ((row // block_r).to(tl.int64) * blocks)[:, None] + at[None, :], ok, 0)
@@ -41,7 +41,7 @@ def load_scales(ptr, blocks, block_r, block_c, row, row_ok, step, V: tl.constexp
 
 @triton.jit
 def turn(codes, scale):
-    """FP4 codes [R, K / 2] with the signs of their scales [R, K / 16]."""
+    """Apply the signs of scales [R, K / 16] to FP4 codes [R, K / 2]."""
     R: tl.constexpr = codes.shape[0]
     sign = (scale & 0x80).to(tl.uint8)
     wide = tl.broadcast_to((sign | (sign >> 4))[:, :, None], [R, scale.shape[1], codes.shape[1] // scale.shape[1]])
@@ -57,7 +57,7 @@ def sums(
 ):  # fmt: skip
     """Sums [N, M] of the steps from ``begin`` to ``end``, and whether a scale of FP4 codes is negative.
 
-    ``V``: elements that share a scale for the hardware, 0 without scales. ``TURNED``: scales may be negative.
+    ``V``: elements per hardware scale, 0 without scales. ``TURNED``: scales may be negative.
     """
     row_ok, col_ok = row < row_end, col < cols
     total = tl.zeros([N, M], tl.float32)
@@ -104,10 +104,10 @@ def scaled(
     A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr,
     BIAS: tl.constexpr, DTYPE: tl.constexpr, SPLIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ``a [rows, depth] @ b [cols, depth].T``, of which it holds the transpose.
+    """A tile of ``a [rows, depth] @ b [cols, depth].T``, computed as its transpose.
 
-    ``a_blocks_ptr``, ``b_blocks_ptr``: stored scales of blocks. What comes after the sums, and shares of them:
-    ``weight_only``. ``FACTOR``: what sums are multiplied with, a power of two.
+    ``a_blocks_ptr``, ``b_blocks_ptr``: stored block scales. For the epilogue and shares see ``weight_only``.
+    ``FACTOR``: a power of two by which sums are multiplied.
     """
     row, col = weight_only.place(rows, cols, M, N)
     multiply(
@@ -127,7 +127,7 @@ def multiply(
     A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr,
     BIAS: tl.constexpr, DTYPE: tl.constexpr, SPLIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """The tile at rows ``row``, of which those before ``row_end`` count, and columns ``col``: see ``scaled``."""
+    """The tile at rows ``row`` (valid before ``row_end``) and columns ``col``: see ``scaled``."""
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, count)
     total, negative = sums(

@@ -1,4 +1,4 @@
-"""Host side of products that tensor cores multiply as codes: which calls, with which tiles, in how many steps."""
+"""Host side of ``scaled``: selects the calls whose codes tensor cores multiply directly, and their tiles."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ from lowbit.scaling import Scheme, scheme
 
 __all__ = ["scaled_grouped_mm", "scaled_mm", "supports"]
 
-#: Formats that are multiplied as codes, by what hardware calls them.
+#: Formats that tensor cores multiply, and their PTX names.
 _CODES = {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2", "fp6_e2m3": "e2m3", "fp6_e3m2": "e3m2", "fp4_e2m1": "e2m1"}
-#: By which power of two codes of FP6 exceed what their patterns are in E4M3.
+#: Exponent of the power of two by which FP6 values exceed their patterns read as E4M3.
 _EXPONENTS = {"e2m3": 6, "e3m2": 4}
-#: Elements of a block of hardware, by the format of its scale.
+#: Elements per hardware scale, by scale format.
 _BLOCKS = {"e8m0": 32, "fp8_e4m3": 16}
-#: More blocks than a row has.
+#: More blocks than any row has.
 _ALL = 1 << 30
 
 
 class _Shape(NamedTuple):
-    """Tiles, warps and stages: of 8-bit codes, and of FP4 with a scale for 16. Others take as many registers in other
-    lengths: FP4 with a scale for 32 in twice as long ones, FP6, which is unpacked, in half as long ones.
+    """Tiles, warps and stages for 8-bit codes, and for FP4 with one scale per 16.
+
+    For the same number of registers K is twice as long for FP4 with one scale per 32, and half as long for FP6, which
+    is unpacked.
     """
 
     m: int
@@ -41,12 +43,12 @@ class _Shape(NamedTuple):
     stages: int
 
 
-#: By the most rows that it is for; the last serves more.
+#: By the most rows; the last entry also applies above.
 _SHAPES = {16: _Shape(16, 128, 128, 4, 4), 64: _Shape(64, 128, 128, 8, 3), 128: _Shape(128, 128, 128, 8, 3)}
 
 
 def _elements(found: Scheme, cols: int) -> int:
-    """How many elements hardware applies a scheme's scale to; 0 where it cannot."""
+    """Elements per hardware scale for a scheme; 0 if hardware does not support it."""
     elements = _BLOCKS.get(found.scale_format.name, 0)
     block = found.block_of(1, cols)[1]
     if elements == 0 or (elements == 16 and found.format.bits != 4):
@@ -55,12 +57,12 @@ def _elements(found: Scheme, cols: int) -> int:
 
 
 def _whole(found: Scheme, cols: int) -> bool:
-    """Whether it is FP8 with a scale for each row, which is left to the epilogue."""
+    """Whether it is FP8 with row scales, which the epilogue applies."""
     return found.format.bits == 8 and found.block_of(1, cols)[1] >= cols
 
 
 def supports(call: ScaledMM) -> str | None:
-    """Why tensor cores do not multiply a call's codes as they are."""
+    """Why tensor cores cannot multiply the codes of a call directly, or None."""
     schemes = []
     for side in sides(call):
         found = None if side.scheme is None else scheme(side.scheme)
@@ -79,7 +81,7 @@ def supports(call: ScaledMM) -> str | None:
 def _plan(
     sizes: tuple[int, int, int], a_scheme: str, b_scheme: str, experts: int
 ) -> tuple[dict[str, Any], _Shape, int, int]:
-    """Arguments that are no tensors, tiles, programs and shares, of ``sizes`` rows, columns and depth."""
+    """Arguments without tensors, tiles, programs and shares, for ``sizes`` (rows, columns, depth)."""
     rows, cols, depth = sizes
     each = -(-rows // max(experts, 1))
     shape = next((shape for most, shape in _SHAPES.items() if each <= most), _SHAPES[max(_SHAPES)])
@@ -112,13 +114,13 @@ def _plan(
 
 
 def scaled_mm(call: ScaledMM, out: Tensor) -> list[Launch]:
-    """``out [M, N] = a [M, K] @ b [N, K].T``; see ``lowbit.ops.matmul``."""
+    """Fill ``out [M, N] = a [M, K] @ b [N, K].T``; see ``lowbit.ops.matmul``."""
     a, b = sides(call)
     return _multiplied(a, b, call.bias, out, call.cols)
 
 
 def scaled_grouped_mm(call: ScaledGroupedMM, out: Tensor) -> list[Launch]:
-    """``out [T, N]``, the products of experts; see ``lowbit.ops.grouped``."""
+    """Fill ``out [T, N]`` with the matmuls of experts; see ``lowbit.ops.grouped``."""
     a, b = stacked(call)
     return for_experts(_multiplied(a, b, call.bias, out, call.cols, len(call.b)), call)
 

@@ -1,6 +1,6 @@
-"""What kernels are compiled for: formats and schemes as tuples of constants, and the tile a program takes.
+"""Compile-time arguments of kernels: formats and schemes as tuples, and tiles. No tensors.
 
-No tensor is needed here. ``Launch`` is one kernel with its arguments: ``launch`` runs it, ``aot`` compiles it.
+``Launch`` is a kernel with its arguments: ``start`` runs it, ``aot`` compiles it.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 from lowbit.formats import Format, fp32_bits, fp32_value
 from lowbit.scaling import GLOBAL_SCALE_SPANS, Scheme
 
-#: torch dtypes of inputs and outputs by the number that kernels know them by.
+#: Input and output dtypes, and their numbers in kernels.
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
-#: Whether kernels are interpreted on the host: then a program costs as much as its number of operations, not elements.
+#: Whether kernels are interpreted on the host. A program then costs by its number of operations, not elements.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
 class Target(NamedTuple):
-    """How large a tile may be: ``whole`` elements where a block must fit in it, ``usual`` elements otherwise."""
+    """The size of tiles: at most ``whole`` elements if a block must fit, else ``usual`` elements."""
 
     whole: int
     usual: int
 
 
-#: Arguments whose value changes little in the machine code: kernels are not compiled anew for each kind of value.
+#: Arguments whose value hardly changes the machine code: kernels are not specialized for them.
 GENERAL = (
     "rows", "block_r", "block_c", "blocks_r", "blocks_c", "pieces_r", "pieces_c", "tiles_c", "count", "pieces",
     "share", "first_blocks", "second_blocks", "stream_id", "param_stream_id", "offset", "pitch", "other_blocks_r",
@@ -35,7 +35,7 @@ GENERAL = (
     "f0", "f1", "f2", "f3", "f4", "f5", "f6",
 )  # fmt: skip
 
-#: The same of products: what vector loads are aligned by, such as the depth, is not among them.
+#: Arguments of matmuls without specialization. Arguments that align vector loads, such as the depth, are excluded.
 GENERAL_OF_PRODUCTS = (
     "rows", "a_block", "b_block", "blocks", "steps", "count", "share", "shares", "segments", "length",
     "a_block_r", "b_block_r", "a_block_c", "b_block_c", "a_blocks", "b_blocks",
@@ -44,18 +44,18 @@ GENERAL_OF_PRODUCTS = (
 
 TARGET = Target(1 << 17, 1 << 17) if INTERPRETED else Target(1 << 14, 1 << 12)
 
-#: How many programs a launch has at least where one takes several tiles: enough for all multiprocessors, many times.
+#: The fewest programs per launch if a program takes several tiles: many per multiprocessor.
 PROGRAMS = 1 << 12
 
-#: Columns that a tile spans at least where the tensor has them: fewer leave parts of memory sectors unused.
+#: The fewest columns of a tile, if the tensor has them: fewer would waste parts of memory sectors.
 SECTOR = 32
 
 
 @cache
 def format_spec(format: Format) -> tuple[Any, ...]:
-    """``Format.params()``, then a codebook's code nearest zero, what lies below each entry, entries, weights: ``FMT``.
+    """``FMT``: ``Format.params()``, then for codebooks the code nearest zero, thresholds, entries and weights.
 
-    Below an entry lies the threshold between it and the one before; below the first nothing does, and 0 stands there.
+    The threshold of an entry separates it from the entry before. The first entry has 0.
     """
     cuts = (0.0, *(fp32_value(bits) for bits in format.thresholds))
     values = tuple(fp32_value(fp32_bits(value)) for value in format.codebook)
@@ -65,7 +65,7 @@ def format_spec(format: Format) -> tuple[Any, ...]:
 
 @cache
 def scale_spec(scheme: Scheme) -> tuple[Any, ...]:
-    """``SCALE`` in kernels; see ``scales``."""
+    """The kernel argument ``SCALE``; see ``scales``."""
     divisor = fp32_value(fp32_bits(scheme.amax_divisor))
     kind = scheme.scale_format.name
     return (
@@ -78,7 +78,7 @@ def scale_spec(scheme: Scheme) -> tuple[Any, ...]:
 
 
 class Axis(NamedTuple):
-    """One axis of a tiling: ``group`` blocks a tile, each padded to ``padded``; or ``pieces`` tiles a block."""
+    """One axis of a tiling: ``group`` blocks per tile, each padded to ``padded``, or ``pieces`` tiles per block."""
 
     block: int
     blocks: int
@@ -97,14 +97,14 @@ class Axis(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """How a matrix cut into blocks is cut into programs."""
+    """How a matrix in blocks is divided among programs."""
 
     rows: Axis
     cols: Axis
 
     @property
     def one_pass(self) -> bool:
-        """Whether each program sees whole blocks, and so can make their scales."""
+        """Whether each program has whole blocks, and so can compute their scales."""
         return self.rows.pieces == self.cols.pieces == 1
 
     @property
@@ -116,7 +116,7 @@ class Tiling(NamedTuple):
         return max(4, min(16, self.rows.span * self.cols.span // 1024))
 
     def constexpr(self) -> tuple[int | bool, ...]:
-        """``TILE`` in kernels."""
+        """The kernel argument ``TILE``."""
         r, c = self.rows, self.cols
         return r.group, r.padded, r.exact, c.group, c.padded, c.exact
 
@@ -128,7 +128,7 @@ class Tiling(NamedTuple):
         }  # fmt: skip
 
     def packs(self, bits: int) -> bool:
-        """Whether a tile stores its codes packed: its rows are whole bytes that no other tile shares."""
+        """Whether a tile can store packed codes: its rows are whole bytes that no other tile shares."""
         return bits == 8 or (self.cols.exact and self.cols.span % (2 if bits == 4 else 8) == 0)
 
     def eights(self, offset: int, pitch: int) -> bool:
@@ -141,7 +141,7 @@ def power_of_two(n: int) -> int:
 
 
 def _axis(block: int, size: int, span: int, cut: bool) -> Axis:
-    """An axis of ``size`` with blocks of ``block``, tiles about ``span`` wide; ``cut``: blocks may be cut to fit."""
+    """An axis of ``size`` in blocks of ``block``, with tiles of about ``span``. ``cut``: blocks may be split."""
     block = min(block, size)
     blocks, padded = -(-size // block), power_of_two(block)
     if cut and padded > span:
@@ -152,7 +152,7 @@ def _axis(block: int, size: int, span: int, cut: bool) -> Axis:
 
 @lru_cache(maxsize=4096)
 def tiling(rows: int, cols: int, block: tuple[int, int], target: Target = TARGET) -> Tiling:
-    """The tiles for a ``rows x cols`` matrix in blocks of ``block``: whole blocks where they fit, pieces elsewhere."""
+    """The tiles of a ``rows x cols`` matrix in blocks of ``block``: whole blocks if they fit, else pieces."""
     tall, wide = power_of_two(min(block[0], rows)), power_of_two(min(block[1], cols))
     if tall * max(wide, min(SECTOR, power_of_two(cols))) <= target.whole:
         across = _axis(block[1], cols, max(target.usual // tall, min(SECTOR, power_of_two(cols))), cut=False)
@@ -162,8 +162,9 @@ def tiling(rows: int, cols: int, block: tuple[int, int], target: Target = TARGET
 
 
 def shared_tiling(rows: int, cols: int, block: tuple[int, int], span: tuple[int, int]) -> Tiling | None:
-    """Tiles of ``span``, powers of two no larger than the matrix needs, as blocks of ``block``; None where these do not
-    fill them.
+    """Tiles of ``span``, powers of two no larger than the matrix needs, in blocks of ``block``.
+
+    None if blocks do not fill the tiles.
     """
     found = Tiling(_axis(block[0], rows, span[0], cut=True), _axis(block[1], cols, span[1], cut=True))
     axes = tuple(zip(found, span, strict=True))
@@ -171,7 +172,7 @@ def shared_tiling(rows: int, cols: int, block: tuple[int, int], span: tuple[int,
 
 
 class StepTiles(NamedTuple):
-    """How the matrix of an optimizer's step is cut into programs: ``rows`` by ``span`` elements, which lie in rows of
+    """How the matrix of an optimizer step is divided among programs: tiles of ``rows`` by ``span`` elements, in rows of
     ``cols``, a power of two.
     """
 
@@ -184,19 +185,19 @@ class StepTiles(NamedTuple):
         return max(4, min(8, self.rows * self.cols // 256))
 
     def eights(self, offset: int, pitch: int) -> bool:
-        """As ``Tiling.eights``."""
+        """See ``Tiling.eights``."""
         return self.span % 8 == 0 and offset % 8 == 0 and pitch % 8 == 0
 
     def cut(self, block: int) -> tuple[int, int, int]:
-        """``CUT`` in kernels, of blocks along rows; a block that is longer than a row is one of a row's length."""
+        """The kernel argument ``CUT`` for blocks along rows; a block is at most as long as a row."""
         block = min(block, self.cols)
         return block, power_of_two(-(-self.cols // block)), power_of_two(block)
 
 
 def step_tiles(rows: int, cols: int, run: int, usual: int = TARGET.usual // 4) -> StepTiles:
-    """The tiles of an optimizer's step: columns in multiples of ``run``, or all of them where one run is as long.
+    """The tiles of an optimizer step: columns in multiples of ``run``, or all columns if one run is as long.
 
-    ``usual``: how many elements a tile holds about, few enough for all of a step's numbers to stay in registers.
+    ``usual``: about the number of elements per tile, few enough that all numbers of a step stay in registers.
     """
     if run >= cols:
         span = wide = max(8, power_of_two(cols))
@@ -207,7 +208,7 @@ def step_tiles(rows: int, cols: int, run: int, usual: int = TARGET.usual // 4) -
 
 
 class Launch(NamedTuple):
-    """One kernel with everything it is started with. ``arguments`` are by name, constants included."""
+    """A kernel with its grid and options. ``arguments`` are by name, including constants."""
 
     kernel: Any
     grid: tuple[int, ...]

@@ -1,5 +1,6 @@
-"""Starting kernels. Triton works out at each call what it has compiled for it, which takes longer than most kernels do;
-here it is asked once for each kind of arguments.
+"""Launches kernels, with a cache of compiled kernels by argument specialization.
+
+Triton's own lookup at each call takes longer than most kernels run.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from lowbit.kernels.spec import INTERPRETED, Launch
 
 __all__ = ["bound", "run", "specialization"]
 
-#: Compiled kernels by device and kind of arguments.
+#: Compiled kernels by device and specialization.
 _compiled: dict[Any, Any] = {}
 
 
 def run(launches: list[Launch]) -> None:
-    """Start kernels in order, on the current stream of the current device.
+    """Launch kernels in order, on the current stream of the current device.
 
-    Raises: RuntimeError for interpreted kernels where NumPy would flush subnormal numbers.
+    Raises:
+        RuntimeError: Kernels are interpreted, and NumPy would flush subnormal numbers.
     """
     with _interpreting() if INTERPRETED else nullcontext():
         for one in launches:
@@ -40,7 +42,7 @@ def _start(one: Launch) -> None:
     key = (torch.cuda.current_device(), specialization(one))
     compiled = _compiled.get(key)
     if compiled is None:
-        # Contraction of a product and a sum into an fma would round once where the specification rounds twice.
+        # An fma would round once, but the specification rounds the product and the sum.
         options = {"num_warps": one.warps, "num_stages": one.stages, "enable_fp_fusion": False}
         _compiled[key] = one.kernel[one.grid](**one.arguments, **options)
         return
@@ -48,9 +50,7 @@ def _start(one: Launch) -> None:
 
 
 def bound(one: Launch) -> tuple[Callable[..., Any], list[Any], tuple[int, ...]]:
-    """A kernel that was started, what it was started with, and which of that are tensors: to be started again with
-    addresses in place of these.
-    """
+    """The function, arguments and tensor indices of a launched kernel, for a launch with other addresses."""
     arguments = [one.arguments[name] for name in one.kernel.arg_names]
     tensors = tuple(index for index, value in enumerate(arguments) if isinstance(value, torch.Tensor))
     if INTERPRETED:
@@ -60,7 +60,7 @@ def bound(one: Launch) -> tuple[Callable[..., Any], list[Any], tuple[int, ...]]:
 
 
 def _interpret(one: Launch, tensors: list[Any], *arguments: Any) -> None:
-    """Start an interpreted kernel, which takes tensors, with addresses in their place."""
+    """Launch an interpreted kernel, which needs tensors, with addresses in their place."""
     given = [
         _at(value, like) if isinstance(like, torch.Tensor) else value
         for value, like in zip(arguments, tensors, strict=True)
@@ -69,7 +69,7 @@ def _interpret(one: Launch, tensors: list[Any], *arguments: Any) -> None:
 
 
 def _at(address: int, like: torch.Tensor) -> torch.Tensor:
-    """The memory at an address as a tensor that looks like another one."""
+    """The memory at an address as a tensor with the shape, strides and dtype of ``like``."""
     steps = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
     memory = (ctypes.c_byte * (max(steps + 1, 0) * like.element_size())).from_address(address)
     whole = torch.frombuffer(memory, dtype=like.dtype) if len(memory) else like
@@ -77,8 +77,8 @@ def _at(address: int, like: torch.Tensor) -> torch.Tensor:
 
 
 class _Parameters(NamedTuple):
-    """Of a kernel: getters of all arguments and of constants, and the names of pointers, of numbers that are compiled
-    for, and of those that are not.
+    """Parameters of a kernel: getters of all arguments and of constants, and the names of pointers, of specialized
+    numbers and of other numbers.
     """
 
     all: Any
@@ -104,7 +104,7 @@ def _parameters(kernel: Any) -> _Parameters:
 
 
 def specialization(one: Launch) -> tuple[Any, ...]:
-    """What a kernel is compiled for: constants, dtypes, and which addresses and numbers are multiples of 16, or 1."""
+    """The specialization of a kernel: constants, dtypes, and which addresses and numbers are multiples of 16, or 1."""
     found, arguments = _parameters(one.kernel), one.arguments
     pointers = [
         None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in map(arguments.__getitem__, found.pointers)
@@ -114,14 +114,15 @@ def specialization(one: Launch) -> tuple[Any, ...]:
     return one.kernel, one.warps, one.stages, found.constants(arguments), *pointers, *special, *general
 
 
-#: Numbers from here on take 64 bits.
+#: The smallest number that needs 64 bits.
 _WIDE = 1 << 31
 
 
 @contextmanager
 def _interpreting() -> Iterator[None]:
-    """NumPy interprets kernels: it must keep subnormals, and not warn of what IEEE arithmetic does as specified. What
-    the interpreter asks of torch is no part of a call.
+    """A context for interpreted kernels: NumPy must keep subnormals and not warn of IEEE special cases.
+
+    torch ops of the interpreter are not part of a recorded call.
     """
     if np.float32(1e-39) * np.float32(1) == 0:
         raise RuntimeError(

@@ -1,12 +1,12 @@
-"""Device functions: which elements and blocks a program holds, maxima of blocks, sub-byte loads and stores.
+"""Device functions: elements and blocks of a program's tile, block maxima, and sub-byte loads and stores.
 
-A program holds a tile of ``GR * RP`` rows by ``GC * CP`` columns: ``GR x GC`` whole blocks, each padded to ``RP x CP``
-(powers of two), or, along an axis whose blocks are longer than a tile, a piece of one block. ``TILE`` is
-``spec.Tile.constexpr()``: ``(GR, RP, rows exact, GC, CP, cols exact)``; an axis is exact when blocks need no padding,
-so that tiles lie end to end.
+A tile has ``GR * RP`` rows and ``GC * CP`` columns: ``GR x GC`` whole blocks, each padded to ``RP x CP`` (powers of
+two). Along an axis whose blocks are longer than a tile, it is a piece of one block. ``TILE`` is
+``spec.Tiling.constexpr()``: ``(GR, RP, rows exact, GC, CP, cols exact)``. An axis is exact if blocks need no padding,
+so that tiles are adjacent.
 
-An optimizer's step cuts one tile by two schemes. ``CUT`` is ``spec.StepTiles.cut``: ``(block, blocks, width)``, the
-last two powers of two, at least as many as a row of the tile has blocks, and as a block has elements.
+An optimizer step divides one tile into blocks of two schemes. ``CUT`` is ``spec.StepTiles.cut``: ``(block, blocks,
+width)``. ``blocks`` and ``width`` are powers of two: at least the blocks per tile row, and the elements per block.
 """
 
 import triton
@@ -17,7 +17,7 @@ from lowbit.kernels import bits
 
 @triton.jit
 def positions(pid, pieces, block, size, G: tl.constexpr, P: tl.constexpr, EXACT: tl.constexpr):
-    """Indices [G * P] along an axis, and which of them exist. ``pieces``: tiles a block."""
+    """Indices [G * P] along an axis, and their mask. ``pieces``: tiles per block."""
     k = tl.arange(0, G * P)
     if EXACT:
         at = pid * (G * P) + k
@@ -30,7 +30,7 @@ def positions(pid, pieces, block, size, G: tl.constexpr, P: tl.constexpr, EXACT:
 
 @triton.jit
 def blocks(pid_r, pid_c, pieces_r, pieces_c, blocks_r, blocks_c, TILE: tl.constexpr):
-    """Linear indices [GR, GC] of a tile's blocks, and which of them exist."""
+    """Linear indices [GR, GC] of a tile's blocks, and their mask."""
     row = (pid_r // pieces_r) * TILE[0] + tl.arange(0, TILE[0])
     col = (pid_c // pieces_c) * TILE[3] + tl.arange(0, TILE[3])
     index = row.to(tl.int64)[:, None] * blocks_c + col[None, :]
@@ -55,7 +55,7 @@ def spread(values, TILE: tl.constexpr):
 def extremes(sign, magnitude, BOTH: tl.constexpr, TILE: tl.constexpr):
     """fp32 bits [GR, GC] of each block's max(0, max) and max(0, -min); without BOTH each is its amax.
 
-    Integer maxima: they order non-negative fp32, keep NaN above Inf, and do not depend on their order.
+    Integer maxima order non-negative fp32, rank NaN above Inf, and do not depend on the order of reduction.
     """
     if BOTH:
         return block_max(tl.where(sign == 0, magnitude, 0), TILE), block_max(tl.where(sign != 0, magnitude, 0), TILE)
@@ -66,7 +66,7 @@ def extremes(sign, magnitude, BOTH: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def cut_max(values, CUT: tl.constexpr):
-    """Maxima [R, blocks] over the blocks of each row of int32 [R, C], none of which is negative."""
+    """Maxima [R, blocks] over the blocks of each row of non-negative int32 [R, C]."""
     R: tl.constexpr = values.shape[0]
     C: tl.constexpr = values.shape[1]
     if CUT[0] * CUT[1] == C:
@@ -92,10 +92,10 @@ def cut_spread(values, C: tl.constexpr, CUT: tl.constexpr):
 
 @triton.jit
 def store_codes(ptr, pitch, codes, rows, cols, row_ok, col_ok, begin, bytes_a_row, BITS: tl.constexpr):
-    """Writes codes [R, C] of the columns from ``begin`` on. Codes of fewer than 8 bits are packed, the columns lying
-    end to end; of other than 4 bits ``begin`` and C are multiples of 8.
+    """Store codes [R, C] of the columns from ``begin``. Codes of fewer than 8 bits are packed and need adjacent
+    columns; except for 4 bits, ``begin`` and C are multiples of 8.
 
-    Codes that do not exist count as 0, so that the last byte of a row is padded with zero bits.
+    Masked codes count as 0, so the last byte of a row is padded with zero bits.
     """
     R: tl.constexpr = codes.shape[0]
     C: tl.constexpr = codes.shape[1]
@@ -122,8 +122,8 @@ def store_codes(ptr, pitch, codes, rows, cols, row_ok, col_ok, begin, bytes_a_ro
 def load_codes(
     ptr, stride_r, stride_c, rows, cols, row_ok, col_ok, begin, bytes_a_row, BITS: tl.constexpr, PAIRS: tl.constexpr
 ):
-    """Codes [R, C] as int32 of rows packed ``BITS`` wide. PAIRS: 4 bits and the columns from ``begin`` on, end to end,
-    so bytes are read once.
+    """Load codes [R, C] as int32 from rows packed with ``BITS`` bits. PAIRS: 4 bits and adjacent columns from
+    ``begin``, so each byte is loaded once.
     """
     C: tl.constexpr = cols.shape[0]
     base = ptr + (rows.to(tl.int64) * stride_r)[:, None]
@@ -148,7 +148,7 @@ def load_codes(
 
 @triton.jit
 def load_fours(ptr, stride_r, stride_c, rows, row_ok, begin, bytes_a_row, C: tl.constexpr):
-    """Codes [R, C] of 6 bits as int32, from column ``begin`` on, a multiple of 4: four of them lie in three bytes."""
+    """Load 6-bit codes [R, C] as int32 from column ``begin``, a multiple of 4: three bytes hold four codes."""
     base = ptr + (rows.to(tl.int64) * stride_r)[:, None]
     first = begin // 4 * 3 + 3 * tl.arange(0, C // 4)
     word = tl.zeros([rows.shape[0], C // 4], tl.int32)

@@ -1,8 +1,8 @@
-"""Kernels: the product of a matrix of floats and one of codes, which are decoded in registers.
+"""Kernels: the matmul of a float matrix and a matrix of codes, which are decoded in registers.
 
-Tensor cores multiply in bf16, or in fp16 where the floats are, and sum in fp32. What such an operand does not hold is
-cut into several that do: fp32 into three of 8 bits, the entries of a codebook likewise. A scale is multiplied into the
-operand where that is exact, else into the sum of its block, or of the whole row in the epilogue.
+Tensor cores multiply in bf16, or in fp16 for fp16 floats, and sum in fp32. A number that is not exact there is split
+into several: fp32 and codebook entries into three terms of 8 bits. A scale is multiplied into the operand if that is
+exact, else into the sum of its block, or for row scales in the epilogue.
 
 Source: docs/numerics.md section 9.
 """
@@ -16,7 +16,7 @@ from lowbit.kernels.spec import GENERAL_OF_PRODUCTS
 
 @triton.jit
 def narrowed(value, OPERAND: tl.constexpr):
-    """``value`` as what is multiplied; interpreted, bf16 numbers are multiplied in fp32, which holds them."""
+    """``value`` in the operand format. The interpreter multiplies bf16 numbers in fp32, which is exact."""
     if OPERAND == "fp16":
         return value.to(tl.float16)
     elif OPERAND == "bf16":
@@ -27,7 +27,7 @@ def narrowed(value, OPERAND: tl.constexpr):
 
 @triton.jit
 def upper(value):
-    """fp32 numbers without the bits of their mantissa that bf16 lacks; NaN stays NaN."""
+    """fp32 numbers with the mantissa truncated to bf16; NaN stays NaN."""
     cut = (value.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
     return tl.where(value == value, cut, value)
 
@@ -40,7 +40,7 @@ def finite(value):
 
 @triton.jit
 def term(value, INDEX: tl.constexpr, TERMS: tl.constexpr, OPERAND: tl.constexpr):
-    """Term ``INDEX`` of the ``TERMS`` numbers of 8 bits that add up to fp32 ``value``; Inf and NaN are the first."""
+    """Term ``INDEX`` of the ``TERMS`` 8-bit numbers that add up to fp32 ``value``. Inf and NaN are in the first."""
     if TERMS == 1:
         return narrowed(value, OPERAND)
     else:
@@ -54,7 +54,7 @@ def term(value, INDEX: tl.constexpr, TERMS: tl.constexpr, OPERAND: tl.constexpr)
 def load_codes(
     ptr, stride_r, stride_c, bytes_a_row, row, k, row_ok, k_ok, first, BITS: tl.constexpr, PAIRS: tl.constexpr
 ):
-    """Codes [N, K] from column ``first`` on. PAIRS: that one, of 4 or 6 bits, begins a byte; bytes are read once."""
+    """Codes [N, K] from column ``first``. PAIRS: 4 or 6 bits, ``first`` begins a byte; each byte is loaded once."""
     if PAIRS and BITS == 6:
         return tiles.load_fours(ptr, stride_r, stride_c, row, row_ok, first, bytes_a_row, k.shape[0])
     elif PAIRS:
@@ -71,14 +71,14 @@ def load_codes(
 
 @triton.jit
 def decode(code, table_ptr, FMT: tl.constexpr, FP8: tl.constexpr):
-    """fp32 values of codes. FP8: the format that the hardware converts from, or none."""
+    """fp32 values of codes. FP8: the format that hardware converts from, or none."""
     if FP8 == "e4m3":
         return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
     elif FP8 == "e5m2":
         # The upper half of fp16's patterns.
         return (code << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     elif FMT[0] == 1:
-        # A whole number below 2**23 in the mantissa of 2**23: what is subtracted leaves it, exactly.
+        # An integer below 2**23 in the mantissa of 2**23: the subtraction leaves it exactly.
         sign: tl.constexpr = (1 << (FMT[1] - 1)) if FMT[5] else 0
         wide = ((code ^ sign) | 0x4B000000).to(tl.float32, bitcast=True)
         return wide - (8388608.0 + sign)
@@ -90,9 +90,9 @@ def decode(code, table_ptr, FMT: tl.constexpr, FP8: tl.constexpr):
 
 @triton.jit
 def tile_of(tiles_m, tiles_n):
-    """Which tile is this program's, down and across.
+    """The row and column index of this program's tile.
 
-    Eight tiles down before one across, so that programs running together share their tiles of ``b`` in L2.
+    Eight tiles down before one across, so that concurrent programs share their tiles of ``b`` in L2.
     """
     band = tl.program_id(0) // (8 * tiles_n)
     height = tl.minimum(tiles_m - band * 8, 8)
@@ -109,7 +109,7 @@ def place(rows, cols, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def scale_of(ptr, global_ptr, row, at, ok, SCALE: tl.constexpr):
-    """fp32 scales of rows."""
+    """fp32 row scales."""
     global_scale = scales.load_global_scale(global_ptr, row, ok, 1, SCALE)
     return scales.widen(tl.load(ptr + at, ok, 0), global_scale, SCALE).to(tl.float32, bitcast=True)
 
@@ -121,7 +121,7 @@ def epilogue(
     A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Scales of rows, bias and cast of sums [N, M], in that order."""
+    """Apply row scales, bias and cast to sums [N, M], in that order."""
     row_ok, col_ok = row < rows, col < cols
     scale = tl.full([col.shape[0], 1], 1.0, tl.float32)
     if SCALED == "row":
@@ -148,7 +148,7 @@ def finish(
     A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
     DTYPE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Sums [N, M] through the epilogue, or with ``SPLIT`` as a share of them; of rows those before ``end`` count."""
+    """Store sums [N, M] through the epilogue, or with ``SPLIT`` as a partial sum. Rows before ``end`` are valid."""
     if SPLIT:
         to = (tl.program_id(1) * rows + row).to(tl.int64)[None, :] * cols + col[:, None]
         tl.store(sums_ptr + to, total, (row < end)[None, :] & (col < cols)[:, None])
@@ -173,7 +173,7 @@ def multiply(
     image=None, WINDOW: tl.constexpr = None, MADE: tl.constexpr = None, MADE_SCALE: tl.constexpr = None,
     MADE_DTYPE: tl.constexpr = 0,
 ):  # fmt: skip
-    """The tile at rows ``row``, of which those before ``end`` count, and columns ``col``: see ``weight_only``.
+    """The tile at rows ``row`` (valid before ``end``) and columns ``col``: see ``weight_only``.
 
     With a ``WINDOW`` the rows are patches: see ``patches``.
     """
@@ -258,7 +258,7 @@ def multiply(
                 left = term(value, j, B_TERMS, OPERAND)
             for i in tl.static_range(A_TERMS):
                 right = term(a.to(tl.float32), i, A_TERMS, OPERAND)
-                # Inf meets first terms alone: the others may be 0, and their product NaN.
+                # Inf is multiplied with first terms only: other terms may be 0, which would give NaN.
                 if j > 0:
                     right = finite(right)
                 part = tl.dot(finite(left) if i > 0 else left, tl.trans(right), part, input_precision="ieee")
@@ -290,12 +290,12 @@ def weight_only(
     A_FP8: tl.constexpr, A_TERMS: tl.constexpr, B_TERMS: tl.constexpr, SPLIT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ``a [rows, depth] @ b [cols, depth].T``, of which it holds the transpose: the weights are on the left.
+    """A tile of ``a [rows, depth] @ b [cols, depth].T``, computed as its transpose, with the weights on the left.
 
-    ``SCALED``: what the scale of a block is multiplied into, "row", "block" (its sum) or "element". ``A_BLOCKS``: how
-    scales of blocks of ``a`` are stored, which are multiplied into sums too. A step is K elements: where there are such
-    sums, within a block of ``block``, which takes ``steps``, else of the row. Of ``count`` steps a program takes
-    ``share``; with ``SPLIT`` several share a tile, and leave their sums in ``sums [shares, rows, cols]``.
+    ``SCALED``: where block scales are multiplied: "row", "block" (block sums) or "element". ``A_BLOCKS``: how the block
+    scales of ``a`` are stored, which are also multiplied into block sums. A step has K elements. With block sums it is
+    within a block of ``block`` elements and ``steps`` steps, else within the row. A program takes ``share`` of
+    ``count`` steps. With ``SPLIT`` several programs share a tile; partial sums go to ``sums [shares, rows, cols]``.
     """
     row, col = place(rows, cols, M, N)
     multiply(
@@ -315,7 +315,7 @@ def add(
     A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
     DTYPE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The tile at rows ``row``, of which those before ``end`` count, and columns ``col``: see ``add_shares``."""
+    """The tile at rows ``row`` (valid before ``end``) and columns ``col``: see ``add_shares``."""
     ok = (row < end)[None, :] & (col < cols)[:, None]
     total = tl.zeros([N, M], tl.float32)
     for share in range(shares):
@@ -334,7 +334,7 @@ def add_shares(
     A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
     DTYPE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The sums of ``weight_only``'s shares, added in their order, through the epilogue."""
+    """Add the partial sums of ``weight_only`` in order, and apply the epilogue."""
     tiles_n = tl.cdiv(cols, N)
     row = (tl.program_id(0) // tiles_n) * M + tl.arange(0, M)
     col = (tl.program_id(0) % tiles_n) * N + tl.arange(0, N)

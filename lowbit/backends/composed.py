@@ -1,7 +1,7 @@
-"""Ops that a backend has no kernel of its own for, made of its other kernels.
+"""Composite ops: ops without a kernel of their own in a backend, built from its other kernels.
 
-Such an op is written once, as a generator of the kernels' calls: ``_execute`` runs them, and ``_refusal`` asks each
-kernel whether it would, with results on the meta device in place of those that are not made yet.
+A composite is a generator of kernel calls. ``_execute`` runs the calls. ``_refusal`` asks each kernel whether it
+supports its call, with meta tensors in place of intermediate results.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from lowbit.tensor.quantized import Scales, zero_dtype
 
 __all__ = ["conv", "every", "grouped", "linear", "packed", "quantize_both", "quantize_global"]
 
-#: Elements of the patches that ``conv`` lays out at a time; more on GPUs, which wait for the start of kernels.
+#: Elements of the patches that ``conv`` stores at a time; more on GPUs, to launch fewer kernels.
 _PATCHES, _PATCHES_ON_GPUS = 1 << 21, 1 << 24
 
 
 def every(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
-    """``rows`` of one backend, and all that is made of them."""
+    """``rows`` of one backend, and all composites of them."""
     makers = (linear, conv, grouped, quantize_global, quantize_both)
-    return (*rows, *(made for make in makers for made in make(rows)))
+    return (*rows, *(row for make in makers for row in make(rows)))
 
 
 # -- calls of kernels --------------------------------------------------------------------------------------------------
 class _Step(NamedTuple):
-    """A call of another op; ``outs``: what it fills, or None for new tensors."""
+    """A call of another op. ``outs``: the tensors to fill, or None for new tensors."""
 
     op: str
     call: Any
@@ -51,14 +51,14 @@ class _Step(NamedTuple):
 _Result = TypeVar("_Result")
 #: Kernels of one backend for one device, by op.
 _Parts = dict[str, Impl]
-#: Yields steps, is sent what each has filled, and returns a result.
+#: Yields steps, receives the outputs of each, and returns a result.
 _Steps = Generator[_Step, tuple[Tensor, ...], _Result]
-#: The steps of an op: of the kernels there are, the outputs to fill, and the call.
+#: Makes the steps of an op from the available kernels, the outputs to fill, and the call.
 _Composite = Callable[[_Parts, tuple[Tensor, ...], Any], _Steps[None]]
 
 
 def _execute(parts: _Parts, steps: _Steps[_Result]) -> _Result:
-    """Run the steps by ``parts``, kernels by op."""
+    """Run the steps with the kernels ``parts``."""
     try:
         step = next(steps)
         while True:
@@ -73,7 +73,7 @@ def _execute(parts: _Parts, steps: _Steps[_Result]) -> _Result:
 
 
 def _refusal(parts: _Parts, steps: _Steps[Any]) -> str | None:
-    """Why one of ``parts`` does not run its step, or None."""
+    """Why one of ``parts`` does not support its step, or None."""
     try:
         step = next(steps)
         while True:
@@ -93,11 +93,11 @@ def _empty(op: str, call: Any, device: torch.device | str) -> tuple[Tensor, ...]
 
 def _parts(rows: tuple[Impl, ...], row: Impl) -> _Parts:
     """Kernels of ``rows`` for the devices of ``row``, by op."""
-    return {one.op: one for one in rows if one.devices == row.devices}
+    return {part.op: part for part in rows if part.devices == row.devices}
 
 
 def _made_of(rows: tuple[Impl, ...], of: str, op: str, composite: _Composite) -> tuple[Impl, ...]:
-    """``op`` as a composite, wherever ``rows`` of one backend have a kernel of ``of``."""
+    """``op`` as a composite, on each device for which ``rows`` of one backend have a kernel of ``of``."""
 
     def supports(parts: _Parts, call: Any) -> str | None:
         return _refusal(parts, composite(parts, _empty(op, call, "meta"), call))
@@ -105,15 +105,15 @@ def _made_of(rows: tuple[Impl, ...], of: str, op: str, composite: _Composite) ->
     def run(parts: _Parts, outs: tuple[Tensor, ...], call: Any) -> None:
         _execute(parts, composite(parts, outs, call))
 
-    found = [(row, _parts(rows, row)) for row in rows if row.op == of]
+    pairs = [(row, _parts(rows, row)) for row in rows if row.op == of]
     return tuple(
-        replace(row, op=op, run=partial(run, parts), supports=partial(supports, parts)) for row, parts in found
+        replace(row, op=op, run=partial(run, parts), supports=partial(supports, parts)) for row, parts in pairs
     )
 
 
 # -- linear ------------------------------------------------------------------------------------------------------------
 def linear(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
-    """``linear`` on every device where ``rows`` of one backend quantize and multiply."""
+    """``linear`` from ``quantize`` and ``scaled_mm`` of one backend."""
     return _made_of(rows, "scaled_mm", "linear", _linear)
 
 
@@ -126,7 +126,7 @@ def _linear(parts: _Parts, outs: tuple[Tensor, ...], call: Linear) -> _Steps[Non
 
 
 def _stored(y: Tensor, out: Tensor, call: Linear | convolution.Conv) -> _Steps[None]:
-    """The codes of a result ``y`` in ``out_scheme``, if there is one."""
+    """Quantize a result ``y`` in ``out_scheme``, if there is one."""
     if call.out_scheme is not None:
         assert call.out_scale is not None
         yield _Step(
@@ -135,7 +135,7 @@ def _stored(y: Tensor, out: Tensor, call: Linear | convolution.Conv) -> _Steps[N
 
 
 def _codes(parts: _Parts, x: Tensor, scheme: scaling.Scheme, scales: Scales | None) -> _Steps[tuple[Tensor, Scales]]:
-    """The codes of ``x`` with their scales: those given, or else its own."""
+    """Quantize ``x``, with ``scales`` or with scales computed from it."""
     if scales is None:
         return (yield from _quantized(parts, x, scheme))
     (codes,) = yield _Step("quantize_static", q.QuantizeStatic(x, scheme.name, *scales))
@@ -145,11 +145,11 @@ def _codes(parts: _Parts, x: Tensor, scheme: scaling.Scheme, scales: Scales | No
 def _quantized(
     parts: _Parts, x: Tensor, scheme: scaling.Scheme, global_scale: Tensor | None = None
 ) -> _Steps[tuple[Tensor, Scales]]:
-    """The codes of ``x`` with scales made of it, under the global scale ``global_scale`` if it is given."""
+    """Quantize ``x`` with scales computed from it. ``global_scale`` replaces the computed one."""
     if scheme.global_scale and global_scale is None:
-        at_once = q.QuantizeGlobal(x, scheme.name)
-        if "quantize_global" in parts and parts["quantize_global"].supports(at_once) is None:
-            codes, scale, global_scale = yield _Step("quantize_global", at_once)
+        fused = q.QuantizeGlobal(x, scheme.name)
+        if "quantize_global" in parts and parts["quantize_global"].supports(fused) is None:
+            codes, scale, global_scale = yield _Step("quantize_global", fused)
             return codes, Scales(scale, None, global_scale)
         (global_scale,) = yield _Step("global_scale", q.GlobalScale(x, scheme.name))
     codes, scale, zero = yield _Step("quantize", q.Quantize(x, scheme.name, global_scale))
@@ -157,13 +157,13 @@ def _quantized(
 
 
 def packed(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
-    """``rows`` of one backend, and ``linear_packed`` by its ``linear`` on weights that are unpacked at each call."""
-    made = [
+    """``rows`` of one backend, and ``linear_packed`` from its ``linear``, which unpacks the weight at each call."""
+    composites = [
         replace(row, op="linear_packed", run=partial(_run_packed, row), supports=lambda call: None)
         for row in rows
         if row.op == "linear"
     ]
-    return (*rows, *made)
+    return (*rows, *composites)
 
 
 def _run_packed(linear: Impl, outs: tuple[Tensor, ...], call: packing.LinearPacked) -> None:
@@ -172,7 +172,7 @@ def _run_packed(linear: Impl, outs: tuple[Tensor, ...], call: packing.LinearPack
 
 # -- quantize_global ---------------------------------------------------------------------------------------------------
 def quantize_global(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
-    """``quantize_global`` wherever ``rows`` of one backend quantize: the global scale first."""
+    """``quantize_global`` from ``global_scale`` and ``quantize`` of one backend."""
     return _made_of(rows, "quantize", "quantize_global", _quantize_global)
 
 
@@ -181,19 +181,19 @@ def _quantize_global(parts: _Parts, outs: tuple[Tensor, ...], call: q.QuantizeGl
 
 
 def _filled(outs: tuple[Tensor, ...], call: q.Quantize) -> _Steps[None]:
-    """Fills codes, scales and, if the scheme has one, the global scale."""
-    codes, scale, above = outs
+    """Fill codes, scales and, if the scheme has one, the global scale."""
+    codes, scale, global_scale = outs
     scheme = scaling.scheme(call.scheme)
     if scheme.global_scale:
-        yield _Step("global_scale", q.GlobalScale(call.x, call.scheme), (above,))
-        call = call._replace(global_scale=above)
+        yield _Step("global_scale", q.GlobalScale(call.x, call.scheme), (global_scale,))
+        call = call._replace(global_scale=global_scale)
     zero = torch.empty(0, dtype=zero_dtype(scheme), device=codes.device)
     yield _Step("quantize", call, (codes, scale, zero))
 
 
 # -- quantize_both -----------------------------------------------------------------------------------------------------
 def quantize_both(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
-    """``quantize_both`` wherever ``rows`` of one backend quantize: one after the other."""
+    """``quantize_both`` from two ``quantize`` calls of one backend."""
     return _made_of(rows, "quantize", "quantize_both", _quantize_both)
 
 
@@ -208,7 +208,7 @@ def _quantize_both(parts: _Parts, outs: tuple[Tensor, ...], call: dual.QuantizeB
 
 # -- scaled_grouped_mm -------------------------------------------------------------------------------------------------
 def grouped(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
-    """``scaled_grouped_mm`` wherever ``rows`` multiply: one product after the other, of rows that the host counts."""
+    """``scaled_grouped_mm`` from ``scaled_mm``: one matmul per expert. The host reads the offsets."""
     return tuple(
         replace(
             mm, op="scaled_grouped_mm", run=partial(_run_grouped, mm), supports=partial(_supports_grouped, mm),
@@ -232,7 +232,7 @@ def _run_grouped(mm: Impl, outs: tuple[Tensor, ...], call: grouping.ScaledGroupe
 
 # -- conv --------------------------------------------------------------------------------------------------------------
 def conv(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
-    """``conv`` wherever ``rows`` of one backend quantize and multiply; some patches are laid out at a time."""
+    """``conv`` from ``quantize`` and ``scaled_mm`` of one backend, which stores some patches at a time."""
     return tuple(
         replace(
             mm, op="conv", run=partial(_run_conv, parts), supports=partial(_supports_conv, parts), fewest_rows=1,
@@ -242,14 +242,14 @@ def conv(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
 
 
 class _Source(NamedTuple):
-    """What patches are made of."""
+    """The pixels that patches are read from."""
 
     pixels: Tensor
-    """``[pixels, C]``: floats, or codes of a byte each if one scale spans them."""
+    """``[pixels, C]``: floats, or one-byte codes if the tensor has one scale."""
     scales: Scales | None = None
-    """Those of the codes."""
+    """Scales of the codes."""
     global_scale: Tensor | None = None
-    """The one that spans the pixels, if patches get scales below it."""
+    """The global scale of all pixels, if each patch has its own block scales."""
 
 
 def _run_conv(parts: _Parts, outs: tuple[Tensor, ...], call: convolution.Conv) -> None:
@@ -266,7 +266,7 @@ def _run_conv(parts: _Parts, outs: tuple[Tensor, ...], call: convolution.Conv) -
 
 
 def _supports_conv(parts: _Parts, call: convolution.Conv) -> str | None:
-    """Asks of the first patches."""
+    """The refusal for the first patches, or None."""
     rows = call.x.shape[0] * prod(convolution.out_sizes(call))
     call = call._replace(x=call.x.to("meta"))
 
@@ -280,15 +280,15 @@ def _supports_conv(parts: _Parts, call: convolution.Conv) -> str | None:
 
 
 def _source(parts: _Parts, call: convolution.Conv) -> _Steps[_Source]:
-    given = input_scales(call)
-    if given is not None and call.x.dtype == torch.uint8:
-        return _Source(convolution.coded_pixels(call, given), given)
+    scales = input_scales(call)
+    if scales is not None and call.x.dtype == torch.uint8:
+        return _Source(convolution.coded_pixels(call, scales), scales)
     pixels = convolution.pixels(call.x)
     if call.input_scheme is None:
         return _Source(pixels)
     scheme = scaling.scheme(call.input_scheme)
     if convolution.spans_tensor(scheme):
-        codes, scales = yield from _codes(parts, pixels, scheme, given)
+        codes, scales = yield from _codes(parts, pixels, scheme, scales)
         return _Source(tensors.unpack(codes, scheme.format.bits, pixels.shape[1]), scales)
     if scheme.global_scale != "tensor":
         return _Source(pixels)
@@ -296,9 +296,9 @@ def _source(parts: _Parts, call: convolution.Conv) -> _Steps[_Source]:
     return _Source(pixels, None, global_scale)
 
 
-def _product(parts: _Parts, call: convolution.Conv, source: _Source, where: tuple[int, int, int]) -> _Steps[Tensor]:
-    """The product of patches of a group, from one row to another, with the weight."""
-    part, scales = convolution.patches(source.pixels, call, *where), source.scales
+def _product(parts: _Parts, call: convolution.Conv, source: _Source, span: tuple[int, int, int]) -> _Steps[Tensor]:
+    """The matmul of patches and the weight. ``span``: group, first row, end row."""
+    part, scales = convolution.patches(source.pixels, call, *span), source.scales
     if call.input_scheme is not None:
         scheme = scaling.scheme(call.input_scheme)
         if convolution.spans_tensor(scheme):
@@ -306,12 +306,12 @@ def _product(parts: _Parts, call: convolution.Conv, source: _Source, where: tupl
         else:
             part, scales = yield from _quantized(parts, part, scheme, source.global_scale)
     dtype = torch.float32 if call.out_scheme is not None else call.out_dtype
-    (y,) = yield _Step("scaled_mm", convolution.product(call, where[0], part, scales, dtype))
+    (y,) = yield _Step("scaled_mm", convolution.product(call, span[0], part, scales, dtype))
     return y
 
 
 def _rows_at_a_time(call: convolution.Conv) -> int:
-    """As many as fit, whole blocks of scales; all where blocks span them."""
+    """As many rows as fit the limit, in whole blocks of scales; all rows if a block spans them."""
     rows = call.x.shape[0] * prod(convolution.out_sizes(call))
     tall = 1 if call.input_scheme is None else scaling.scheme(call.input_scheme).block_of(rows, 1)[0]
     if call.input_scheme is not None and convolution.spans_tensor(scaling.scheme(call.input_scheme)):

@@ -1,6 +1,6 @@
-"""The native CPU backend: C++ kernels compiled for several instruction sets, the best of which is chosen at run time.
+"""The native CPU backend: C++ kernels for several instruction sets, the best of which is chosen at run time.
 
-``LOWBIT_ISA`` in the environment, or ``with isa("avx2"):``, chooses another; every one gives the same bits.
+The environment variable ``LOWBIT_ISA`` and ``with isa("avx2"):`` choose another. Results are bit-identical.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from lowbit.backends import composed, cpu_mm, native, native_ops
 
 __all__ = ["IMPLS", "isa", "isas", "processor", "unavailable"]
 
-
-#: What kernels serve not every call of their op.
+#: For kernels that do not support every call of their op.
 _SUPPORTS: dict[str, Callable[[Any], str | None]] = {"conv": cpu_mm.no_conv}
 _ROWS = tuple(
     replace(row, supports=_SUPPORTS[row.op]) if row.op in _SUPPORTS else row for row in native_ops.rows("cpu")
 )
 _ROUNDING = cpu_mm.rounding(_ROWS)
 
-#: ``cpu_patches``: convolutions of schemes that the native one leaves out.
+#: ``cpu_patches``: convolutions in schemes that the native kernel does not support.
 IMPLS = (
     *_ROWS,
     *_ROUNDING,
@@ -34,40 +33,44 @@ IMPLS = (
 
 
 def unavailable() -> str | None:
-    """Why this backend is absent, and how to get it; None where it is there."""
+    """Why this backend is absent, and the remedy; None if it is present."""
     return native.loading_error()
 
 
 def isas() -> list[str]:
-    """The instruction sets that this processor runs and the build contains, ``scalar`` first."""
+    """Instruction sets that the processor supports and the build contains, ``scalar`` first."""
     return list(native.load().isas())
 
 
 def processor() -> dict[str, str]:
-    """The processor features that kernels see and the instruction set they use; for what cannot be told, the reason."""
+    """The processor features and instruction set that kernels use, or the reasons why they are unknown."""
     try:
         from lowbit import _native  # type: ignore[attr-defined]
     except ImportError as error:
         return {"native module": f"missing: {error}"}
-    asked: dict[str, Callable[[], str]] = {
+    entries: dict[str, Callable[[], str]] = {
         "cpu features": lambda: " ".join(_native.cpu_features()),
         "instruction set": _native.isa,
     }
-    return {key: _told(ask) for key, ask in asked.items()}
+    return {key: _text(entry) for key, entry in entries.items()}
 
 
-def _told(ask: Callable[[], str]) -> str:
+def _text(entry: Callable[[], str]) -> str:
     try:
-        return ask()
-    except ValueError as error:  # LOWBIT_ISA or LOWBIT_WITHOUT names what is not there
+        return entry()
+    except ValueError as error:  # LOWBIT_ISA or LOWBIT_WITHOUT has a name that is not available
         return f"unusable: {error}; correct or unset LOWBIT_ISA and LOWBIT_WITHOUT"
 
 
 @contextmanager
 def isa(name: str) -> Iterator[None]:
-    """Run the CPU kernels (of every thread of the process) with one instruction set, for tests and comparisons.
+    """Run the CPU kernels of all threads with one instruction set, for tests and comparisons.
 
-    Raises: ValueError, naming those available, for one that is not.
+    Args:
+        name: One of ``isas()``.
+
+    Raises:
+        ValueError: The instruction set is not available; the message names those that are.
     """
     ops = native.load()
     before = ops.isa()

@@ -1,8 +1,9 @@
-"""The native ``scaled_mm``, ``linear`` and ``conv`` for CPUs: any pair of schemes and float matrices (csrc/cpu).
+"""Limits of the native CPU convolution, and ``cpu_bf16``: native CPU matmuls with operands rounded to bf16.
 
-Operands are multiplied in fp32, or in bf16 or integers where every value and product is exact in them, and summed in
-fp32 or exactly; so the declared numerics are those of fp32. ``cpu_bf16`` rounds fp32 operands to bf16 where torch's
-float32 matmul precision allows it and the processor gains by it.  Source: docs/numerics.md section 9.
+The native ``scaled_mm``, ``linear`` and ``conv`` (csrc/cpu) multiply in fp32, or in bf16 or integers if all values and
+products are exact there. They sum in fp32 or exactly, so the declared numerics are fp32. ``cpu_bf16`` rounds fp32
+operands to bf16 if torch's float32 matmul precision allows it and the processor is faster with it.
+Source: docs/numerics.md section 9.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["no_conv", "rounding"]
 
 
 def no_conv(call: Conv) -> str | None:
-    """What csrc/cpu/conv leaves to patches that Python lays out some at a time."""
+    """Why csrc/cpu/conv does not support a call; ``composed.conv`` does then."""
     tall = scaling.scheme(call.scheme).block[0]
     if call.groups > 1 and tall is not None and call.weight.shape[0] // call.groups % tall:
         return f"groups of the weight share scales of {call.scheme}"
@@ -38,40 +39,40 @@ def no_conv(call: Conv) -> str | None:
 
 
 # -- float operands rounded to bf16 ------------------------------------------------------------------------------------
-#: Rows of activations up to which weights are multiplied as they are stored (kGemvRows in csrc/cpu/matmul/gemv.h).
+#: The most activation rows for which weights are multiplied as stored (kGemvRows in csrc/cpu/matmul/gemv.h).
 _FEW_ROWS = 16
 
 
 def bf16_products(rows: int) -> bool:
-    """Whether the kernels in use multiply ``rows`` rows of bf16 as such, and so faster than fp32."""
+    """Whether the selected kernels multiply ``rows`` rows in bf16 directly, which is faster than fp32."""
     return bool(torch.ops.lowbit_native.spin(1, 1)) and (rows > _FEW_ROWS or "avx512_vbmi" in features())
 
 
 def _operands(call: ScaledMM | Linear) -> dict[str, tuple[Tensor, str | None]]:
-    """Both operands and their schemes, by the argument that holds them."""
+    """Both operands and their schemes, by argument name."""
     if isinstance(call, Linear):
         return {"x": (call.x, call.input_scheme), "weight": (call.weight, call.scheme)}
     return {"a": (call.a, call.a_scheme), "b": (call.b, call.b_scheme)}
 
 
 def _wide(call: ScaledMM | Linear) -> list[str]:
-    """The operands that would be rounded."""
+    """Names of the operands that are rounded."""
     return [name for name, (data, scheme) in _operands(call).items() if scheme is None and data.dtype != torch.bfloat16]
 
 
 def _no_bf16(call: ScaledMM | Linear) -> str | None:
     if not _wide(call):
-        return "it rounds fp32 and fp16 operands to bf16, and there is none"
+        return "it rounds fp32 and fp16 operands to bf16, and the call has none"
     if matmul_precision() != "medium":
-        return "rounding operands to bf16 takes torch.set_float32_matmul_precision('medium')"
+        return "rounding operands to bf16 needs torch.set_float32_matmul_precision('medium')"
     schemes = [scaling.scheme(text) for _, text in _operands(call).values() if text is not None]
     for scheme in schemes:
         if not scheme.format.in_bf16:
-            return f"the values of {scheme.format} are not exact in bf16, so nothing would be gained"
+            return f"the values of {scheme.format} are not exact in bf16, so it would not be faster"
     rows = call[0].shape[:-1].numel()
     if rows <= _FEW_ROWS and any(s.affine or (s.format.kind, s.format.bits) == ("integer", 8) for s in schemes):
-        return "with so few rows these weights are multiplied by fp32, so nothing would be gained"
-    return None if bf16_products(rows) else f"this processor has no products of bf16 numbers for {rows} rows"
+        return "with so few rows these weights are multiplied in fp32, so it would not be faster"
+    return None if bf16_products(rows) else f"this processor has no bf16 matmul for {rows} rows"
 
 
 def _in_bf16(run: Run, outs: tuple[Tensor, ...], call: ScaledMM | Linear) -> None:
@@ -79,7 +80,7 @@ def _in_bf16(run: Run, outs: tuple[Tensor, ...], call: ScaledMM | Linear) -> Non
 
 
 def rounding(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
-    """``cpu_bf16``: the products among ``rows``, on operands rounded to bf16."""
+    """``cpu_bf16``: the matmuls among ``rows``, with operands rounded to bf16."""
     numerics = Numerics("bf16", "fp32")
     return tuple(
         replace(row, name="cpu_bf16", run=partial(_in_bf16, row.run), supports=_no_bf16, numerics=numerics)

@@ -1,6 +1,6 @@
-"""The CUDA backend: the kernels of csrc/cuda, built into the native library where nvcc and a CUDA torch are there.
+"""The CUDA backend: the kernels of csrc/cuda, which the native library contains if nvcc and a CUDA torch built it.
 
-Whether they are there is asked of the library, never of a device: importing lowbit touches no GPU.
+Availability is read from the library, never from a device: importing lowbit does not initialize a GPU.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from lowbit.ops.spec import Numerics
 
 __all__ = ["IMPLS", "supports_mm", "unavailable"]
 
-#: Blocks along K end where a step of the bf16 tensor cores ends.
+#: K of one bf16 tensor-core instruction; blocks along K must be multiples of it.
 _STEP = 16
 
 
 def _supports(call: Any) -> str | None:
-    """Why the codecs cannot serve the call; csrc/cuda/codec/element.cuh has the same limit."""
-    old = triton.too_old(call[0].device)
-    if old is not None:
-        return old
+    """Why the codec kernels do not support a call; csrc/cuda/codec/element.cuh has the same limit."""
+    reason = triton.too_old(call[0].device)
+    if reason is not None:
+        return reason
     name = getattr(call, "format", None)
     format = scaling.scheme(call.scheme).format if hasattr(call, "scheme") else formats.find(name) if name else None
     if format is not None and format.kind == "codebook" and format.bits > 4:
-        return f"its kernels hold codebooks of at most 16 entries, and {format} has {1 << format.bits}"
+        return f"its kernels support codebooks of at most 16 entries, and {format} has {1 << format.bits}"
     return None
 
 
 def _refuses(side: matmul.Side, cols: int) -> str | None:
-    """Why the tensor-core kernels cannot take one operand."""
+    """Why the tensor-core kernels do not support an operand."""
     if side.scheme is None:
         if side.data.dtype == torch.bfloat16:
             return None
         return f"its tensor cores multiply in bf16, but {side.name} is {side.data.dtype}; convert it"
     scheme = scaling.scheme(side.scheme)
     if scheme.affine:
-        return f"its kernels have no zero points, and {side.name} is {scheme}"
+        return f"its kernels do not support zero points, and {side.name} is {scheme}"
     if scheme.format.kind == "codebook":
         return f"{scheme.format} is not exact in bf16, in which its tensor cores multiply"
     block = scheme.block_of(side.data.shape[0], cols)[1]
@@ -54,7 +54,7 @@ def _refuses(side: matmul.Side, cols: int) -> str | None:
 
 
 def supports_mm(call: matmul.ScaledMM) -> str | None:
-    """Why the tensor-core kernels cannot serve the call; csrc/cuda/matmul/scaled_mm.cu has the same limits."""
+    """Why the tensor-core kernels do not support a call; csrc/cuda/matmul/scaled_mm.cu has the same limits."""
     left, right = matmul.sides(call)
     reason = triton.too_old(call.a.device) or _refuses(left, call.cols) or _refuses(right, call.cols)
     if reason is not None or call.a_scheme is None or call.b_scheme is None:
@@ -69,14 +69,14 @@ def supports_mm(call: matmul.ScaledMM) -> str | None:
 
 
 def _refuses_blocks(block: int) -> str | None:
-    """Sums of integers are exact in fp32, and those of section 9, in blocks that are segments."""
+    """In blocks of at most one segment, fp32 sums of integers are exact and equal section 9 of docs/numerics.md."""
     if block <= reference.SEGMENT:
         return None
-    return f"it adds integers block by block, which takes blocks of at most {reference.SEGMENT} along K, got {block}"
+    return f"it adds integers block by block, which needs blocks of at most {reference.SEGMENT} along K, got {block}"
 
 
 def _multiplied(run: Run) -> Run:
-    """``quantize``, whose kernel takes no factors."""
+    """``quantize`` with factors, which the kernel does not take."""
 
     def run_quantize(outs: tuple[Tensor, ...], call: Any) -> None:
         run(outs, call._replace(x=with_factors(call), factors=None))
@@ -95,7 +95,7 @@ IMPLS = composed.every(_ROWS)
 
 
 def unavailable() -> str | None:
-    """Why this backend is absent, and how to get it; None where it is there."""
+    """Why this backend is absent, and the remedy; None if it is present."""
     if torch.version.cuda is None:
         return "this torch has no CUDA; install a CUDA build of torch, then reinstall lowbit with nvcc on the PATH"
     error = native.loading_error()

@@ -1,9 +1,8 @@
-"""Products of matrices that torch computes on CUDA, between kernels of ours: operands are decoded before, and scales,
-bias and cast come after.
+"""CUDA matmuls that torch computes: lowbit's kernels decode the operands before, and apply scales and bias after.
 
-What they multiply in is exact: integers in int8 with int32 sums, and codes that bf16 holds, with sums in fp32. Two are
-taken under ``torch.set_float32_matmul_precision("medium")`` alone: FP8 as such, of whose sums tensor cores of Hopper
-keep 14 bits, and float32 and codebooks rounded to bf16 (docs/numerics.md section 9).
+Operands are exact: int8 integers with int32 sums, or codes that bf16 represents, with fp32 sums. Two kinds run only
+under ``torch.set_float32_matmul_precision("medium")``: FP8 operands, whose sums keep 14 bits on Hopper's tensor cores,
+and float32 operands and codebooks, which are rounded to bf16 (docs/numerics.md section 9).
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from lowbit.torch_private import int_mm, scaled_mm
 
 __all__ = ["IMPLS", "unavailable"]
 
-#: Elements of fp32 or int32 sums at a time, and what rows are a multiple of: those of ``a`` are multiplied in parts.
-_SUMS, _LEAST = 1 << 27, 128
+#: Rows of ``a`` are multiplied in parts: the most elements of fp32 or int32 sums per part, and the multiple of rows.
+_SUMS, _ROW_MULTIPLE = 1 << 27, 128
 
 
 def _finish(
     outs: tuple[Tensor, ...], call: matmul.ScaledMM, scales: list[Any],
     multiply: Callable[[slice], Tensor],
 ) -> None:  # fmt: skip
-    """Fills the output by parts of rows: ``multiply`` gives sums of those. ``scales``: of rows of both operands."""
+    """Fill the output in parts. ``multiply`` returns the sums of some rows. ``scales``: row scales of both operands."""
     (out,) = outs
-    left, right = (None if one is None else one.expand(size) for one, size in zip(scales, out.shape, strict=True))
+    left, right = (None if s is None else s.expand(size) for s, size in zip(scales, out.shape, strict=True))
     step = _rows_at_a_time(out.shape[1])
     for begin in range(0, out.shape[0], step):
         rows = slice(begin, begin + step)
@@ -44,8 +43,8 @@ def _finish(
 
 
 def _rows_at_a_time(cols: int) -> int:
-    """Whole blocks of scales."""
-    return max(1, _SUMS // max(1, cols) // _LEAST) * _LEAST
+    """A multiple of whole blocks of scales."""
+    return max(1, _SUMS // max(1, cols) // _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
 # -- integers ----------------------------------------------------------------------------------------------------------
@@ -56,7 +55,7 @@ def _int8(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
 
 
 def _int_mm(a: Tensor, b: Tensor) -> Tensor:
-    """torch takes more than 16 rows."""
+    """torch supports more than 16 rows only."""
     if a.shape[0] > 16:
         return int_mm(a, b.t())
     return int_mm(torch.nn.functional.pad(a, (0, 0, 0, 17 - a.shape[0])), b.t())[: a.shape[0]]
@@ -76,11 +75,11 @@ def _supports_int8(call: matmul.ScaledMM) -> str | None:
 def _multiples(call: matmul.ScaledMM, of: int) -> str | None:
     outputs = call.b.shape[0]
     if call.cols % of or outputs % of:
-        return f"torch takes K and N that are multiples of {of}, got {call.cols} and {outputs}"
+        return f"torch needs K and N that are multiples of {of}, got {call.cols} and {outputs}"
     return None
 
 
-# -- codes that bf16 holds ---------------------------------------------------------------------------------------------
+# -- codes that are exact in bf16 --------------------------------------------------------------------------------------
 def _bf16(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
     left, right = (triton.operands().in_bf16(side, call.cols) for side in matmul.sides(call))
     triton.start([*left.launches, *right.launches], outs[0].device)
@@ -128,15 +127,15 @@ def _fp8(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
     sides = matmul.sides(call)
     a, b = (side.data.contiguous().view(_FP8[scaling.scheme(str(side.scheme)).format.name]) for side in sides)
     scales = [triton.operands().row_scales(side, call.cols) for side in sides]
-    one = _one(outs[0].device)
+    unit = _unit_scale(outs[0].device)
     _finish(
         outs, call, scales,
-        lambda rows: scaled_mm(a[rows], b.t(), one, one, out_dtype=torch.float32),
+        lambda rows: scaled_mm(a[rows], b.t(), unit, unit, out_dtype=torch.float32),
     )  # fmt: skip
 
 
 @cache
-def _one(device: torch.device) -> Tensor:
+def _unit_scale(device: torch.device) -> Tensor:
     return torch.ones((), device=device)
 
 
@@ -164,13 +163,13 @@ def _other_than_fp8(call: matmul.ScaledMM) -> str | None:
 
 
 def _supports_any_fp8(call: matmul.ScaledMM) -> str | None:
-    other = _other_than_fp8(call)
-    if other is not None:
-        return other
+    reason = _other_than_fp8(call)
+    if reason is not None:
+        return reason
     if not matmul.is_whole(call):
         return "it applies scales to whole rows, and these change within a row"
     if triton.capability(call.b.device) < (8, 9):
-        return "FP8 needs a device of compute capability 8.9"
+        return "FP8 needs a device of compute capability 8.9 or later"
     return _multiples(call, 16)
 
 
@@ -178,7 +177,7 @@ def _unless_old(supports: Callable[[matmul.ScaledMM], str | None]) -> Callable[[
     return lambda call: triton.too_old(call.b.device) or supports(call)
 
 
-#: Blocks of scales that torch takes, and what it calls them.
+#: Scale blocks that torch supports, and its names for them.
 _BLOCKS: dict[tuple[int | None, int | None], Any] = {
     (1, 128): F.ScalingType.BlockWise1x128, (128, 128): F.ScalingType.BlockWise128x128,
 }  # fmt: skip
@@ -195,7 +194,7 @@ def _fp8_blocks(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
     def multiply(rows: slice) -> Tensor:
         part, scale = a[rows], a_scale[rows.start // tall : -(-rows.stop // tall)]
         count, short = part.shape[0], -part.shape[0] % 4
-        if short:  # torch takes scales whose rows are whole groups of 16 bytes
+        if short:  # torch needs scales whose rows are multiples of 16 bytes
             part = F.pad(part.view(torch.uint8), (0, 0, 0, short)).view(part.dtype)
             scale = F.pad(scale, (0, 0, 0, short)) if tall == 1 else scale
         y = F.scaled_mm(
@@ -207,7 +206,7 @@ def _fp8_blocks(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
 
 
 def _laid_out(scale: Tensor, recipe: Any) -> Tensor:
-    """Scales as torch reads them: those of blocks of one row column by column, of 128 rows by fours along a row."""
+    """Scales in torch's layout: column-major for blocks of one row; rows padded to multiples of 4 for 128 rows."""
     if recipe == F.ScalingType.BlockWise1x128:
         return scale.t().contiguous().t()
     return F.pad(scale, (0, -scale.shape[1] % 4)).t()
@@ -216,27 +215,27 @@ def _laid_out(scale: Tensor, recipe: Any) -> Tensor:
 def _supports_fp8_blocks(call: matmul.ScaledMM) -> str | None:
     if triton.capability(call.b.device) != (9, 0):
         return "torch multiplies FP8 in blocks on devices of compute capability 9.0"
-    other = _unless_medium() or _other_than_fp8(call)
-    if other is not None:
-        return other
-    found = [scaling.scheme(str(side.scheme)) for side in matmul.sides(call)]
-    blocks = [one.block for one in found]
+    reason = _unless_medium() or _other_than_fp8(call)
+    if reason is not None:
+        return reason
+    schemes = [scaling.scheme(str(side.scheme)) for side in matmul.sides(call)]
+    blocks = [scheme.block for scheme in schemes]
     if not set(blocks) <= set(_BLOCKS) or blocks == [(128, 128)] * 2:
-        return f"torch takes scales of 1 x 128 elements and 1 x 128 or 128 x 128, got {found[0]} and {found[1]}"
-    if any(one.scale_format.dtype != "float32" for one in found):
-        return f"torch takes scales in float32, got {found[0]} and {found[1]}"
+        return f"torch needs scales of 1 x 128 elements and 1 x 128 or 128 x 128, got {schemes[0]} and {schemes[1]}"
+    if any(scheme.scale_format.dtype != "float32" for scheme in schemes):
+        return f"torch needs scales in float32, got {schemes[0]} and {schemes[1]}"
     if call.cols % 128:
-        return f"torch takes whole blocks, got K = {call.cols}"
-    short = [
+        return f"torch needs whole blocks, got K = {call.cols}"
+    partial = [
         size for size, block in zip((call.a.shape[0], call.b.shape[0]), blocks, strict=True) if size % (block[0] or 1)
     ]
-    if short:
-        return f"torch takes whole blocks of 128 x 128 elements, got {short[0]} rows or columns"
+    if partial:
+        return f"torch needs whole blocks of 128 x 128 elements, got {partial[0]} rows or columns"
     return _multiples(call, 16)
 
 
-#: With the number of rows of ``a`` from which each was faster than Triton's on an H200; for rounded operands and FP8 in
-#: blocks the number from which Triton's waits for tensor cores, by an estimate.
+#: The last column is the fewest rows of ``a`` for which each was faster than Triton's kernel on an H200. For rounded
+#: operands and FP8 blocks it is estimated: the rows from which Triton's kernel is bound by tensor cores.
 _PRODUCTS = tuple(
     Impl("scaled_mm", name, ("cuda",), run, _unless_old(supports), numerics, fewest_rows)
     for name, run, supports, numerics, fewest_rows in (
@@ -254,7 +253,7 @@ IMPLS = triton.with_codecs(_PRODUCTS)
 
 
 def unavailable() -> str | None:
-    """Why this backend is absent, and how to get it."""
+    """Why this backend is absent, and the remedy; None if it is present."""
     if torch.version.cuda is None:
         return "this torch has no CUDA; install a CUDA build of torch"
     return triton.unavailable()

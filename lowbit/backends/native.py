@@ -1,6 +1,4 @@
-"""The native library that the CPU and CUDA backends call: where it is, whether it can be loaded, and what it was built
-without.
-"""
+"""Loads the native library of the CPU and CUDA backends, and says why it or a part of it is missing."""
 
 from __future__ import annotations
 
@@ -19,18 +17,18 @@ from lowbit.backends.registry import Impl, Run, forced
 
 __all__ = ["LIBRARY", "build_notice", "features", "load", "loading_error", "with_warning"]
 
-#: The torch ops, built by CMake into the package.
+#: The library of torch ops, which CMake builds into the package.
 LIBRARY = Path(__file__).parents[1] / "lowbit_ops.so"
 
 _REBUILD = (
-    "with a C++ compiler there, run `make build` in a checkout, or install lowbit again: "
+    "with a C++ compiler, run `make build` in a checkout, or install lowbit again: "
     "`pip install -v --force-reinstall --no-deps --no-cache-dir .` in the folder of its sources"
 )
 
 
 # -- the library -------------------------------------------------------------------------------------------------------
 def build_notice() -> str | None:
-    """What the build of the native code had to leave out, and how to get it; None where nothing is missing."""
+    """The parts that the build left out, and the remedy; None if nothing is missing."""
     record = _record()
     if record is None:
         return f"the native code was not built; {_REBUILD}"
@@ -39,14 +37,14 @@ def build_notice() -> str | None:
 
 
 def _record() -> dict[str, Any] | None:
-    """What setup.py wrote of the build."""
+    """The build record that setup.py wrote, or None."""
     path = LIBRARY.with_name("_build.json")
     return dict(json.loads(path.read_text())) if path.exists() else None
 
 
 @cache
 def loading_error() -> str | None:
-    """Load the native ops once; None, or why they cannot be had and how to get them."""
+    """Load the native ops, once. Returns None, or why they are missing and the remedy."""
     if not LIBRARY.exists():
         return build_notice() or f"{LIBRARY.name} is not in the package; {_REBUILD}"
     try:
@@ -57,8 +55,7 @@ def loading_error() -> str | None:
 
 
 def _stale() -> str | None:
-    """Why the library that was loaded is not used: it was generated from another table of formats, or it is older than
-    the rule that schemas are made of the table of ops."""
+    """Why the loaded library is not used: it was built with another table of formats, or defines its own schemas."""
     ops = torch.ops.lowbit_native
     if hasattr(ops, "keep"):
         return f"{LIBRARY.name} was built from older sources, whose kernels take other arguments; rebuild: make build"
@@ -68,9 +65,9 @@ def _stale() -> str | None:
 
 
 def with_warning(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
-    """``rows`` of the reference; where the native library is absent and was wanted, they warn once on the CPU.
+    """``rows`` of the reference, which warn once on the CPU if the native library is wanted and missing.
 
-    pip shows no notices of a build, so this is the first that a user hears of it. Silent under ``use_backend``.
+    pip does not show build notices, so this warning is the first notice. ``use_backend`` silences it.
     """
     if loading_error() is None or not (_record() or {}).get("wanted", True):
         return rows
@@ -97,7 +94,7 @@ def _warn() -> None:
 
 
 def load() -> Any:
-    """``torch.ops.lowbit_native``. Raises RuntimeError where it cannot be had."""
+    """``torch.ops.lowbit_native``. Raises RuntimeError if it is missing."""
     error = loading_error()
     if error is not None:
         raise RuntimeError(error)
@@ -105,7 +102,7 @@ def load() -> Any:
 
 
 def features() -> list[str]:
-    """The processor features that kernels ask for, those present; none without the module that knows them."""
+    """The features that kernels use and the processor has; empty without the native module."""
     try:
         from lowbit import _native  # type: ignore[attr-defined]
     except ImportError:

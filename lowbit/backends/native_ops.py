@@ -1,7 +1,7 @@
-"""Kernels of the native library as rows of the registry: what the CPU and CUDA backends share.
+"""Kernels of the native library as rows of the registry, for the CPU and CUDA backends.
 
-``torch.ops.lowbit_native.NAME`` takes the arguments of the op of that name and its outputs to fill, formats and schemes
-by name (csrc/ops_entry.h). A kernel that the library has for a device is a row, without another word here.
+``torch.ops.lowbit_native.NAME`` takes the arguments of the op and the outputs to fill. Formats and schemes are passed
+by name (csrc/ops_entry.h). Each kernel that the library has for a device becomes a row.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _library = torch.library.Library("lowbit_native", "FRAGMENT")
 
 
 def _define() -> None:
-    """The schemas, which are the ops' own; the library brings the kernels."""
+    """Define the ops with the schemas of ``OPS``; the library contains the kernels."""
     if loading_error() is None:
         for spec in OPS.values():
             _library.define(f"{spec.name}({spec.positional[1]}) -> ()")
 
 
 def has_kernel(op: str, device: str) -> bool:
-    """Whether the library was built with a kernel of the op for a type of device."""
+    """Whether the library has a kernel of the op for a device type."""
     return loading_error() is None and dispatches_to(f"lowbit_native::{op}", device.upper())
 
 
 def run(spec: OpSpec) -> Run:
-    """Runs the kernel of an op."""
+    """The native kernel of an op."""
 
     def run_native(outs: tuple[Tensor, ...], call: Any) -> None:
         getattr(torch.ops.lowbit_native, spec.name)(*call, *outs)
@@ -43,7 +43,7 @@ def run(spec: OpSpec) -> Run:
 
 
 def rows(device: str) -> tuple[Impl, ...]:
-    """A row for each op that the library has a kernel of for this device, whose name is the backend's too."""
+    """One row per op with a kernel for this device type, which is also the backend's name."""
     return tuple(
         Impl(spec.name, device, (device,), run(spec)) for spec in OPS.values() if has_kernel(spec.name, device)
     )

@@ -1,4 +1,4 @@
-"""The reference backend: ``lowbit.reference`` behind every op, on any device, for every call."""
+"""The reference backend: every op by ``lowbit.reference``, on CPU and CUDA, for every call."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def _global_scale(outs: tuple[Tensor, ...], call: q.GlobalScale) -> None:
 
 def _block_range(outs: tuple[Tensor, ...], call: q.BlockRange) -> None:
     scheme, x = scaling.scheme(call.scheme), as_rows(call.x)
-    broken = reference.block_amax(~x.isfinite(), scheme)
+    invalid = reference.block_amax(~x.isfinite(), scheme)
     for out, end in zip(outs, reference.block_range(x, scheme), strict=True):
-        out.copy_(end.masked_fill(broken, torch.nan))
+        out.copy_(end.masked_fill(invalid, torch.nan))
 
 
 def _store(out: Tensor, codes: Tensor, scheme: scaling.Scheme) -> None:
@@ -115,18 +115,18 @@ def _scaled_mm(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
 
 def _optimizer_step(outs: tuple[Tensor, ...], call: optim.OptimizerStep) -> None:
     param = as_rows(call.param)
-    kept = []
+    stored = []
     for moment in optim.moments(call):
         scheme = None if moment.scheme in optim.FLOAT_STATES else scaling.scheme(moment.scheme)
         codes = as_rows(moment.codes)
         codes = codes if scheme is None else reference.unpack(codes, scheme, param.shape[1])
-        kept.append(reference.Moment(codes, moment.scale, scheme))
+        stored.append(reference.Moment(codes, moment.scale, scheme))
     rng = None if call.rng is None else _rng(call._replace(rounding="stochastic"))
     new_param, new_master, moments = reference.optimizer_step(
         param,
         as_rows(call.grad),
         None if call.master is None else as_rows(call.master),
-        kept,
+        stored,
         call.rule,
         optim.fp32_factors(call),
         rng if call.rounding == "stochastic" else None,
@@ -152,9 +152,9 @@ def _hadamard(outs: tuple[Tensor, ...], call: rotation.Hadamard) -> None:
     x = call.x if call.axis == 1 else call.x.t()
     if call.signed:
         x = x * reference.signs(x, x.shape[1], call.block)
-    made = reference.hadamard(x, call.block)
-    made = made.masked_fill(made.isnan(), torch.nan)
-    outs[0].copy_(made if call.axis == 1 else made.t())
+    y = reference.hadamard(x, call.block)
+    y = y.masked_fill(y.isnan(), torch.nan)
+    outs[0].copy_(y if call.axis == 1 else y.t())
 
 
 _RUN: dict[str, Callable[[tuple[Tensor, ...], Any], None]] = {
@@ -183,5 +183,5 @@ IMPLS = composed.packed(composed.every(_ROWS))
 
 
 def unavailable() -> str | None:
-    """Why this backend is absent: never."""
+    """None: this backend is always present."""
     return None

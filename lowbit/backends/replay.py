@@ -1,10 +1,9 @@
-"""Calls that start what an earlier one of their kind started, at other addresses.
+"""Records the kernel launches of a call and replays them for similar calls with other addresses.
 
-Which kernels a call starts, with which tiles and numbers, depends on its kind alone (``registry.call_key``). Working
-that out takes the host longer than most kernels take the device. So one call of a kind is watched. Each address that
-its kernels are given lies in an argument, in an output, in a tensor that is allocated for it, or in one that is kept,
-such as a table. Later calls replace these addresses and work out nothing. A call that computes with an op of torch is
-not replayed.
+The launches of a call (kernels, tiles, constants) depend only on its key (``registry.call_key``). Computing them takes
+the host longer than most kernels run. So one call per key is recorded. Each pointer argument of its kernels is inside
+an argument, an output, a tensor allocated by the call, or a permanent tensor such as a table. Later calls only replace
+these addresses. A call that computes with a torch op is not replayed.
 """
 
 from __future__ import annotations
@@ -21,37 +20,37 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Bound", "Replay", "does", "note", "on", "watched"]
 
-#: What the allocator aligns tensors by, in bytes.
+#: Alignment of the CUDA allocator, in bytes.
 _ALIGNED = 512
 
 
 class Bound(NamedTuple):
-    """A kernel that is compiled, with all that it is started with but its grid; ``pointers``: places of tensors."""
+    """A compiled kernel bound to its launch arguments. ``pointers``: indices of the tensors among them."""
 
     run: Callable[..., Any]
     arguments: list[Any]
     pointers: tuple[int, ...]
 
 
-_noted: ContextVar[list[Bound] | None] = ContextVar("lowbit_noted", default=None)
+_recording: ContextVar[list[Bound] | None] = ContextVar("lowbit_recording", default=None)
 
 
 def note(make: Callable[[], list[Bound]]) -> None:
-    """Tells who watches what was started."""
-    noted = _noted.get()
-    if noted is not None:
-        noted += make()
+    """Add launches to the recording, if one is active."""
+    recording = _recording.get()
+    if recording is not None:
+        recording += make()
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Within, a CUDA device is the current one."""
+    """A context in which a CUDA device is the current device."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)
     return nullcontext()
 
 
 def does(func: Any) -> str | None:
-    """What an op of torch does that a replay must know: it "allocates", makes "zeros" or "computes"; None of a view."""
+    """Whether a torch op "allocates", makes "zeros" or "computes"; None for a view."""
     name = func._schema.name
     if name.startswith(("aten::empty", "aten::new_empty")):
         return "allocates"
@@ -60,8 +59,8 @@ def does(func: Any) -> str | None:
     return None if func.is_view or name == "aten::detach" else "computes"
 
 
-class _Watch(TorchDispatchMode):
-    """Keeps tensors that are allocated, and whether they are zeros, and sees whether anything is computed."""
+class _Recorder(TorchDispatchMode):
+    """Records the tensors that are allocated, whether they are zeros, and whether an op computes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -69,16 +68,16 @@ class _Watch(TorchDispatchMode):
         self.computed: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out, what = func(*args, **(kwargs or {})), does(func)
-        if what == "computes":
+        out, effect = func(*args, **(kwargs or {})), does(func)
+        if effect == "computes":
             self.computed = func._schema.name
-        elif what is not None:
-            self.allocated.append((out, what == "zeros"))
+        elif effect is not None:
+            self.allocated.append((out, effect == "zeros"))
         return out
 
 
 class _Place(NamedTuple):
-    """An address: so many bytes behind the first of a tensor. ``at``: the place among a kernel's arguments."""
+    """A pointer argument: its index ``at`` among a kernel's arguments, and a byte offset into a tensor."""
 
     at: int
     tensor: int
@@ -92,18 +91,24 @@ class _Start(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """What a kind of call starts. ``tensors``: which arguments are tensors; their addresses come first, then those of
-    outputs, of ``scratch`` bytes, and of ``zeros`` bytes that are 0.
+    """The launches of calls with one key.
+
+    Attributes:
+        tensors: Indices of the arguments that are tensors.
+        scratch: Bytes of uninitialized memory that a call allocates.
+        zeros: Bytes of zeroed memory that a call allocates.
+        starts: The launches. ``_Place.tensor`` counts arguments, then outputs, then scratch, then zeros.
+        permanent: Tensors that later calls use too, such as tables.
     """
 
     tensors: tuple[int, ...]
     scratch: int
     zeros: int
     starts: tuple[_Start, ...]
-    kept: tuple[Tensor, ...]
+    permanent: tuple[Tensor, ...]
 
     def __call__(self, outs: tuple[Tensor, ...], call: Any) -> None:
-        """Start it for another call of the kind, on the device of ``outs`` and its current stream."""
+        """Launch the kernels for another call with the key, on the device of ``outs`` and its current stream."""
         device = outs[0].device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
@@ -112,30 +117,30 @@ class Replay(NamedTuple):
             self._start(outs, call)
 
     def _start(self, outs: tuple[Tensor, ...], call: Any) -> None:
-        first = [call[index].data_ptr() for index in self.tensors]
-        first += [out.data_ptr() for out in outs]
+        addresses = [call[index].data_ptr() for index in self.tensors]
+        addresses += [out.data_ptr() for out in outs]
         device = outs[0].device
         scratch, zeros = _bytes(torch.empty, self.scratch, device), _bytes(torch.zeros, self.zeros, device)
-        first += [0 if scratch is None else scratch.data_ptr(), 0 if zeros is None else zeros.data_ptr()]
+        addresses += [0 if scratch is None else scratch.data_ptr(), 0 if zeros is None else zeros.data_ptr()]
         for run, arguments, places in self.starts:
-            given = arguments.copy()
+            bound = arguments.copy()
             for at, tensor, offset in places:
-                given[at] = first[tensor] + offset
-            run(*given)
+                bound[at] = addresses[tensor] + offset
+            run(*bound)
 
 
 @contextmanager
 def watched(outs: tuple[Tensor, ...], call: Any) -> Iterator[list[Replay]]:
-    """Within, ``call`` is run for ``outs``. Leaves its replay in the list, or nothing where there can be none."""
+    """A context in which ``call`` runs for ``outs``. Afterwards the list has the replay, if one is possible."""
     started: list[Bound] = []
-    token, found = _noted.set(started), list[Replay]()
+    token, replays = _recording.set(started), list[Replay]()
     try:
-        with _Watch() as watch:
-            yield found
+        with _Recorder() as recorder:
+            yield replays
     finally:
-        _noted.reset(token)
-    if watch.computed is None and started:
-        found += filter(None, [_replay(started, outs, call, watch.allocated)])
+        _recording.reset(token)
+    if recorder.computed is None and started:
+        replays += filter(None, [_replay(started, outs, call, recorder.allocated)])
 
 
 def _replay(
@@ -150,20 +155,20 @@ def _replay(
         sizes[zero] += -(-_span(tensor) // _ALIGNED) * _ALIGNED
     spans = sorted(span for span in spans if span[0] < span[1])
     if any(after[0] < before[1] for before, after in pairwise(spans)):
-        return None  # tensors that share memory: another call's may not
-    starts, kept = [], []
+        return None  # tensors share memory here, but may not in another call
+    starts, permanent = [], []
     for run, arguments, pointers in started:
         places, fixed = [], list(arguments)
         for at in pointers:
-            given: Tensor = arguments[at]
-            address = fixed[at] = given.data_ptr()
+            pointer: Tensor = arguments[at]
+            address = fixed[at] = pointer.data_ptr()
             span = next((span for span in spans if span[0] <= address < span[1]), None)
             if span is not None:
                 places.append(_Place(at, span[2], span[3] + address - span[0]))
-            elif given.numel():
-                kept.append(given)
+            elif pointer.numel():
+                permanent.append(pointer)
         starts.append(_Start(run, fixed, tuple(places)))
-    return Replay(tuple(tensors), sizes[0], sizes[1], tuple(starts), tuple(kept))
+    return Replay(tuple(tensors), sizes[0], sizes[1], tuple(starts), tuple(permanent))
 
 
 def _bytes(make: Callable[..., Tensor], size: int, device: torch.device) -> Tensor | None:
@@ -171,7 +176,7 @@ def _bytes(make: Callable[..., Tensor], size: int, device: torch.device) -> Tens
 
 
 def _span(tensor: Tensor) -> int:
-    """Bytes from the first element of a tensor to behind the last."""
+    """Bytes from the first element of a tensor to the end of the last."""
     if tensor.numel() == 0:
         return 0
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""What a call allocates beside its results, on a GPU: its kernel runs on the meta device, where nothing is computed."""
+"""The scratch memory of a GPU call, measured by running the host side of its kernel on the meta device."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = ["allocated"]
 _BACKENDS = ("triton", "delegated")
 
 
-class _Look(NamedTuple):
-    """A tensor without its numbers."""
+class _Layout(NamedTuple):
+    """Shape, strides and dtype of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -35,8 +35,9 @@ class _Look(NamedTuple):
 
 
 def allocated(op: str, call: Any) -> int:
-    """Bytes that the kernel chosen for a call holds at most while it runs, beside arguments and results; 0 where
-    kernels for the device are not here. ``call`` may be of fake tensors.
+    """Peak bytes that the kernel selected for a call allocates, without arguments and results.
+
+    Fake tensors are supported. The result is 0 if this machine has no kernels for the device.
     """
     try:
         impl = select(op, call[0].device.type, call, empty=False)
@@ -44,56 +45,57 @@ def allocated(op: str, call: Any) -> int:
         return 0
     if impl.backend not in _BACKENDS:
         return 0
-    looks = tuple(
-        _Look(tuple(value.shape), value.stride(), value.dtype)
+    values = tuple(
+        _Layout(tuple(value.shape), value.stride(), value.dtype)
         if isinstance(value, Tensor)
         else tuple(value)
         if isinstance(value, list)
         else value
         for value in call
     )
-    return _allocated(impl, call[0].device, looks)
+    return _allocated(impl, call[0].device, values)
 
 
 @lru_cache(maxsize=4096)
-def _allocated(impl: Impl, device: torch.device, looks: tuple[Any, ...]) -> int:
+def _allocated(impl: Impl, device: torch.device, values: tuple[Any, ...]) -> int:
     with without_modes(), torch.no_grad(), triton.arguments().standing_for(device):
-        call = OPS[impl.op].args(*(one.empty() if isinstance(one, _Look) else one for one in looks))
+        call = OPS[impl.op].args(*(value.empty() if isinstance(value, _Layout) else value for value in values))
         outs = tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in OPS[impl.op].outputs(call))
-        impl.run(outs, call)  # the first makes what is remembered, such as tables
+        impl.run(outs, call)  # the first call also allocates what is cached, such as tables
         with _Watch([*outs, *(value for value in call if isinstance(value, Tensor))]) as watch:
             impl.run(outs, call)
-    return int(watch.most if watch.computes else watch.all)
+    return int(watch.peak if watch.computes else watch.total)
 
 
 class _Watch(TorchDispatchMode):
-    """Bytes of storages that come and go within: the most at a time, and of all, which a call that only starts kernels
-    holds when it is replayed. ``known``: tensors that do not count.
+    """Bytes of the storages that are allocated inside: ``peak`` at a time, and ``total``.
+
+    A replay allocates the total at once. ``known``: tensors that do not count.
     """
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.held = self.most = self.all = 0
+        self.live = self.peak = self.total = 0
         self.computes: bool = False
         self._open: dict[int, Any] = {t.untyped_storage()._cdata: None for t in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         self.computes |= does(func) == "computes"
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.device.type == "meta":
-                self._take(tensor.untyped_storage(), given)
+                self._allocate(tensor.untyped_storage(), inputs)
         return out
 
-    def _take(self, storage: Any, given: set[int]) -> None:
+    def _allocate(self, storage: Any, inputs: set[int]) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self._open or key in given:
+        if key in self._open or key in inputs:
             return
-        self.held, self.all = self.held + size, self.all + size
-        self.most = max(self.most, self.held)
-        self._open[key] = weakref.ref(storage, lambda _: self._gone(key, size))
+        self.live, self.total = self.live + size, self.total + size
+        self.peak = max(self.peak, self.live)
+        self._open[key] = weakref.ref(storage, lambda _: self._free(key, size))
 
-    def _gone(self, key: int, size: int) -> None:
-        self.held -= size
+    def _free(self, key: int, size: int) -> None:
+        self.live -= size
         del self._open[key]

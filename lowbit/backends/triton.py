@@ -1,7 +1,7 @@
 """The Triton backend: ``lowbit.kernels`` on CUDA devices; on the CPU, interpreted, for tests.
 
-With ``TRITON_INTERPRET=1`` set before lowbit is imported, the kernels run on the CPU too, slowly: below the reference,
-so that only ``use_backend("triton")`` picks them. Kernels are imported at the first call.
+With ``TRITON_INTERPRET=1`` set before lowbit is imported, the kernels also run on the CPU, slowly. They come after the
+reference, so only ``use_backend("triton")`` selects them. Kernels are imported at the first call.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from lowbit.ops import codec, conv, dual, grouped, matmul, optim, rotation
 from lowbit.ops import quantize as q
 from lowbit.ops.spec import Numerics, as_rows, matrix_shape
 
-_FOUND = find_spec("lowbit.kernels") is not None
+_HAS_KERNELS = find_spec("lowbit.kernels") is not None
 
 #: Whether kernels run in Triton's interpreter.
-INTERPRETED = _FOUND and import_module("lowbit.kernels.spec").INTERPRETED
+INTERPRETED = _HAS_KERNELS and import_module("lowbit.kernels.spec").INTERPRETED
 
-#: Positions along an axis are 32-bit in kernels, and the last tile may reach beyond the end.
+#: Kernels index an axis with 32 bits, and the last tile may extend past the end.
 _LONGEST = 2**31 - 2**18
-#: Elements of a Hadamard transform that a program holds.
+#: The largest Hadamard block that one program transforms.
 _LARGEST_BLOCK = 1024
 
 
@@ -49,7 +49,7 @@ def _launch() -> Any:
 
 @cache
 def products() -> Any:
-    """The host side of products, ``lowbit.kernels.products``."""
+    """The host side of matmuls, ``lowbit.kernels.products``."""
     from lowbit.kernels import products
 
     return products
@@ -57,24 +57,24 @@ def products() -> Any:
 
 @cache
 def operands() -> Any:
-    """Operands as kernels of products take them, ``lowbit.kernels.operands``."""
+    """Operands in the form that matmul kernels take, ``lowbit.kernels.operands``."""
     from lowbit.kernels import operands
 
     return operands
 
 
 def start(launches: Any, device: torch.device) -> None:
-    """Starts kernels in order on the current stream of a device; on the meta device none."""
+    """Launch kernels in order on the current stream of a device; nothing on the meta device."""
     if device.type == "meta":
         return
     with replay.on(device):
         _starts().run(launches)
-        replay.note(lambda: [replay.Bound(*_starts().bound(one)) for one in launches])
+        replay.note(lambda: [replay.Bound(*_starts().bound(launch)) for launch in launches])
 
 
 @cache
 def arguments() -> Any:
-    """What kernels are told of tensors and devices, ``lowbit.kernels.arguments``."""
+    """Kernel arguments from tensors and devices, ``lowbit.kernels.arguments``."""
     from lowbit.kernels import arguments
 
     return arguments
@@ -228,22 +228,22 @@ def _convolutions() -> Any:
 
 
 def _conv(outs: tuple[Tensor, ...], call: conv.Conv) -> None:
-    made = outs[0] if call.out_scheme is None else torch.empty(outs[0].shape, device=call.x.device)
+    y = outs[0] if call.out_scheme is None else torch.empty(outs[0].shape, device=call.x.device)
     coded, launches = _convolutions().quantized(call)
-    start(launches, made.device)
-    start(_convolutions().convolve(coded, made), made.device)
+    start(launches, y.device)
+    start(_convolutions().convolve(coded, y), y.device)
     if call.out_scheme is not None:
         assert call.out_scale is not None
-        y = made.view(-1, made.shape[-1])
-        _quantize_static(outs, q.QuantizeStatic(y, call.out_scheme, call.out_scale, call.out_zero_point))
+        rows = y.view(-1, y.shape[-1])
+        _quantize_static(outs, q.QuantizeStatic(rows, call.out_scheme, call.out_scale, call.out_zero_point))
 
 
 def _optimizer_step(outs: tuple[Tensor, ...], call: optim.OptimizerStep) -> None:
     launch, param = _launch(), as_rows(call.param)
-    made, master, *new = (as_rows(t) for t in outs)
+    new_param, new_master, *new = (as_rows(t) for t in outs)
     weight = launch.Weight(
-        param, None if call.master is None else as_rows(call.master), made, None if call.master is None else master,
-        call.param_rounding == "stochastic",
+        param, None if call.master is None else as_rows(call.master), new_param,
+        None if call.master is None else new_master, call.param_rounding == "stochastic",
     )  # fmt: skip
     moments = [
         launch.Moment(
@@ -259,28 +259,28 @@ def _optimizer_step(outs: tuple[Tensor, ...], call: optim.OptimizerStep) -> None
     start(launches, param.device)
 
 
-#: The compute capability from which on devices multiply bf16 in tensor cores, which kernels do.
+#: The lowest compute capability with bf16 tensor cores, which the kernels use.
 OLDEST_DEVICE = (8, 0)
 
 
 def too_old(device: torch.device) -> str | None:
-    """Why kernels cannot run on a device."""
+    """Why the kernels do not support a device, or None."""
     if device.type != "cuda" or capability(device) >= OLDEST_DEVICE:
         return None
-    found, least = (".".join(map(str, pair)) for pair in (capability(device), OLDEST_DEVICE))
-    return f"its kernels need compute capability {least}, and this device has {found}"
+    actual, least = (".".join(map(str, pair)) for pair in (capability(device), OLDEST_DEVICE))
+    return f"its kernels need compute capability {least}, and this device has {actual}"
 
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a CUDA device; the oldest that serves where it is not there, as for an estimate."""
+    """The compute capability of a CUDA device. Without CUDA, as for an estimate, the oldest supported one."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else OLDEST_DEVICE
 
 
 def _fits(x: Tensor) -> str | None:
-    old = too_old(x.device)
-    if old is not None:
-        return old
+    reason = too_old(x.device)
+    if reason is not None:
+        return reason
     rows, cols = matrix_shape(x)
     if max(rows, cols) > _LONGEST:
         return f"its kernels index at most {_LONGEST} rows or columns, got [{rows}, {cols}]; split the tensor"
@@ -310,7 +310,7 @@ def _supports_mm(call: matmul.ScaledMM) -> str | None:
 
 
 def keeps_fp32(device: torch.device) -> bool:
-    """Whether a device's sums of products of FP8 and FP4 err no more than sums in fp32 (docs/numerics.md section 9)."""
+    """Whether a device sums FP8 and FP4 products as accurately as in fp32 (docs/numerics.md section 9)."""
     return capability(device)[0] == 10
 
 
@@ -332,19 +332,19 @@ def _of_short_sums(call: matmul.ScaledMM) -> str | None:
     if matmul_precision() != "medium":
         return 'its sums may keep 14 bits; torch.set_float32_matmul_precision("medium") allows that'
     schemes = [scaling.scheme(side.scheme) for side in matmul.sides(call) if side.scheme is not None]
-    if len({found.format.bits == 4 for found in schemes}) > 1:
+    if len({scheme.format.bits == 4 for scheme in schemes}) > 1:
         return "it multiplies FP4 by FP4, and other codes by other codes"
     return None
 
 
 def _supports_product(supports: Callable[[matmul.ScaledMM], str | None], call: grouped.ScaledGroupedMM) -> str | None:
-    """What is said of the product with one expert."""
+    """The refusal for the matmul with one expert, or None."""
     return supports(grouped.product(call, 0, slice(None)))
 
 
 def _supports_conv(call: conv.Conv) -> str | None:
-    places = call.x.new_empty((call.x.shape[0] * prod(conv.out_sizes(call)), conv.columns(call)), device="meta")
-    return _fits(call.x) or _fits(places) or _fits(call.weight) or _convolutions().supports(call)
+    matrix = call.x.new_empty((call.x.shape[0] * prod(conv.out_sizes(call)), conv.columns(call)), device="meta")
+    return _fits(call.x) or _fits(matrix) or _fits(call.weight) or _convolutions().supports(call)
 
 
 _ROWS: dict[str, tuple[Callable[[tuple[Tensor, ...], Any], None], Callable[[Any], str | None]]] = {
@@ -368,7 +368,7 @@ _ROWS: dict[str, tuple[Callable[[tuple[Tensor, ...], Any], None], Callable[[Any]
     "quantize_both": (_quantize_both, _supports_both),
 }
 
-#: What is not exact in bf16 is multiplied in terms that are.
+#: Operands that are not exact in bf16 are split into bf16 terms.
 _NUMERICS = Numerics("fp32", "fp32")
 
 _IMPLS = tuple(
@@ -376,17 +376,17 @@ _IMPLS = tuple(
     for device in ("cuda", *(("cpu",) if INTERPRETED else ()))
     for op, (run, supports) in _ROWS.items()
 )
-#: Two schemes one after the other, where no tile suits both, and the global scale first, where none has whole rows.
+#: For two schemes without a common tile: one after the other. If no tile has whole rows: the global scale first.
 _APART = tuple(
     replace(row, name="triton_apart") for row in (*composed.quantize_both(_IMPLS), *composed.quantize_global(_IMPLS))
 )
-#: Convolutions that read patches from images, before those that lay them out for these products or for torch's.
+#: Convolutions that read patches from images; the others store patches, for these matmuls or torch's.
 _IMPLICIT = tuple(
     Impl("conv", "triton_implicit", impl.devices, _conv, _supports_conv, _NUMERICS)
     for impl in _IMPLS
     if impl.op == "scaled_mm"
 )
-#: Products of codes as they are.
+#: Matmuls of FP8 and FP4 codes by tensor cores, without conversion to bf16.
 _CODES = (
     Impl("scaled_mm", "triton_codes", ("cuda",), _scaled_mm_of_codes, _supports_codes, Numerics("fp8", "fp32")),
     Impl(
@@ -394,21 +394,21 @@ _CODES = (
         Numerics("fp8", "fp22"),
     ),
 )  # fmt: skip
-#: The same for the experts of a mixture.
+#: ``_CODES`` for mixtures of experts.
 _CODES_OF_EXPERTS = tuple(
     replace(
         row, op="scaled_grouped_mm", run=_scaled_grouped_mm_of_codes, supports=partial(_supports_product, row.supports)
     )
     for row in _CODES
 )
-#: Codecs, for the ops that are made of these and of another product.
+#: Kernels other than matmuls, for composites with another matmul.
 CODECS = tuple(row for row in _IMPLS if row.devices == ("cuda",) and row.op != "scaled_mm")
 
 
 def with_codecs(products: tuple[Impl, ...]) -> tuple[Impl, ...]:
-    """Products, each with the ops made of it and of the codecs here."""
-    made = ((mm, *composed.linear((*CODECS, mm)), *composed.conv((*CODECS, mm))) for mm in products)
-    return tuple(row for rows in made for row in rows)
+    """Matmuls, each with the composites of it and ``CODECS``."""
+    rows = ((mm, *composed.linear((*CODECS, mm)), *composed.conv((*CODECS, mm))) for mm in products)
+    return tuple(row for group in rows for row in group)
 
 
 IMPLS = (
@@ -422,26 +422,26 @@ IMPLS = (
 )
 
 
-#: The oldest Triton whose PTX keeps subnormal numbers (docs/numerics.md section 1); torch 2.10 installs it.
+#: The oldest Triton version whose PTX keeps subnormal numbers (docs/numerics.md section 1); torch 2.10 installs it.
 _OLDEST = (3, 6)
 
 
 def _version() -> str:
     try:
         return version("triton")
-    except PackageNotFoundError:  # nightly builds of torch come with it under another name
+    except PackageNotFoundError:  # nightly builds of torch bundle it under another name
         return str(import_module("triton").__version__)
 
 
 def unavailable() -> str | None:
-    """Why this backend is absent, and how to get it."""
+    """Why this backend is absent, and the remedy; None if it is present."""
     if find_spec("triton") is None:
         return "triton is not installed; pip install triton (Linux only)"
     if torch.version.hip is not None:
         return "its kernels are for CUDA devices, and this torch is built for ROCm"
-    found = _version()
-    if tuple(int(part) for part in found.split(".")[:2]) < _OLDEST:
-        return f"triton {found} rounds subnormal numbers to zero; pip install 'triton>=3.6'"
-    if not _FOUND:
+    installed = _version()
+    if tuple(int(part) for part in installed.split(".")[:2]) < _OLDEST:
+        return f"triton {installed} rounds subnormal numbers to zero; pip install 'triton>=3.6'"
+    if not _HAS_KERNELS:
         return "the package lowbit.kernels is missing; install lowbit (`pip install .` in its checkout)"
     return None

@@ -120,7 +120,7 @@ def test_rows_are_multiplied_in_parts(monkeypatch, name, a, b, rows):
     bias = random_matrix(1, 32, "cpu", seed=3)[0]
     left = left if a else left.bfloat16()
     whole = product(name, make_call(left, right, a, b, bias=bias))
-    monkeypatch.setattr(delegated, "_LEAST", 17)
+    monkeypatch.setattr(delegated, "_ROW_MULTIPLE", 17)
     monkeypatch.setattr(delegated, "_SUMS", 1)
     torch.testing.assert_close(product(name, make_call(left, right, a, b, bias=bias)), whole, rtol=0, atol=0)
 
