@@ -184,7 +184,7 @@ def test_mistakes_of_a_plan_are_told(run, mine, options, message):
     ("options", "message"),
     [
         (("--memory", "much"), "'much' is no size"),
-        (("--memory", "1MiB"), "needs a budget that its smallest transformer does not exceed"),
+        (("--memory", "1MiB"), "the need of its smallest transformer"),
         (("--search", "-1"), "--search expects a number of models, got -1"),
         (("--device", "tpu"), "--device is one of cpu, cuda, got 'tpu'"),
     ],
@@ -215,7 +215,7 @@ def test_quick_prints_a_row_a_rung_and_no_largest_model(run, ruled):
     for rung in RUNGS:
         first = rung.name.partition(" ")[0]  # a narrow table folds the name
         assert sum(line.startswith(first) for line in text.splitlines()) >= 2, (rung.name, text)
-    assert "largest" not in text and "Under the limit it runs out in backward." in text
+    assert "largest" not in text and "Under the limit memory runs out in backward." in text
     data = json.loads(run("fit", "--ladder", "--memory", "100MiB", "--quick", "--json"))
     assert [row["name"] for row in data["rungs"]] == [rung.name for rung in RUNGS]
     assert data["budget"] == 100 << 20 and all(row["largest"] is None for row in data["rungs"])

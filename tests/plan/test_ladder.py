@@ -15,7 +15,7 @@ from lowbit.memory.rss import peak_bytes, reset_peak
 from lowbit.memory.shortage import ran_out
 from lowbit.plan.ladder import RUNGS, Climb, Rung, Shape, TrainingSettings, ascent, climb, report, rungs_of
 from lowbit.plan.ladder.ascent import largest
-from lowbit.plan.ladder.cell import Cell, Result, _Place, _train, measure, run
+from lowbit.plan.ladder.cell import Cell, Result, _Position, _train, measure, run
 from lowbit.plan.ladder.limits import LIMITS
 from lowbit.plan.ladder.shape import Transformer, batch_of, first_above, textbook
 
@@ -65,7 +65,7 @@ def test_the_first_shape_exceeds_the_budget_and_the_one_before_does_not(mib):
 
 
 def test_a_budget_below_the_family_is_refused():
-    with pytest.raises(ValueError, match="needs a budget that its smallest transformer does not exceed"):
+    with pytest.raises(ValueError, match="the need of its smallest transformer"):
         first_above(MIB)
 
 
@@ -117,7 +117,7 @@ def test_the_peak_of_a_process_is_that_of_torchs_allocator_and_a_limit_below_it_
     cell = Cell(replace(SMALL, size=4, batch=8, context=64), TrainingSettings(), None, steps=2)
 
     def two_steps():
-        for _ in _train(cell, _Place(), ""):
+        for _ in _train(cell, _Position(), ""):
             pass
 
     allocated, free = lb.memory.allocated_peak(two_steps), measure(cell)
@@ -150,9 +150,9 @@ def test_rungs_of_several_processes_double_their_number():
 @pytest.mark.parametrize(
     ("does", "message"),
     [
-        ("echo no such recipe >&2; exit 3", "exit code 3 and not by its limit; it says: no such recipe"),
-        ("kill -9 $$", "by SIGKILL, as the system ends processes when the machine runs out, and not by its limit"),
-        ("echo '{\"step\": 1}'", "exit code 0 and not by its limit; it says: nothing"),
+        ("echo no such recipe >&2; exit 3", "exit code 3, not because of its limit; its output: no such recipe"),
+        ("kill -9 $$", "by SIGKILL, as the system ends processes if memory runs out, not because of its limit"),
+        ("echo '{\"step\": 1}'", "exit code 0, not because of its limit; its output: none"),
     ],
 )
 def test_a_process_that_fails_otherwise_is_an_error_with_its_own_words(tmp_path, monkeypatch, does, message):
@@ -171,7 +171,7 @@ def test_a_mistake_within_a_limit_is_no_event(tmp_path):
 
 def losses(settings, steps=3):
     with tempfile.TemporaryDirectory() as directory:
-        return tuple(_train(Cell(SMALL, settings, None, steps), _Place(), directory))
+        return tuple(_train(Cell(SMALL, settings, None, steps), _Position(), directory))
 
 
 def test_plain_steps_are_those_of_a_loop_of_torch():
@@ -251,7 +251,7 @@ def counted(monkeypatch):
 
 
 RULED = (
-    Rung("plain", {}, ""),
+    Rung("plain", {}, "all in fp32"),
     Rung("checkpointing", {"checkpoint": "block"}, "", "equal"),
     Rung("codes", {"activation_codes": True}, "", "equal"),
     Rung("8 bits", {"bits": 8}, "", "equal"),
@@ -290,7 +290,7 @@ def test_the_report_has_a_row_a_rung_and_says_what_went_wrong(counted, tmp_path)
     ]
     assert [row.split(" | ")[3] for row in rows] == ["no", "yes", "yes", "yes"]
     assert "NOT EQUAL" in rows[3] and "| equal |" in rows[1]
-    assert "plain:  Under the limit it runs out in forward, blocks.1." in text
+    assert "plain: all in fp32. Under the limit memory runs out in forward, blocks.1." in text
     data = json.loads((tmp_path / "ladder.json").read_text())
     assert data["rungs"][3]["settings"] == asdict(TrainingSettings(checkpoint="block", bits=8))
     assert data["rungs"][1]["largest"]["parameters"] == climbed.rows[1].largest.parameters

@@ -1,7 +1,7 @@
-"""The ladder: a transformer that does not fit a budget in plain fp32, then each technique of memory-efficient training.
+"""The ladder: trains a transformer that exceeds a memory budget in fp32, adding one technique per rung.
 
-``rungs`` is the table of techniques, ``shape`` the transformer, ``limits`` how memory is limited and counted, ``cell``
-one run in a process of its own, ``ascent`` all of them, ``report`` what is written.
+``rungs`` is the table of techniques, ``shape`` the transformer, and ``limits`` limits and measures memory. ``cell`` is
+one run in a separate process, ``ascent`` runs all of them, and ``report`` writes the results.
 """
 
 from lowbit.plan.ladder.ascent import Climb, Ladder, Row, climb

@@ -1,4 +1,4 @@
-"""The climb: each rung at the shape that plain fp32 does not fit, and the largest shape that trains in its budget."""
+"""Runs the ladder: every rung on one shape, and the largest shape that each rung trains within the budget."""
 
 from __future__ import annotations
 
@@ -22,16 +22,22 @@ from lowbit.progress import Progress
 
 __all__ = ["Climb", "Ladder", "Row", "climb", "largest"]
 
-#: By how much losses of another order of sums may differ, as a fraction: half a unit in the last place of bf16.
+#: Relative tolerance of losses with another order of sums: half a bf16 ulp.
 _CLOSE = 2.0**-8
-#: A rung that does not lower the peak to this part of the one below is left out of those above.
+#: Higher rungs include a rung only if it lowers the peak below this fraction of the previous peak.
 _LOWER = 0.99
 
 
 @dataclass(frozen=True)
 class Climb:
-    """What is climbed. ``budget`` in bytes. ``search``: how many shapes are tried for the largest of a rung; 0: none.
-    ``directory``: where each finished cell is kept, and looked for.
+    """Arguments of a ladder.
+
+    Attributes:
+        budget: Memory budget in bytes.
+        device: ``"cpu"`` or ``"cuda"``.
+        steps: Steps per cell.
+        search: Number of shapes that are tried to find the largest of a rung; 0: no search.
+        directory: Cache of finished cells.
     """
 
     budget: int
@@ -43,13 +49,17 @@ class Climb:
 
 @dataclass(frozen=True)
 class Row:
-    """A rung climbed.
+    """The results of one rung.
 
-    ``limited`` is the ladder's shape under the limit; ``whole`` the same, or without the limit where memory ran out
-    (None: the machine has too little). ``kept``: whether rungs above have it too. ``alike``: whether the losses are to
-    those of the rung below what the rung promises, None where it promises nothing or there is nothing to compare.
-    ``largest``: the largest shape found to train within the budget, None where none was; ``beyond``: the next one that
-    is known not to.
+    Attributes:
+        rung: The rung.
+        settings: Its settings, with the rungs below.
+        limited: Result of the ladder's shape under the limit.
+        whole: The same, or without the limit if memory ran out; None if the machine has too little memory.
+        kept: Whether the rungs above include it.
+        alike: Whether losses compare with the rung below as promised; None without a promise or a comparison.
+        largest: Largest shape that trained within the budget; None if none did.
+        beyond: Size of the next shape that is known not to fit.
     """
 
     rung: Rung
@@ -64,14 +74,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Ladder:
-    """What was climbed on which shape, and its rows."""
+    """The results of all rungs."""
 
     climb: Climb
     shape: Shape
     rows: tuple[Row, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON data."""
+        """Return JSON data."""
         rows = [
             {
                 "name": row.rung.name, "settings": asdict(row.settings), "limited": asdict(row.limited),
@@ -89,10 +99,17 @@ class Ladder:
 
 
 def climb(asked: Climb, rungs: Sequence[Rung] = RUNGS, progress: Progress = lambda what, done, total: None) -> Ladder:
-    """Climb ``rungs`` one after the other, each on top of those below that lower the peak.
+    """Run ``rungs`` in order, each on top of the rungs below that lower the peak.
 
-    Raises: ValueError for a budget that no shape exceeds clearly; RuntimeError where a process fails otherwise than by
-    its limit; OSError where results cannot be kept.
+    Args:
+        asked: Arguments of the ladder.
+        rungs: The rungs.
+        progress: Called as ``progress(what, done, total)``.
+
+    Raises:
+        ValueError: For a budget that is too small.
+        RuntimeError: If a process fails for another reason than its limit.
+        OSError: If results cannot be stored.
     """
     shape, rows = first_above(asked.budget), list[Row]()
     for index, rung in enumerate(rungs):
@@ -121,13 +138,13 @@ def _row(asked: Climb, rung: Rung, shape: Shape, below: Row | None) -> Row:
         tried[size] = _measured(asked, rung, replace(cell, shape=replace(shape, size=size), steps=2)).fits
         return tried[size]
 
-    found = largest(fits, tried, _guess(shape, limited if whole is None else whole, asked.budget), asked.search)
+    size = largest(fits, tried, _guess(shape, limited if whole is None else whole, asked.budget), asked.search)
     beyond = min((size for size, fitted in tried.items() if not fitted), default=None)
-    return replace(row, largest=replace(shape, size=found) if found else None, beyond=beyond)
+    return replace(row, largest=replace(shape, size=size) if size else None, beyond=beyond)
 
 
 def _has_room(cell: Cell) -> bool:
-    """Whether a step of plain fp32 in each process surely fits the machine."""
+    """Return whether a step in plain fp32 in each process surely fits the machine."""
     free = torch.cuda.mem_get_info()[0] if cell.device == "cuda" else available_bytes()
     return free is not None and free > 1.2 * cell.settings.gpus * sum(textbook(cell.shape).values())
 
@@ -142,18 +159,23 @@ def _alike(rung: Rung, here: Result | None, below: Result | None) -> bool | None
 
 # -- the largest shape ------------------------------------------------------------------------------------------------
 def _guess(shape: Shape, measured: Result, budget: int) -> int:
-    """The size whose peak would be the budget, if peaks grew as the textbook's sum does."""
-    each, size = measured.peak / sum(textbook(shape).values()), 1
-    while each * sum(textbook(replace(shape, size=size + 1)).values()) <= budget:
+    """Return the size whose peak would equal the budget, if peaks were proportional to the textbook's sum."""
+    ratio, size = measured.peak / sum(textbook(shape).values()), 1
+    while ratio * sum(textbook(replace(shape, size=size + 1)).values()) <= budget:
         size += 1
     return size
 
 
 def largest(fits: Callable[[int], bool], tried: dict[int, bool], guess: int, tries: int) -> int:
-    """The largest size that fits, of what is ``tried`` and of at most ``tries`` more; 0 where none does.
+    """Return the largest size that fits, after at most ``tries`` calls of ``fits``; 0 if none does.
 
-    ``fits`` notes in ``tried`` what it finds. The guess comes first, then steps that double from what is known, then
-    halves of what is between.
+    The guess is tried first, then steps that double, then bisection.
+
+    Args:
+        fits: Tries a size, and stores the result in ``tried``.
+        tried: Known results by size.
+        guess: First size to try.
+        tries: Limit on the calls.
     """
     step = 1
     for _ in range(tries):
@@ -173,9 +195,9 @@ def largest(fits: Callable[[int], bool], tried: dict[int, bool], guess: int, tri
     return max((size for size, fitted in tried.items() if fitted), default=0)
 
 
-# -- cells that are kept ----------------------------------------------------------------------------------------------
+# -- the cache of cells -----------------------------------------------------------------------------------------------
 def _measured(asked: Climb, rung: Rung, cell: Cell) -> Result:
-    """The result of ``cell``, from its file where there is one of the same cell and versions."""
+    """Return the result of ``cell``, from its file if that has the same cell and versions."""
     if asked.directory is None:
         return measure(cell)
     name = re.sub(r"[^a-z0-9]+", "-", rung.name.lower())
@@ -183,10 +205,10 @@ def _measured(asked: Climb, rung: Rung, cell: Cell) -> Result:
     path = asked.directory / "cells" / f"{name}-size{cell.shape.size}-{limit}-{cell.device}.json"
     identity = {**asdict(cell), "versions": [__version__, torch.__version__]}
     try:
-        kept = read_json(path)
+        record = read_json(path)
     except FileNotFoundError:
-        kept = {}
-    if kept.get("cell") != identity:
-        kept = {"cell": identity, "result": asdict(measure(cell))}
-        write_json(path, kept)
-    return Result(**{**kept["result"], "losses": tuple(kept["result"]["losses"])})
+        record = {}
+    if record.get("cell") != identity:
+        record = {"cell": identity, "result": asdict(measure(cell))}
+        write_json(path, record)
+    return Result(**{**record["result"], "losses": tuple(record["result"]["losses"])})

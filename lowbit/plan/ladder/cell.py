@@ -1,7 +1,7 @@
-"""A cell of the ladder: some steps of one shape by one rung's settings, in a process of their own under a real limit.
+"""A cell of the ladder: a few steps of one shape with one rung's settings, in a separate process with a memory limit.
 
-``measure`` starts the process and reads its result; the process runs ``main``. Running out of memory ends that process
-alone, and what it holds is its own.
+``measure`` starts the process and reads its result; the process runs ``main``. If memory runs out, only that process
+ends.
 """
 
 from __future__ import annotations
@@ -35,17 +35,22 @@ from lowbit.train.micro_batches import micro_batches
 
 __all__ = ["MALLOC", "Cell", "Result", "measure"]
 
-#: The learning rate of every run.
 _LR = 1e-3
 
-#: What makes glibc give memory back as it is freed, and keeps threads from reserving any: a limit counts both.
+#: Makes glibc return freed memory, and keeps threads from reserving memory, because the limit counts both.
 MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What is run. ``budget``: bytes that the process may take beyond what it has before the model is made; None: no
-    limit. ``steps``: at least 2, of which the first is not measured.
+    """Arguments of a run.
+
+    Attributes:
+        shape: The transformer.
+        settings: Its training settings.
+        budget: Bytes that the process may allocate from the creation of the model on; None: no limit.
+        steps: Number of steps, at least 2. The first one is not measured.
+        device: ``"cpu"`` or ``"cuda"``.
     """
 
     shape: Shape
@@ -57,11 +62,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a cell.
+    """The result of a cell.
 
-    ``before``: bytes held before the model was made. ``peak``: the most bytes beyond them, of the steps after the
-    first; of a run that ran out, what it held then. ``seconds``: of a step after the first. ``losses``: before each
-    step. ``ran_out``: None, or the part of a step in which memory ran out, with the layer where it is known.
+    Attributes:
+        before: Bytes in use before the model is created.
+        peak: Peak bytes above ``before`` after the first step; if memory ran out, the bytes in use at that time.
+        seconds: Time per step, without the first; None if memory ran out.
+        losses: Loss before each step.
+        ran_out: The phase of the step in which memory ran out, with the layer if it is known; None if it did not.
     """
 
     before: int
@@ -77,10 +85,13 @@ class Result:
 
 # -- the parent -------------------------------------------------------------------------------------------------------
 def measure(cell: Cell) -> Result:
-    """Run ``cell`` in a process of its own, or in as many as its settings have, each under the limit.
+    """Run ``cell`` in separate processes, as many as its settings have, each with the limit.
 
-    Of several processes the result is the first's, with the largest peak and the longest time; where one runs out, its
-    own. Raises RuntimeError where a process fails otherwise than by the limit, with what it says.
+    For several processes the result is the first one's, with the largest peak and the longest time. If a process runs
+    out of memory, the result is that one's.
+
+    Raises:
+        RuntimeError: If a process fails for another reason than the limit; the error includes its output.
     """
     count = cell.settings.gpus
     threads = str(max(1, torch.get_num_threads() // count))
@@ -88,29 +99,33 @@ def measure(cell: Cell) -> Result:
     command = [sys.executable, "-m", "lowbit.plan.ladder.cell", json.dumps(asdict(cell))]
     with tempfile.TemporaryDirectory(prefix="lowbit-ladder-") as directory, ThreadPoolExecutor(count) as pool:
 
-        def started(rank: int) -> subprocess.CompletedProcess[str]:
+        def start(rank: int) -> subprocess.CompletedProcess[str]:
             arguments = [*command, str(rank), f"{directory}/meet"]
             return subprocess.run(arguments, capture_output=True, text=True, env=environment)
 
-        done = list(pool.map(started, range(count)))
-    results = [_result(one) for one in done]
-    out = next((one for one in results if one is not None and not one.fits), None)
-    if out is not None:  # the others wait for a process that has gone, and fail
-        return out
-    for one, result in zip(done, results, strict=True):
+        processes = list(pool.map(start, range(count)))
+    results = []
+    for process in processes:
+        result = _result(process)
+        if result is not None and not result.fits:  # the other processes lose their peer, and fail
+            return result
+        results.append(result)
+    for process, result in zip(processes, results, strict=True):
         if result is None:
             raise RuntimeError(
-                f"ladder: a process ended {_ended(one.returncode)} and not by its limit; it says: "
-                f"{one.stderr.strip()[-2000:] or 'nothing'}"
+                f"ladder: a process ended {_ended(process.returncode)}, not because of its limit; its output: "
+                f"{process.stderr.strip()[-2000:] or 'none'}"
             )
-    found = [one for one in results if one is not None]
-    return replace(found[0], peak=max(one.peak for one in found), seconds=max(one.seconds or 0.0 for one in found))
+    finished = [result for result in results if result is not None]
+    return replace(
+        finished[0], peak=max(row.peak for row in finished), seconds=max(row.seconds or 0.0 for row in finished)
+    )
 
 
-def _result(done: subprocess.CompletedProcess[str]) -> Result | None:
-    """What a process has told at its end; None where it has failed."""
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines or "peak" not in lines[-1]:
+def _result(process: subprocess.CompletedProcess[str]) -> Result | None:
+    """Return the result that a process printed; None if it failed."""
+    lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
+    if process.returncode or not lines or "peak" not in lines[-1]:
         return None
     return Result(**{**lines[-1], "losses": tuple(lines[-1]["losses"])})
 
@@ -119,24 +134,24 @@ def _ended(code: int) -> str:
     if code >= 0:
         return f"with exit code {code}"
     name = signal.Signals(-code).name
-    return f"by {name}{', as the system ends processes when the machine runs out,' if name == 'SIGKILL' else ''}"
+    return f"by {name}{', as the system ends processes if memory runs out' if name == 'SIGKILL' else ''}"
 
 
 # -- the child --------------------------------------------------------------------------------------------------------
-class _Place:
-    """Where in a step the process is: the part of the step, and the layer entered last in it."""
+class _Position:
+    """The current phase of a step, and the layer that was called last in it."""
 
     def __init__(self) -> None:
-        self.part = "making the model"
+        self.phase = "creation of the model"
         self.layer: str | None = None
         self._names: dict[int, str] = {}
 
-    def enter(self, part: str) -> None:
-        self.part, self.layer = part, None
+    def enter(self, phase: str) -> None:
+        self.phase, self.layer = phase, None
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Inside, layers of ``model`` are noted as they are called; backward calls those that it recomputes."""
+        """Track the calls of layers of ``model`` in this context, recomputation in backward included."""
         self._names = {id(module): name for name, module in model.named_modules() if name}
         handle = torch_modules.register_module_forward_pre_hook(self._note)
         try:
@@ -148,60 +163,59 @@ class _Place:
         self.layer = self._names.get(id(module), self.layer)
 
     def __str__(self) -> str:
-        return self.part if self.layer is None else f"{self.part}, {self.layer}"
+        return self.phase if self.layer is None else f"{self.phase}, {self.layer}"
 
 
 def step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], micro: int, place: _Place
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], micro: int, position: _Position
 ) -> float:
-    """One step; returns the mean loss of the batch, in nats a token, before it."""
+    """Run one step; return the mean loss of the batch before it, in nats per token."""
     total = 0.0
     for (tokens, targets), weight in micro_batches(batch, micro):
-        place.enter("forward")
+        position.enter("forward")
         logits = model(tokens)
-        place.enter("loss")
+        position.enter("loss")
         loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) * weight
         del logits
-        place.enter("backward")
+        position.enter("backward")
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.item()
         del loss
-    place.enter("step")
+    position.enter("step")
     optimizer.step()
     optimizer.zero_grad()
     return total
 
 
-def _train(cell: Cell, place: _Place, where: str) -> Iterator[float]:
-    """The losses before each step of a model that is made here. ``where``: what offload moves tensors to."""
+def _train(cell: Cell, position: _Position, target: str) -> Iterator[float]:
+    """Create the model and train it; yield the loss before each step. ``target``: the offload target."""
     torch.manual_seed(0)
-    place.enter("making the model")
+    position.enter("creation of the model")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of instructions that a processor lacks: seconds are measured
+        warnings.simplefilter("ignore")  # of missing processor instructions: the time is measured anyway
         model: nn.Module = Transformer(cell.shape).to(cell.device)
-        optimizer = arrange_(model, cell.settings, where, lr=_LR)
+        optimizer = arrange_(model, cell.settings, target, lr=_LR)
         model, optimizer = sharded(model, optimizer, cell.settings)
     batch = batch_of(cell.shape, cell.device)
-    with place.watching(model), offloading(cell.settings, where):
+    with position.watching(model), offloading(cell.settings, target):
         for _ in range(cell.steps):
-            yield step(model, optimizer, batch, cell.settings.micro_batches, place)
+            yield step(model, optimizer, batch, cell.settings.micro_batches, position)
 
 
 def run(cell: Cell, directory: str) -> Result:
-    """Run ``cell`` in this process; ``directory`` is for what is offloaded.
+    """Run ``cell`` in this process; ``directory`` is for offloaded tensors.
 
-    A step of the smallest shape goes before, so that what libraries load and keep, stacks of threads among it, is there
-    before the count begins.
+    A step of the smallest shape runs first, so that memory of libraries and thread stacks is not counted.
     """
-    limit, place = LIMITS[cell.device], _Place()
-    where = limit.elsewhere(directory)
-    for _ in _train(replace(cell, shape=replace(cell.shape, size=1), steps=1), place, where):
+    limit, position = LIMITS[cell.device], _Position()
+    target = limit.target(directory)
+    for _ in _train(replace(cell, shape=replace(cell.shape, size=1), steps=1), position, target):
         pass
     gc.collect()
     before, losses, started = limit.held(), list[float](), 0.0
     with nullcontext() if cell.budget is None else limit.within(cell.budget):
         try:
-            for loss in _train(cell, place, where):
+            for loss in _train(cell, position, target):
                 losses.append(loss)
                 if len(losses) == 1:
                     limit.reset()
@@ -210,16 +224,14 @@ def run(cell: Cell, directory: str) -> Result:
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
                 raise
-            return Result(before, limit.held() - before, None, tuple(losses), str(place))
+            return Result(before, limit.held() - before, None, tuple(losses), str(position))
     return Result(before, limit.peak() - before, seconds, tuple(losses))
 
 
 def main() -> None:
-    """The process: its arguments are a cell as JSON, its rank, and a file by which several meet; its last line is its
-    result as JSON.
-    """
-    asked = json.loads(sys.argv[1])
-    cell = Cell(**{**asked, "shape": Shape(**asked["shape"]), "settings": TrainingSettings(**asked["settings"])})
+    """Run the process. Its arguments are a cell as JSON, its rank, and a rendezvous file; it prints JSON last."""
+    values = json.loads(sys.argv[1])
+    cell = Cell(**{**values, "shape": Shape(**values["shape"]), "settings": TrainingSettings(**values["settings"])})
     count, rank, meet = cell.settings.gpus, int(sys.argv[2]), sys.argv[3]
     if count > 1:
         backend = "nccl" if cell.device == "cuda" else "gloo"
@@ -227,7 +239,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="lowbit-ladder-") as directory:
         print(json.dumps(asdict(run(cell, directory))), flush=True)
     if count > 1:
-        os._exit(0)  # the group would wait for processes that have run out
+        os._exit(0)  # the group would wait for processes that ran out of memory
 
 
 if __name__ == "__main__":

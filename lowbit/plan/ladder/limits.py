@@ -1,4 +1,4 @@
-"""A real limit on a process's memory, and how much it holds: one row of ``LIMITS`` for each kind of device."""
+"""Limits and measures the memory of a process: one row of ``LIMITS`` per device type."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ __all__ = ["LIMITS", "Limit"]
 
 @dataclass(frozen=True)
 class Limit:
-    """How memory of a device is limited and counted, in bytes of this process.
-
-    ``within(budget)`` is a context in which the process may take ``budget`` more than it has; beyond it allocations
-    fail with an error that ``ran_out`` (lowbit/memory/shortage.py) knows. ``counted`` is what the limit counts.
-    ``held`` is what there is now, ``reset`` starts ``peak`` again. ``unit`` says what these two count, ``elsewhere``
-    where offload moves tensors to, given a directory.
-    """
+    """Functions that limit and measure the memory of this process on a device, in bytes."""
 
     within: Callable[[int], AbstractContextManager[None]]
+    """``within(budget)``: a context in which the process may allocate ``budget`` more bytes. Above it, allocations fail
+    with an error that ``lowbit.memory.shortage.ran_out`` recognizes."""
     counted: Callable[[], int]
+    """The bytes that the limit counts."""
     held: Callable[[], int]
+    """The bytes in use."""
     reset: Callable[[], object]
+    """Restarts ``peak``."""
     peak: Callable[[], int]
+    """The largest ``held`` since ``reset``."""
     unit: str
-    elsewhere: Callable[[str], str]
+    """Description of ``held`` and ``peak``."""
+    target: Callable[[str], str]
+    """``target(directory)``: the offload target."""
 
 
 # -- CPU --------------------------------------------------------------------------------------------------------------
 def _status(field: str) -> int:
-    """A field of /proc/self/status in bytes."""
+    """Return a field of /proc/self/status in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -46,9 +48,9 @@ def _status(field: str) -> int:
 
 @contextmanager
 def _data_within(budget: int) -> Iterator[None]:
-    """RLIMIT_DATA counts private anonymous memory as it is mapped; the soft limit alone moves, so that it can go back.
+    """Limit private anonymous memory with RLIMIT_DATA. Only the soft limit changes, so that it can be restored.
 
-    Raises RuntimeError on systems that do not enforce it.
+    Raises RuntimeError on other systems than Linux, which do not enforce it.
     """
     if sys.platform != "linux":
         raise RuntimeError(
@@ -66,7 +68,7 @@ def _data_within(budget: int) -> Iterator[None]:
 # -- CUDA -------------------------------------------------------------------------------------------------------------
 @contextmanager
 def _fraction_within(budget: int) -> Iterator[None]:
-    """The caching allocator refuses to reserve more than a fraction of the device."""
+    """Limit the bytes that the caching allocator reserves to a fraction of the device."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + budget) / total))
@@ -79,11 +81,11 @@ def _fraction_within(budget: int) -> Iterator[None]:
 LIMITS = {
     "cpu": Limit(
         _data_within, lambda: _status("VmData"), lambda: _status("VmRSS"), reset_peak, peak_bytes,
-        "resident memory of the process", elsewhere=lambda directory: directory,
+        "resident memory of the process", target=lambda directory: directory,
     ),
     "cuda": Limit(
         _fraction_within, torch.cuda.memory_reserved, torch.cuda.memory_allocated, torch.cuda.reset_peak_memory_stats,
         torch.cuda.max_memory_allocated, "memory of torch's allocator on the GPU",
-        elsewhere=lambda directory: "cpu",
+        target=lambda directory: "cpu",
     ),
 }  # fmt: skip

@@ -1,58 +1,58 @@
-"""The rungs: techniques of ``TECHNIQUES`` with a ``rung``, as what they change of ``TrainingSettings``. Each adds to
-those before.
-"""
+"""The rungs of the ladder: the techniques with a ``rung``, each added to the rungs below."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lowbit.plan.settings import TrainingSettings
-from lowbit.plan.techniques import STRATEGY, TECHNIQUES, Technique, techniques
+from lowbit.plan.techniques import STRATEGY, TECHNIQUES, techniques
 
 __all__ = ["RUNGS", "Rung", "rungs_of"]
 
 
 @dataclass(frozen=True)
 class Rung:
-    """What it ``changes`` of the settings, a sentence on it, and what losses are beside those of the rung below, as
-    ``Technique.results``.
-    """
+    """One rung of the ladder."""
 
     name: str
+    """Names of its techniques."""
     changes: Mapping[str, Any]
+    """The fields of ``TrainingSettings`` that it sets."""
     about: str
+    """Description."""
     losses: Literal["equal", "close", "own"] = "own"
+    """Effect on losses compared with the rung below, as ``Technique.results``."""
 
     def on(self, below: TrainingSettings) -> TrainingSettings:
-        """The settings of this rung on top of those ``below``."""
+        """Return the settings ``below`` with the changes of this rung."""
         return replace(below, **self.changes)
 
 
-def _rung(together: Iterable[Technique]) -> Rung:
-    """The rung of techniques of one place."""
-    found = list(together)
-    (results,) = {one.results for one in found}
-    changes = {name: value for one in found for name, value in {**one.needs, **one.changes}.items()}
-    return Rung(", ".join(one.name for one in found), changes, "; ".join(one.about for one in found), results)
+def _rung(number: int) -> Rung:
+    rows = [technique for technique in techniques() if technique.rung == number]
+    (results,) = {row.results for row in rows}
+    changes = {name: value for row in rows for name, value in {**row.needs, **row.changes}.items()}
+    return Rung(", ".join(row.name for row in rows), changes, "; ".join(row.about for row in rows), results)
 
 
-_PLACES = sorted({one.rung for one in techniques() if one.rung is not None})
-
-RUNGS = tuple(_rung(one for one in techniques() if one.rung == place) for place in _PLACES)
+RUNGS = tuple(map(_rung, sorted({technique.rung for technique in techniques() if technique.rung is not None})))
 
 
 def rungs_of(gpus: int) -> tuple[Rung, ...]:
-    """The rungs of a ladder of up to so many processes: of one, ``RUNGS``; of more, plain training and checkpointing,
-    then ways to share the model, each process with the same batch, whose mean of gradients is that of one.
+    """Return the rungs of a ladder of up to ``gpus`` processes.
 
-    Raises ValueError for a number that is no power of two: of others the mean rounds.
+    For one process these are ``RUNGS``. For more they are plain training, checkpointing and sharding strategies; all
+    processes have the same batch, so the mean of the gradients equals the gradient of one process.
+
+    Raises:
+        ValueError: If ``gpus`` is not a power of two, because the mean would round.
     """
     if gpus == 1:
         return RUNGS
     if gpus < 1 or gpus & (gpus - 1):
-        raise ValueError(f"the ladder has 1, 2, 4, ... processes, whose means are exact, got {gpus}")
+        raise ValueError(f"ladder: expected 1, 2, 4, ... processes, whose means are exact, got {gpus}")
     rows = {technique.name: technique for technique in TECHNIQUES[STRATEGY]}
     strategies = [(2, strategy) for strategy in ("zero1", "zero2", "zero3")]
     strategies += [(1 << power, "zero3") for power in range(2, gpus.bit_length())]

@@ -1,7 +1,6 @@
-"""The transformer of the ladder, in a family of shapes of which one number is the size, and the textbook's sum of its
-bytes.
+"""The transformer of the ladder, a family of shapes with one size parameter, and the textbook sum of its bytes.
 
-Shapes in names: B sequences, T tokens of each, D the width.
+Shapes in names: B sequences, T tokens, D width.
 """
 
 from __future__ import annotations
@@ -13,20 +12,19 @@ from torch import Tensor, nn
 
 __all__ = ["Shape", "Transformer", "batch_of", "first_above", "textbook"]
 
-#: Bytes of a number in fp32.
 _FP32 = 4
 
-#: Numbers that backward needs of a block, as multiples of tokens times width: the inputs of two norms (2), of the
-#: attention's and the first feed-forward product (2), query, key and value (3), the attention's result (1), the
-#: feed-forward layer before and after GELU (8).
-_KEPT_BY_BLOCK = 16
-#: The same after the blocks: the inputs of the last norm and of the head.
-_KEPT_AFTER = 2
+#: Elements that a block saves for backward, in units of tokens times width: inputs of two norms (2), of the attention's
+#: and the first feed-forward matmul (2), query, key and value (3), the attention's output (1), and GELU's input and
+#: output (8).
+_SAVED_BY_BLOCK = 16
+#: The same after the blocks: inputs of the last norm and of the head.
+_SAVED_AFTER = 2
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A transformer of ``size`` and its batch: layers and width grow together."""
+    """A transformer and its batch. Layers and width are proportional to ``size``."""
 
     size: int
     batch: int = 12
@@ -47,19 +45,19 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Tokens per step."""
         return self.batch * self.context
 
     @property
     def parameters(self) -> int:
-        """Numbers that are trained, with those of norms and biases."""
+        """Number of trained elements, norms and biases included."""
         d = self.width
         block = 12 * d * d + 13 * d
         return self.layers * block + (self.vocab + self.context) * d + 2 * d + self.vocab * d + self.vocab
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each after a norm and added to its input, ``[B, T, D]``."""
+    """A pre-norm transformer block, ``[B, T, D]``."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -75,7 +73,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder: tokens int64 ``[B, T]`` to logits ``[B, T, vocab]``."""
+    """A decoder from int64 tokens ``[B, T]`` to logits ``[B, T, vocab]``."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -96,7 +94,7 @@ class Transformer(nn.Module):
 
 
 def batch_of(shape: Shape, device: str, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Random tokens and their targets, int64 ``[B, T]`` each."""
+    """Return random tokens and their targets, int64 ``[B, T]`` each."""
     drawn = torch.randint(
         shape.vocab, (shape.batch, shape.context + 1), generator=torch.Generator().manual_seed(seed)
     ).to(device)
@@ -104,13 +102,13 @@ def batch_of(shape: Shape, device: str, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def textbook(shape: Shape) -> dict[str, int]:
-    """Bytes of a step in fp32 by kind: parameters 4P, gradients 4P, states of Adam 8P, and what backward needs of the
-    forward: activations of the blocks, inputs of the last norm and of the head, and the softmax of the logits.
+    """Return the bytes of a step in fp32 by kind: parameters 4P, gradients 4P, Adam states 8P, and saved activations.
 
-    They sum to more than a step holds at a time, because backward gives activations up as it makes gradients.
+    Activations are those of the blocks, inputs of the last norm and of the head, and the softmax of the logits. The sum
+    is larger than the peak, because backward frees activations as it creates gradients.
     """
     weights = _FP32 * shape.parameters
-    widths = _KEPT_BY_BLOCK * shape.layers + _KEPT_AFTER
+    widths = _SAVED_BY_BLOCK * shape.layers + _SAVED_AFTER
     return {
         "parameters": weights,
         "gradients": weights,
@@ -120,16 +118,17 @@ def textbook(shape: Shape) -> dict[str, int]:
 
 
 def first_above(budget: int, factor: float = 1.5) -> Shape:
-    """The smallest shape whose textbook sum is ``factor`` times ``budget`` bytes at least.
+    """Return the smallest shape whose textbook sum is at least ``factor`` times ``budget`` bytes.
 
-    Raises ValueError where that is the smallest of all, with which no technique would have anything to save.
+    Raises:
+        ValueError: If that is the smallest shape of all, for which techniques have nothing to save.
     """
     size = 1
     while sum(textbook(Shape(size)).values()) < factor * budget:
         size += 1
     if size == 1:
         raise ValueError(
-            f"the ladder needs a budget that its smallest transformer does not exceed, of "
-            f"{sum(textbook(Shape(1)).values()) >> 20} MiB or more, got {budget} bytes; give more"
+            f"ladder: expected a budget of at least {sum(textbook(Shape(1)).values()) >> 20} MiB, the need of its "
+            f"smallest transformer, got {budget} bytes; pass a larger one"
         )
     return Shape(size)
