@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections import Counter
 from importlib import import_module
 
 if (
@@ -29,6 +30,19 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("lowbit")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """``@pytest.mark.thinned(n)``: every n-th case of the test is fast, all others are slow."""
+    seen = Counter()
+    for item in items:
+        mark = item.get_closest_marker("thinned")
+        if mark is not None:
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % mark.args[0]:
+                item.add_marker(pytest.mark.slow)
+            seen[test] += 1
 
 
 def pytest_collection_finish(session):

@@ -116,6 +116,7 @@ def test_cpp_and_python_give_the_same_bits(chosen):
             assert_same_bits(part, through_python.parts[name], f"{scheme} {name}")
 
 
+@pytest.mark.thinned(3)
 @compiled
 @pytest.mark.parametrize("op", sorted(ENTRIES & set(OPS)))
 def test_an_entry_gives_the_bits_of_its_kernel(op):
@@ -178,6 +179,7 @@ except MemoryError:
 """
 
 
+@pytest.mark.thinned(2)
 @compiled
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process as Linux does")
 @pytest.mark.parametrize("threads", ["1", "2"])

@@ -49,6 +49,7 @@ def another(call):
     return call._make(turned(x) if isinstance(x, torch.Tensor) else x for x in call)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("op", REPLAYED)
 def test_a_replay_is_the_call(op):
     impl, replayed, calls = IMPLS[op], 0, list(SAMPLES[op]("cpu"))

@@ -82,6 +82,7 @@ def test_tiles_on_a_gpu():
         assert not spec.tiling(8192, 4096, block, gpu).one_pass
 
 
+@pytest.mark.thinned(4)
 # -- blocks larger and smaller than tiles --------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "name",
@@ -146,6 +147,7 @@ def test_gradients_of_blocks_in_pieces(small_tiles, name):
     assert_same_bits(out.cpu(), reference.fake_quantize_backward(grad, x, scheme, *made, None)[0], f"dynamic {name}")
 
 
+@pytest.mark.thinned(4)
 # -- two schemes at once -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rows", [96, 80, 256])
 @pytest.mark.parametrize(("first", "second", "block"), PAIRS)
@@ -304,6 +306,7 @@ def test_float_products_across_tiles_keep_their_bound(a, b):
     assert bool(((y.double() - exact).abs() <= tolerance).all())
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     "b", ["fp8_e4m3:block128x128", "fp8_e4m3:row", "nf4", "mxfp4", "uint4:group64:affine", None, "int4:row",
           "nf4:group66", "fp6_e2m3:row", "fp6_e2m3:group66"],
@@ -449,6 +452,7 @@ def test_steps_in_small_tiles_and_in_place_equal_the_reference(small_steps):
         check_step(call, in_place=index % 2 == 1)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", [name for name, row in STATES.items() if row.bits in (4, 8)])
 @pytest.mark.parametrize("rule", list(RULES))
 def test_a_step_is_one_launch(monkeypatch, small_steps, rule, name):

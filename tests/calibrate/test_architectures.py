@@ -129,6 +129,7 @@ def called(model: nn.Module, run: Callable[[], object]) -> set[str]:
     return seen
 
 
+@pytest.mark.thinned(3)
 @CASES
 def test_a_model_is_calibrated_and_computes_what_its_codes_stand_for(name):
     plain = built(name)

@@ -44,6 +44,7 @@ def test_training_learns(corpus, tmp_path):
     assert history.seconds > 0
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("precision", "outside", "optimizer"),
     [
