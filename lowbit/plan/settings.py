@@ -140,7 +140,7 @@ def _fuse_loss_(model: nn.Module) -> None:
         memory.fuse_loss_(model)
 
 
-#: By field, what prepares a model for a value other than the default, in this order.
+#: Functions that prepare a model for another value of a field than the default, in the order of their calls.
 PREPARE: dict[str, Callable[[nn.Module, Any, TrainingSettings], object]] = {
     "attention": lambda model, value, settings: memory.attention_(model),
     "fused_loss": lambda model, value, settings: _fuse_loss_(model),
@@ -190,7 +190,7 @@ def _floats(parameters: Iterable[Any]) -> list[Any]:
 
 
 def optimizer_class(settings: TrainingSettings) -> tuple[Any, dict[str, Any]]:
-    """Return what creates the optimizer, such as its class, and the keyword arguments for bits and masters."""
+    """Return a function that creates the optimizer, and its keyword arguments for bits and masters."""
     if settings.optimizer == TrainingSettings.optimizer and settings.bits == 32 and not settings.working_copies:
         return torch.optim.AdamW, {}
     create = next(row.make for row in FAMILIES if row.family == settings.optimizer)

@@ -194,8 +194,8 @@ class Predictor:
         options, outside = self._choices(settings)
         chosen = [next(o for o in row if o.name == name) for row, name in zip(options, names, strict=True)]
         seconds = self._table(settings, KEEP).seconds + sum(option.seconds for option in chosen)
-        kept = sum(option.saved for option in chosen)
-        return self._prediction(replace(settings, checkpoint=names), peak_of(chosen, outside), seconds, kept)
+        saved = sum(option.saved for option in chosen)
+        return self._prediction(replace(settings, checkpoint=names), peak_of(chosen, outside), seconds, saved)
 
     def _choices(self, settings: TrainingSettings) -> tuple[list[list[Option]], list[int]]:
         return choices_of({name: self._table(settings, name) for name in self.options})
@@ -225,8 +225,8 @@ class Predictor:
             assert not isinstance(settings.checkpoint, tuple), (
                 "per-block options are not combined with offloaded activations"
             )
-            kept = self._table(settings, settings.checkpoint or KEEP).kept
-            seconds += settings.micro_batches * self._moved(float(kept.sum()))
+            saved = self._table(settings, settings.checkpoint or KEEP).kept
+            seconds += settings.micro_batches * self._moved(float(saved.sum()))
         seconds += self._exchanged(settings, passes[-1])
         if settings.gpus > 1:
             usage = Sharing.of(settings, self.model).applied(usage)
@@ -250,10 +250,10 @@ class Predictor:
         """The checkpointing options of a block."""
         return [name for name in options_of(self.model, self.blocks) if name == KEEP or self.applies(name)]
 
-    def _prediction(self, settings: TrainingSettings, held: float, seconds: float, kept: float) -> Prediction:
+    def _prediction(self, settings: TrainingSettings, held: float, seconds: float, saved: float) -> Prediction:
         """Return the prediction from the peak, the time and the saved bytes of one micro-batch."""
         step = self._step(settings)
-        moved = self._moved(kept) if settings.offload_activations else 0.0
+        moved = self._moved(saved) if settings.offload_activations else 0.0
         return Prediction(
             settings,
             int(max(held + self._resident_states(settings), self._stepping(settings))),
