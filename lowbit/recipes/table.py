@@ -40,7 +40,8 @@ RECIPES: dict[str, Recipe] = {
             Gemm("int8:row", "int8:row"),
             Gemm("int8:row", "fold"),
             Gemm(None, "dequantize"),
-            name="int8", about="8-bit weights and activations (dynamic, one scale per token); trains like SwitchBack",
+            name="int8",
+            about="8-bit weights and activations (dynamic, one scale per token); trains, weight gradients in 16 bits",
         ),
         Recipe(
             Gemm("int8:row", "int8:row"),
@@ -88,7 +89,7 @@ RECIPES: dict[str, Recipe] = {
             Gemm(_delayed("fp8_e5m2"), "reuse"),
             Gemm(_delayed("fp8_e5m2"), "reuse"),
             name="fp8-delayed",
-            about="FP8, one scale per tensor from the last 1024 steps; trains, deployed as fp8-tensor",
+            about="FP8, one scale per tensor from the last 1024 steps; trains, for inference fp8-tensor",
         ),
         Recipe(
             Gemm("fp8_e4m3:group128", "fp8_e4m3:block128x128"),
@@ -125,7 +126,7 @@ RECIPES: dict[str, Recipe] = {
             Gemm(_ms_eden("nvfp4"), _ms_eden("nvfp4:T"), save="operand"),
             Gemm(_ms_eden("nvfp4:T"), _ms_eden("nvfp4:T"), save="operand"),
             forward=Gemm(Cast("nvfp4:global_row", rule="four-over-six"), Cast("nvfp4", rule="four-over-six")),
-            name="nvfp4-eden", about="NVFP4 with gradients by MS-EDEN (Quartet II); trains, deployed as nvfp4",
+            name="nvfp4-eden", about="NVFP4 with gradients by MS-EDEN (Quartet II); trains, for inference nvfp4",
         ),
         Recipe(Gemm(None, "nvfp4"), name="nvfp4-weight-only", about="NVFP4 weights"),
         Recipe(Gemm("int8:row", "int4:group128"), name="w4a8", about="4-bit weights, 8-bit activations"),
