@@ -1,4 +1,4 @@
-"""What kernels are tested and measured on: for every op, small calls and large ones, made from the tables.
+"""Calls of every op, made from the tables: small ones to test kernels with, and large ones to measure them with.
 
 ``SAMPLES[op](device)`` yields small calls that cover formats, schemes, shapes and strides: test a kernel of your own
 with them, against ``lowbit.reference``. ``WORKLOADS[op](rows, cols)`` yields large calls, for benchmarks. The library
