@@ -353,8 +353,9 @@ def methods() -> str:
 #: The calibration table of the README: recipes, and the method of each column (None: the default without data).
 COMPARED = ("int4-weight-only", "int4-weight-only:group32", "nf4", "nvfp4-weight-only", "int8-group")
 SHOWN_METHODS = {
-    "nearest": "nearest", "default without data": None, "search": "search", "gptq": "gptq", "guided-gptq": "guided-gptq",
-    "hadamard, guided-gptq": "hadamard+guided-gptq", "smoothquant, gptq": "smoothquant+gptq",
+    "nearest": "nearest", "default without data": None, "search": "search", "gptq": "gptq",
+    "guided-gptq": "guided-gptq", "hadamard, guided-gptq": "hadamard+guided-gptq",
+    "smoothquant, gptq": "smoothquant+gptq",
 }  # fmt: skip
 
 

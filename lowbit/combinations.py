@@ -41,7 +41,7 @@ COMBINATIONS = {
         "shard the model with FSDP2 (fully_shard) first",
     ),
     "in_backward offload": Combination(
-        _IN_BACKWARD, "lb.optim.offload_", "states are moved around step(), which does nothing here",
+        _IN_BACKWARD, "lb.optim.offload_", "states are loaded and offloaded in step(), which does nothing here",
         "use one of them; offload_(optimizer, to, gradients=True) also offloads gradients",
     ),
     "in_backward scaler": Combination(

@@ -47,7 +47,7 @@ def calibrate(
     before it produce, and the inputs of only one block are in memory. Other models are calibrated as a whole.
     ``guided-gptq`` first runs the model forward and backward, one batch at a time, with checkpointed blocks.
 
-    Warns of layers that no batch reaches. Their weights are quantized without data.
+    Warns about layers that no batch reaches. Their weights are quantized without data.
 
     Args:
         model: The model in high precision.
@@ -55,10 +55,10 @@ def calibrate(
         batches: Inputs of the model: each a tensor, a tuple of positional or a dict of keyword arguments. Use a few
             thousand tokens, or a few hundred images, from the model's domain. Tokens with 0 in a dict's
             ``attention_mask`` [B, T] are padding and do not count. None: only for methods without data.
-        method: One or several names: a method for weights from ``METHODS``, an observer for static input scales from
-            ``OBSERVERS`` (default ``"minmax"``), and ``TRANSFORMS``, applied in the given order:
-            ``("smoothquant", "gptq")``. The default method is ``"guided-gptq"`` with data (``"gptq"`` if the loss has
-            no gradient), and the default of ``quantize_`` without.
+        method: One name, or several such as ``("smoothquant", "gptq")``. ``METHODS`` choose the weights; the default
+            with data is ``"guided-gptq"``, or ``"gptq"`` if the loss has no gradient. Without data the default is that
+            of ``quantize_``. ``OBSERVERS`` choose static input scales (default ``"minmax"``). ``TRANSFORMS`` change the
+            model first, in the order in which they are named.
         skip: As for ``quantize_``.
         directory: Each finished block is saved here, and the result at the end. A call with the same model, recipe,
             method, data and loss resumes after the last finished block, with a bit-identical result. A custom loss or
@@ -72,9 +72,9 @@ def calibrate(
         The Calibration for ``quantize_(model, recipe, calibration=...)``.
 
     Raises:
-        ValueError: As ``quantize_``; ``directory`` holds another run; with ``directory``, the data, loss or method has
-            no digest (for example because it cannot be pickled); a method or static scales need data and there is none;
-            the method does not support a weight's scheme; the inputs of a layer have NaN or Inf.
+        ValueError: As ``quantize_``. A method or static scales need data and there is none, or the method does not
+            support a weight's scheme. The inputs of a layer have NaN or Inf. ``directory`` contains another run, or the
+            data, loss or method cannot be compared with a saved run (for example because it cannot be pickled).
         TypeError: A batch has another type, or batches are passed as the recipe.
     """
     started = time.perf_counter()

@@ -33,12 +33,13 @@ def checkpoint_(
     again.
 
     Losses and gradients are bit-identical to those without checkpointing. A new policy replaces the previous one.
-    Nothing changes without gradients.
+    Without gradients, forward runs as usual.
 
-    The second run restores the state of the first: autocast, random state, backend (``use_backend``), buffers, states
-    in plain attributes, ``train`` or ``eval`` mode, ``requires_grad``, numbers such as a dropout probability, torch's
-    default dtype and attention kernels. Afterwards all of these, and the running statistics of BatchNorm, are as before
-    the second run. Inside torch.compile, torch's own checkpointing is used, one module at a time.
+    The second run restores the state of the first. For the module, this covers buffers, states in plain attributes,
+    ``train`` or ``eval`` mode, ``requires_grad``, and numbers such as a dropout probability. It also covers autocast,
+    random state, backend (``use_backend``), torch's default dtype and attention kernels. Afterwards all of these, and
+    the running statistics of BatchNorm, are as before the second run. Inside torch.compile, torch's own checkpointing
+    is used, one module at a time.
 
     Parameter names, ``isinstance``, copies and pickles are unaffected. The class of a checkpointed module is called
     ``Checkpointed...``. Modules may be converted before and after (``quantize_``, ``train.prepare_``,
@@ -57,9 +58,9 @@ def checkpoint_(
         model: The model that contains the modules.
         policy: A name from ``POLICIES``: ``"block"``, ``"attention"``, ``"mlp"``, ``"every:2"``, ``"ratio:0.5"``,
             ``"sqrt"``, ``"segments:4"``, ``"save_matmuls"`` or ``"stages"``. Or a list of modules or patterns
-            (``lowbit.models.names``), a dict ``{pattern: policy or None}`` that applies a policy within the modules
-            that each pattern matches, a function ``(module, path) -> bool``, or the result of ``plan_checkpoints``. If
-            selected modules are nested, only the outermost is checkpointed, except for modules listed as objects.
+            (``lowbit.models.names``), a function ``(module, path) -> bool``, or the result of ``plan_checkpoints``. Or
+            a dict ``{pattern: policy or None}``, which applies each policy within the modules that its pattern matches.
+            If selected modules are nested, only the outermost is checkpointed, except for modules listed as objects.
         to: ``"cpu"`` or a directory to which the saved inputs are offloaded until backward (see
             ``offload_activations``). By default they stay on their device.
         batch: An example batch, as for ``lb.estimate``. With it, the report has the estimated bytes saved for backward

@@ -38,39 +38,43 @@ def quantize_(
 ) -> Report:
     """Quantize the layers of ``model`` in place.
 
-    Supported layers: nn.Linear, nn.Conv1d to nn.Conv3d, nn.MultiheadAttention, nn.Embedding (by name), transformers'
-    Conv1D and stacked experts, their subclasses that compute the same with the same parameters, and classes added by
-    ``lowbit.convert.register``. Layers that share a weight and a recipe share one Quantized. Hooks, train/eval mode and
-    checkpointing are kept.
+    Supported layers: nn.Linear, nn.Conv1d to nn.Conv3d, nn.MultiheadAttention, nn.Embedding (by name), and
+    transformers' Conv1D and stacked experts. Subclasses are supported if they compute the same with the same
+    parameters. ``lowbit.convert.register`` adds other classes. Layers that share a weight and a recipe share one
+    quantized weight. Hooks, train/eval mode and checkpointing are kept.
 
-    These layers stay as they are unless a pattern of per-layer recipes names them literally: LoRA and other adapters
-    (``lora_*``, ``modules_to_save``, peft's classes); embeddings; ``lm_head`` if ``skip`` is not given; output layers
-    tied to an embedding, and layers of raw input below 8 bits (``skip=()`` converts both, the tied ones as a copy).
+    These layers are skipped unless a pattern of per-layer recipes spells out their name:
 
-    Warns if less than half of the weight bytes were converted (and names the largest layers that were not), and if a
-    tied weight is no longer shared.
+    - LoRA and other adapters (``lora_*``, ``modules_to_save``, peft's classes), and embeddings.
+    - ``lm_head``, if ``skip`` is not given.
+    - Output layers tied to an embedding. ``skip=()`` converts them, as a copy.
+    - Below 8 bits, layers that read raw input such as pixels. ``skip=()`` converts them.
+
+    Warns if less than half of the weight bytes were converted, and names the largest layers that were not. Also warns
+    if a tied weight is no longer shared.
 
     Args:
         model: A model in high precision. Its weights must be fp32, bf16 or fp16.
-        recipe: A name, a Recipe, or per-layer recipes: ``{"*": "int4-weight-only", "down_proj": "int8", "lm_head":
-            None}``. The last pattern that matches a layer decides. None leaves the layer.
+        recipe: A name, a Recipe, or per-layer recipes:
+            ``{"*": "int4-weight-only", "down_proj": "int8", "lm_head": None}``. The last pattern that matches a layer
+            decides. A layer with None is skipped.
         calibration: The result of ``lowbit.calibrate`` for this model and recipe.
         method: Without a calibration, the data-free method, one of ``lowbit.datafree.DATA_FREE``. ``"nearest"`` rounds
             to nearest with scales from the largest magnitude. None: the best known method for each scheme
             (``lowbit.datafree.default_data_free``).
-        skip: Modules to leave. Patterns are described in ``lowbit.models.names``: ``"lm_head"`` matches
+        skip: Modules to skip. Patterns are described in ``lowbit.models.names``: ``"lm_head"`` matches
             ``"model.lm_head"`` and everything inside it. ``"blocks.*.up"``, ``"re:..."`` and functions of module and
             path are patterns too.
         group: Elements per scale, for ``int4-weight-only`` and ``nf4``.
         prepack: Call ``prepack_`` on the result, for inference.
 
     Returns:
-        The report: per layer its recipe, bits, bytes and SQNR, and the reason for each layer that was left.
+        The report: per layer its recipe, bits, bytes and SQNR, and the reason for each layer that was skipped.
 
     Raises:
-        ValueError: There is nothing to convert; a layer is quantized already, prepared for training, or compiled by
-            itself; a weight has NaN or Inf, or no shape yet; a pattern matches nothing; the recipe is unknown. The
-            model is unchanged.
+        ValueError: The recipe is unknown, a pattern matches nothing, or there is nothing to convert. A layer is
+            quantized already, prepared for training, or compiled by itself. A weight has NaN or Inf, or no shape yet.
+            The model is unchanged.
         TypeError: A weight is not a plain fp32, bf16 or fp16 tensor; ``model`` or ``recipe`` has another type.
     """
     source = _source(calibration, method)

@@ -25,11 +25,11 @@ _SIGNED = (nn.ReLU, torch.relu, F.relu, "relu")
 
 
 def fuse_requantize_(model: nn.Module) -> Report:
-    """Let layers return 8-bit codes to the static layers that consume them, in place.
+    """Let layers pass 8-bit codes to following layers with static input scales, in place.
 
-    A layer returns codes if every consumer of its output is a layer with the same static input scheme and scale. ReLU
-    (with schemes without a zero point), flattening and dropout may lie between. The model's results are bit-identical.
-    Layers return codes for fp32 inputs without gradients (``torch.no_grad()``), and floats otherwise.
+    A layer returns codes if every layer that reads its output has the same static input scheme and scale. ReLU (with
+    schemes without a zero point), flattening and dropout may lie between. The model's results are bit-identical. Layers
+    return codes for fp32 inputs without gradients (``torch.no_grad()``), and floats otherwise.
 
     Call it last, for inference. ``unfuse_requantize_`` and ``dequantize_`` undo it. State dicts, files and
     ``load_model`` do not contain it.

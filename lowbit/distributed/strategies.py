@@ -97,9 +97,9 @@ def shard_(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Prepare ``model`` and ``optimizer`` for distributed training with a sharding strategy.
 
-    All processes call it after ``torch.distributed.init_process_group``, with the same model on their devices. Call
-    ``lb.quantize_``, ``lb.train.prepare_``, ``mixed_`` and ``checkpoint_`` before. Schedulers may be created before or
-    after.
+    All processes call it after ``torch.distributed.init_process_group``, each with the same model on its own device.
+    Call ``lb.quantize_``, ``lb.train.prepare_``, ``mixed_`` and ``checkpoint_`` first. Schedulers may be created before
+    or after ``shard_``.
 
     Args:
         model: The model.
@@ -112,12 +112,12 @@ def shard_(
         precision: Dtype in which parameters are gathered (``MixedPrecisionPolicy``), for ``zero2``, ``zero3`` and
             ``hsdp``.
         reduce: Dtype in which gradients are summed (``MixedPrecisionPolicy``), for ``zero2``, ``zero3`` and ``hsdp``.
-        offload: Whether shards of parameters, gradients and states are in host memory (``CPUOffloadPolicy``), for
-            ``zero2``, ``zero3`` and ``hsdp``.
+        offload: Whether to store the shards of parameters, gradients and states in host memory (``CPUOffloadPolicy``),
+            for ``zero2``, ``zero3`` and ``hsdp``.
         options: Extra keyword arguments for DistributedDataParallel, DataParallel or ``fully_shard``.
 
     Returns:
-        The model to call, and the same optimizer.
+        The model to call in place of ``model``, and the same optimizer.
 
     Raises:
         ValueError: The strategy is unknown, an argument is for other strategies, or there is no process group.

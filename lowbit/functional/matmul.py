@@ -24,7 +24,7 @@ def scaled_mm(
     out_scale: Tensor | float | None = None,
     out: Tensor | Quantized | None = None,
 ) -> Tensor | Quantized:
-    """Computes ``a @ b.T + bias``, accumulated in int32 or fp32.
+    """Compute ``a @ b.T + bias`` of quantized or float matrices, accumulated in int32 or fp32.
 
     Args:
         a: ``[..., M, K]``, Quantized or float.

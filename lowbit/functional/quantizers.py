@@ -164,12 +164,13 @@ def fake_quantize(
     global_scale: Tensor | float | None = None,
     rounding: str | Rounding = "nearest",
 ) -> Tensor:
-    """Quantizes and dequantizes ``x``, with a straight-through gradient.
+    """Quantize and dequantize ``x``, with a straight-through gradient.
 
-    The result is bit-identical to ``quantize(x, scheme, ...).dequantize()``. The gradient of ``x`` passes for elements
-    that were in range and is 0 for others. In range means ``qmin <= rint(x/s) + zp <= qmax`` for integers and
-    ``|x/s| <= max`` for floats. Scales computed from ``x`` count as constants. A floating-point ``scale`` that requires
-    grad gets its LSQ gradient (arXiv 1902.08153, without the paper's factor 1/sqrt(n * qmax)).
+    The result is bit-identical to ``quantize(x, scheme, ...).dequantize()``. The gradient passes unchanged to elements
+    of ``x`` in the range of the format, and is 0 for others. With scale ``s`` and zero point ``zp``, in range means
+    ``qmin <= rint(x/s) + zp <= qmax`` for integers and ``|x/s| <= max`` for floats. Scales computed from ``x`` count as
+    constants. A floating-point ``scale`` that requires grad gets its LSQ gradient (arXiv 1902.08153, without the
+    paper's factor 1/sqrt(n * qmax)).
 
     Args:
         x: float32, bfloat16 or float16 tensor.

@@ -288,18 +288,18 @@ def profile(
 ) -> Profile:
     """Profile the memory of ``with memory.profile(model) as p:``, or of ``step(batch)``.
 
-    Afterwards ``p.peak_bytes``, ``p.by_kind``, ``p.by_layer``, ``p.by_phase``, ``p.peak_event`` and ``p.timeline`` say
-    how much was held and for which purpose. ``print(p)`` shows a table, ``p.plot(path)`` draws a plot and
-    ``p.save(path)`` writes JSON. ``p.leaks()`` names lines of code whose tensors accumulate. Within the block,
-    ``p.snapshot(name)`` records the memory held and ``p.reset_peak()`` restarts the peak.
+    Afterwards ``p.peak_bytes``, ``p.by_kind``, ``p.by_layer``, ``p.by_phase``, ``p.peak_event`` and ``p.timeline``
+    contain the allocated memory, by purpose and over time. ``print(p)`` shows a table, ``p.plot(path)`` draws a plot
+    and ``p.save(path)`` writes JSON. ``p.leaks()`` names lines of code whose tensors accumulate. Within the block,
+    ``p.snapshot(name)`` records the live tensors and ``p.reset_peak()`` restarts the peak.
 
     Sizes are bytes of torch's allocator on the device, including scratch memory that kernels allocate through it. The
-    process holds more: malloc rounds up, libraries have their own memory, and pages are returned late (2 to 3 MB for a
-    model of 200 MB on glibc).
+    process uses more: malloc rounds up, libraries allocate their own memory, and freed pages are returned late. With
+    glibc this was 2 to 3 MB for a model of 200 MB.
 
-    Every live tensor of the process on the device counts, also in ``p.peak_bytes``. The kind ``other`` has tensors that
-    existed before and belong neither to the model nor to its optimizer, such as a second model. Every op takes some
-    microseconds longer.
+    Every live tensor of the process on the device counts, also in ``p.peak_bytes``. The kind ``other`` covers tensors
+    that existed before and belong neither to the model nor to its optimizer, such as a second model. Every op takes
+    some microseconds longer.
 
     Args:
         model: The model to profile.
@@ -309,7 +309,7 @@ def profile(
         device: ``"cpu"`` or a CUDA device; by default that of the parameters.
 
     Returns:
-        A profile: a context manager, or with ``step`` one that has ended.
+        A profile. Without ``step`` it is a context manager; with ``step`` it has ended.
 
     Raises:
         TypeError: ``model`` is not a module.

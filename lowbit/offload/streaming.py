@@ -47,17 +47,17 @@ def stream_blocks_(
     so the optimizer steps there. On the CPU, the tensors are mapped from files, and their pages are dropped after use.
 
     Results are bit-identical. Names, ``state_dict`` and optimizers work as before. Gradients of parameters stay in
-    memory unless ``lowbit.optim.offload_(..., gradients=True)`` offloads them. Tensors smaller than 4 KiB are not
-    streamed, nor tensors that share memory with a module outside the block. torch.compile leaves the blocks out of its
-    graphs. Files belong to this process: save the model with ``state_dict`` or ``lowbit.save_model``.
+    memory unless ``lowbit.optim.offload_(..., gradients=True)`` offloads them. Tensors smaller than 4 KiB, and tensors
+    that share memory with a module outside the block, are not streamed. torch.compile does not compile the blocks.
+    Files belong to this process: save the model with ``state_dict`` or ``lowbit.save_model``.
 
     Args:
         model: The model.
-        to: ``"cpu"``, pinned host memory, for models on CUDA devices; or a directory.
+        to: ``"cpu"`` for pinned host memory, if the model is on a CUDA device; or a directory.
         blocks: Modules of the model. Default: ``find_blocks`` of the model.
 
     Returns:
-        A Report; its bytes after are the bytes that stay in memory between calls.
+        A Report; ``bytes_after`` are the bytes that stay in memory between calls.
 
     Raises:
         TypeError: ``model`` is not a module.

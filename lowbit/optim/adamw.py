@@ -23,7 +23,13 @@ class AdamW(Optimizer):
     Args:
         params: Parameters, named parameters or parameter groups.
         lr, betas, eps, weight_decay, maximize: As in ``torch.optim.AdamW``.
-        bits, master, rounding, seed: See ``Optimizer``.
+        bits: Bit width of the states: 32, 16, 8 (default), 4, or a name from ``STATES``.
+        master: How 16-bit parameters keep the bits that rounding cuts off: ``"fp32"``, ``"residual"`` or
+            ``"stochastic"``. None: they are lost, as in torch.
+        rounding: Rounding of the states, ``"stochastic"`` or ``"nearest"``. None: the default of ``bits``.
+        seed: Seed of all random bits.
+
+    ``lowbit.optim.Optimizer`` describes the last four in full.
     """
 
     def __init__(

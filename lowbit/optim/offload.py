@@ -52,19 +52,20 @@ def offload_(optimizer: _Any, to: str | os.PathLike[str] = "cpu", gradients: boo
 
     Args:
         optimizer: Any optimizer except LBFGS.
-        to: ``"cpu"``, pinned host memory, for parameters on CUDA devices; or a directory, whose files are mapped into
-            memory.
+        to: ``"cpu"`` for pinned host memory, if parameters are on CUDA devices; or a directory, whose files are mapped
+            into memory.
         gradients: Also offload gradients, which then accumulate in ``to``. With a directory and parameters on the CPU,
             ``param.grad`` is the mapped tensor. For parameters on CUDA devices, gradients are in host memory and
-            ``param.grad`` is None. ``step`` and ``zero_grad`` of the optimizer drop them. Clip with
-            ``lowbit.optim.clip_grad_norm_(optimizer, ...)``. A ``LossScaler`` or ``GradScaler`` raises, since it finds
-            no gradients.
+            ``param.grad`` is None. ``step`` and ``zero_grad`` of the optimizer free them. Clip with
+            ``lowbit.optim.clip_grad_norm_(optimizer, ...)``. A ``LossScaler`` or ``GradScaler`` then raises an error,
+            because it finds no gradients.
 
     Returns:
         The same optimizer.
 
     Raises:
-        TypeError: Not an optimizer, or LBFGS, whose step needs all parameters at once, or parameters are DTensors.
+        TypeError: ``optimizer`` is not an optimizer, or LBFGS, whose step needs all parameters at once. Parameters are
+            DTensors.
         ValueError: The optimizer is offloaded already, steps in the backward pass, or its ``step`` was replaced.
         ValueError: Parameters are on the meta device, or ``to="cpu"`` and all are on the CPU.
         OSError: The disk is full.

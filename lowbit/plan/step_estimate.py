@@ -32,18 +32,18 @@ def estimate(
     device: torch.device | str | None = None,
     accumulate: Accumulate | None = None,
 ) -> Estimate:
-    """Estimate the memory of a step that trains ``model`` on ``batch``, in bytes of the allocator, and its time.
+    """Estimate the memory and the time of a step that trains ``model`` on ``batch``.
 
-    Nothing is computed, and ``model`` does not change. The estimate is of the second step, when the optimizer states
-    already exist.
+    The step runs on tensors without data, and ``model`` does not change. The estimate is of the second step, when the
+    optimizer states already exist. Sizes are bytes of torch's allocator.
 
     Libraries, the CUDA context and fragmentation are not included. The model's output is assumed to be freed before
-    backward, as in ``run.step`` and ``model(**batch).loss.backward()``. A loop that keeps the output in a variable
-    needs that much more.
+    backward, as in ``run.step`` and ``model(**batch).loss.backward()``. If a loop still has the output in a variable
+    then, add its bytes.
 
     The allocations inside kernels are measured: a new op runs once on random tensors of its shapes and strides
-    (``lowbit.memory.footprint``). For models on meta, absent devices and ops too large to run they come from a table;
-    ``unmeasured`` names these ops. Gradients are enabled during the estimate.
+    (``lowbit.memory.footprint``). For models on meta, absent devices and ops that are too large to run, the allocations
+    come from a table; ``unmeasured`` names these ops. Gradients are enabled during the estimate.
 
     Args:
         model: Module with parameters that require gradients. May be on the meta device.
@@ -64,10 +64,10 @@ def estimate(
         ``seconds``. ``print`` shows a table.
 
     Raises:
-        ValueError: If forward reads tensor values, as data-dependent routing does (profile a real step instead); if
-            the model is wrapped, sharded or streamed (see "What cannot be combined" in docs/memory.md) or cannot be
-            copied; for an invalid setting.
-        TypeError: If an argument is not a module, a batch or a function.
+        ValueError: Forward reads tensor values, as data-dependent routing does (profile a real step instead). The model
+            cannot be copied, or is wrapped, sharded or streamed (see "What cannot be combined" in docs/memory.md). A
+            setting is invalid.
+        TypeError: ``model``, ``batch`` or a function has another type.
     """
     _check(loss, optimizer, precision, prepare, micro_batches)
 

@@ -35,10 +35,11 @@ def prepare_(
 ) -> Report:
     """Make the layers of ``model`` trainable with quantized weights and inputs, in place.
 
-    The output of a prepared model is bit-identical to the converted model's. Without ``learn_scale`` it is also
-    bit-identical to ``quantize_(model, recipe, method="nearest")``. Weights stay high-precision parameters. Weights of
-    nn.Linear are the same parameters, so the plain model's ``state_dict`` loads (with ``strict=False`` if scales are
-    learned). Other layers get new parameters for their matrices, so create the optimizer after this call.
+    The output of a prepared model is bit-identical to the converted model's. Without ``learn_scale`` the output is also
+    bit-identical to that after ``quantize_(model, recipe, method="nearest")``. Trained weights are parameters in high
+    precision. For nn.Linear they are the model's own parameters, so the plain model's ``state_dict`` loads (with
+    ``strict=False`` if scales are learned). Other layers get new parameters for their matrices, so create the optimizer
+    after this call.
 
     Args:
         model: the model, which is changed in place.

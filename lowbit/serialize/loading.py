@@ -52,8 +52,9 @@ class Saved(NamedTuple):
 def load_model(directory: str | Path, model: nn.Module | None = None, prepack: bool = False) -> nn.Module:
     """Load a model that ``save_model`` wrote, with its layers quantized as they were saved.
 
-    The file is read and checked before ``model`` is changed. Peak memory is therefore twice the weights if ``model``
-    has weights, and once without ``model`` or with it on the meta device. Parameters do not share memory with the file.
+    The file is read and checked before ``model`` is changed. Peak memory is therefore twice the size of the weights if
+    ``model`` has weights, and once their size without ``model`` or with it on meta. Parameters do not share memory with
+    the file.
 
     Args:
         directory: The directory that ``save_model`` wrote.
@@ -70,8 +71,8 @@ def load_model(directory: str | Path, model: nn.Module | None = None, prepack: b
 
     Raises:
         FileNotFoundError: A file is missing.
-        ValueError: A file is truncated, altered or malformed, the format version or a recipe is unknown, the model
-            does not fit (the message lists the differences), or a non-persistent buffer is on the meta device.
+        ValueError: A file is truncated, altered or malformed, or its format version or a recipe is unknown. The model
+            does not fit; the message lists the differences. A non-persistent buffer is on the meta device.
         ImportError: The file needs transformers, which is not installed.
         OSError: A file cannot be read.
 

@@ -56,8 +56,8 @@ def save_model(model: nn.Module, directory: str | Path) -> None:
         directory: The directory; created if it does not exist.
 
     Raises:
-        ValueError: ``qat.prepare_`` prepared the model, or the directory has a ``lowbit.json`` that is damaged or was
-            written by another program.
+        ValueError: The model is prepared by ``qat.prepare_`` (call ``qat.convert_`` first), or the directory has a
+            ``lowbit.json`` that is damaged or was written by another program.
         TypeError: The state has extra state or a tensor that is not plain and dense, such as a sharded tensor.
         OSError: The directory cannot be written; BlockingIOError if a run of lowbit uses it.
     """

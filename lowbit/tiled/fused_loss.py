@@ -49,12 +49,12 @@ def fuse_loss_(model: nn.Module, *, batch: Any = None, loss: Callable[[Any, Any]
     ``num_items_in_batch``, ``ignore_index`` and ``shift_labels``. Logits of 16-bit models are rounded to their dtype as
     before.
 
-    If an embedding shares the weight of the last layer, its gradient is added to that layer's in place, a 32nd of the
-    rows at a time. The sum is bit-identical.
+    If an embedding shares the weight of the last layer, its gradient is added to the gradient of that layer in place,
+    in 32 parts. The sum is bit-identical.
 
     Calls of a model with a soft cap run one at a time across threads, because its config is changed during the call.
-    Afterwards the forward raises ValueError if the model changes its logits before the loss (a soft cap and a cast to
-    fp32 are supported), or if the last layer has been replaced or sharded.
+    Afterwards the forward raises ValueError if the model changes its logits before the loss. A soft cap and a cast to
+    fp32 are supported. It also raises ValueError if the last layer has been replaced or sharded.
 
     Args:
         model: A Hugging Face causal language model, or a module that contains one, such as a peft model.
@@ -67,7 +67,7 @@ def fuse_loss_(model: nn.Module, *, batch: Any = None, loss: Callable[[Any, Any]
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: There is no such model, it has another loss, its last layer is not a plain ``nn.Linear``, or the
+        ValueError: There is no such model, it has another loss, or its last layer is not a plain ``nn.Linear``. The
             loss is fused already, by this function or by another library (trl's trainers, Liger). ``model`` is
             unchanged.
     """

@@ -136,8 +136,8 @@ def prepare_(
 
     Parameters, names, hooks, checkpointing and existing optimizers stay valid. Subclasses of nn.Linear that compute the
     same are converted too. An output layer keeps sharing its weight with an embedding. 4-bit recipes skip the first and
-    the last blocks (``Recipe.keep_blocks``), unless the option ``keep_blocks=0`` or a recipe for a layer's name is
-    given.
+    the last blocks (``Recipe.keep_blocks``). ``keep_blocks=0`` converts these blocks too, and
+    per-layer recipes convert the layers that they name.
 
     Args:
         model: the model, which is changed in place.
@@ -151,8 +151,8 @@ def prepare_(
         A report with one row per layer.
 
     Raises:
-        ValueError: a recipe for inference only, nothing to convert, layers that are prepared or quantized already or
-            whose weight has no shape yet, or a pattern without a match. The model is unchanged.
+        ValueError: a recipe for inference only, nothing to convert, or a pattern without a match. Layers that are
+            prepared or quantized already, or whose weight has no shape yet. The model is unchanged.
         TypeError: a weight is not fp32, bf16 or fp16. The model is unchanged.
     """
     recipes = layer_recipes(recipe)

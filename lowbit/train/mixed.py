@@ -133,12 +133,12 @@ class _LSTMsWithoutOneDNN(TorchFunctionMode):
 def mixed_(
     model: nn.Module, precision: str = "bf16", *, working_copies: bool = False, fp32_gradients: bool | None = None
 ) -> Report:
-    """Make the forward of ``model`` compute in mixed precision, in place, as the table ``PARTS`` says.
+    """Make the forward of ``model`` compute in mixed precision, in place.
 
-    The forward runs under ``torch.autocast`` for the device of the first input tensor. 16-bit outputs, also inside
-    containers and dataclasses, are converted to fp32. Parameters and their names stay, and so do ``prepare_``,
-    checkpointing and DDP. Methods other than ``forward`` are unchanged. Call it on a plain model, before DDP or FSDP2
-    wraps it; ``unmixed_`` undoes it.
+    The forward runs under ``torch.autocast`` for the device of the first input tensor. ``lowbit.train.mixed.PARTS``
+    lists the precision of each kind of operation. 16-bit outputs, also inside containers and dataclasses, are converted
+    to fp32. Parameters and their names do not change. It works with ``prepare_``, checkpointing and DDP. Methods other
+    than ``forward`` are unchanged. Call it on a plain model, before DDP or FSDP2 wraps it; ``unmixed_`` undoes it.
 
     Args:
         model: the model, which is changed in place.
@@ -146,9 +146,9 @@ def mixed_(
         working_copies: store the matrices that autocast would cast in each forward (of Linear, convolutions and
             attention) in 16 bits. Norms, biases, embeddings and layers that share their table stay in fp32. Create an
             optimizer of ``lowbit.optim`` afterwards with ``master="residual"`` or ``"fp32"``: its masters become the
-            weights. Until its first step the model keeps the bits that rounding cut off trainable weights: in bf16 1
-            byte per weight (the leading 24 bits of fp32), in fp16 2. Other optimizers lose these bits. Load fp32
-            weights before ``mixed_``: afterwards they are rounded as they are copied.
+            weights. Until its first step the model stores the bits that rounding cut off trainable weights. These are 1
+            byte per weight in bf16, which preserves 24 of the 32 bits of fp32, and 2 bytes in fp16. Other optimizers
+            lose these bits. Load fp32 weights before ``mixed_``: afterwards they are rounded as they are copied.
         fp32_gradients: accumulate gradients of 16-bit parameters in fp32. Default None: only with working copies in
             fp16, because the scaler needs it. DDP cannot reduce such gradients, and the forward raises an error.
 
@@ -156,8 +156,8 @@ def mixed_(
         A report of the matrices, with their bytes before and after.
 
     Raises:
-        ValueError: an unknown precision, a model that is mixed already, or an option that has no parameters to change
-            or cannot change them. The model is unchanged.
+        ValueError: an unknown precision, a model that is in mixed precision already, or an option that has no
+            parameters to change or cannot change them. The model is unchanged.
         TypeError: ``model`` is not a module.
     """
     check_model(model)

@@ -71,9 +71,9 @@ def fit(
     Args:
         model: Module in training mode; may be on the meta device.
         batch: One training batch, as for ``lb.estimate``. A plan may split it into micro-batches.
-        budget: Limit on the peak memory of a step, parameters and optimizer states included: bytes, a size such as
-            ``"6GiB"``, or a share of the peak of plain training such as ``"50%"``.
-        loss: ``loss(output, batch)``; None takes the model's own loss, as ``lb.estimate`` does.
+        budget: Limit on the peak memory of a step, including parameters and optimizer states. A number of bytes, a size
+            such as ``"6GiB"``, or a share of the peak of plain training such as ``"50%"``.
+        loss: ``loss(output, batch)``, a scalar. None: the model's own loss, as for ``lb.estimate``.
         require: Techniques that the plan must use, by name: a precision (``"bf16"``, a recipe such as ``"fp8"``), an
             optimizer (``"adamw8bit"``), a checkpoint policy and so on. ``lowbit.plan.TECHNIQUES`` lists them.
         exclude: Techniques that the plan must not use, such as ``"disk"``.
@@ -94,7 +94,7 @@ def fit(
         The plan. ``plan.apply_(model)`` applies it.
 
     Raises:
-        ValueError: If nothing fits (the error names the smallest budget that would), for unknown names, and as
+        ValueError: Nothing fits (the error names the smallest budget that would), a name is unknown, or as
             ``lb.estimate``.
     """
     check_model(model)
