@@ -41,7 +41,7 @@ RECIPES: dict[str, Recipe] = {
             Gemm("int8:row", "fold"),
             Gemm(None, "dequantize"),
             name="int8",
-            about="8-bit weights and activations (dynamic, one scale per token); trains, weight gradients in 16 bits",
+            about="8-bit weights and activations (dynamic, one scale per token); trains with 16-bit weight gradients",
         ),
         Recipe(
             Gemm("int8:row", "int8:row"),
@@ -89,7 +89,7 @@ RECIPES: dict[str, Recipe] = {
             Gemm(_delayed("fp8_e5m2"), "reuse"),
             Gemm(_delayed("fp8_e5m2"), "reuse"),
             name="fp8-delayed",
-            about="FP8, one scale per tensor from the last 1024 steps; trains, for inference fp8-tensor",
+            about="FP8, one scale per tensor from the last 1024 steps; trains; fp8-tensor for inference",
         ),
         Recipe(
             Gemm("fp8_e4m3:group128", "fp8_e4m3:block128x128"),
@@ -126,7 +126,7 @@ RECIPES: dict[str, Recipe] = {
             Gemm(_ms_eden("nvfp4"), _ms_eden("nvfp4:T"), save="operand"),
             Gemm(_ms_eden("nvfp4:T"), _ms_eden("nvfp4:T"), save="operand"),
             forward=Gemm(Cast("nvfp4:global_row", rule="four-over-six"), Cast("nvfp4", rule="four-over-six")),
-            name="nvfp4-eden", about="NVFP4 with gradients by MS-EDEN (Quartet II); trains, for inference nvfp4",
+            name="nvfp4-eden", about="NVFP4 with gradients by MS-EDEN (Quartet II); trains; nvfp4 for inference",
         ),
         Recipe(Gemm(None, "nvfp4"), name="nvfp4-weight-only", about="NVFP4 weights"),
         Recipe(Gemm("int8:row", "int4:group128"), name="w4a8", about="4-bit weights, 8-bit activations"),
