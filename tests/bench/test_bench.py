@@ -78,6 +78,7 @@ def test_ragged_shapes_are_held_against_padded_ones(tmp_path, monkeypatch):
     assert all(float(cell) > 0 for row in rows for cell in row[2:4])
 
 
+@pytest.mark.slow
 def test_products_beside_the_recipes_are_measured(tmp_path, monkeypatch):
     from lowbit.bench import products
 

@@ -61,6 +61,7 @@ def test_a_plan_in_words_a_table_and_python_that_applies_it(run, mine):
     assert json.loads(run("fit", mine, *options, "--json")) == json.loads(json.dumps(plan.as_dict()))
 
 
+@pytest.mark.slow
 def test_a_loss_of_its_own_is_planned_for_and_printed(run, mine):
     names = taken(run("fit", "mine_to_plan:with_targets", "--memory", "90%", "--out", "saved"))
     assert names["plan"].identity.loss is not None and 3 < names["loss"] < 6
@@ -98,6 +99,7 @@ def test_out_has_the_plan_its_words_and_its_plot(run, mine, tmp_path):
     assert (tmp_path / "saved/plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_demo_takes_rows_and_length(run):
     keep = [option for name in ("fp32", "adamw", "everything kept", "memory") for option in ("--require", name)]
     told = run("fit", "demo", "--memory", "100%", "--rows", "2", "--length", "32", *keep)

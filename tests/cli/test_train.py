@@ -86,6 +86,7 @@ def test_ctrl_c_loses_nothing(tmp_path, run, one_thread):
     assert "exists" in run(*quantize, code=1)
 
 
+@pytest.mark.slow
 def test_a_watched_run_reports_what_its_casts_lose(tmp_path, run, one_thread):
     pytest.importorskip("matplotlib")
     directory = tmp_path / "run"
@@ -261,6 +262,7 @@ def test_explain_prints_the_table_of_mixed_precision_and_the_bytes_of_a_step(run
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_precision_that_is_slow_here_is_one_warning(tmp_path):
     """In a process of its own, whose warnings no test collects."""
     few = ("--steps", "1", "--layers", "1", "--recipe", "int8", "--precision", "fp16")
@@ -279,6 +281,7 @@ def test_sigterm_saves_as_well(tmp_path):
     assert "saved in" in interrupted(tmp_path / "c", signal.SIGTERM)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "name", ["report.md", "report.json", "loss.png", "model/notes.txt", "bf16/checkpoint.pt", "fp8/plan.json"]
 )

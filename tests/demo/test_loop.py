@@ -73,6 +73,7 @@ def test_interrupted_and_resumed_equals_straight_through_in_every_bit(corpus, tm
     assert_same_runs(resumed, straight)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("precision", ["fp8-delayed", "nvfp4:keep_blocks=0"])
 @pytest.mark.parametrize("stop", [3, 4, 5])
 def test_a_run_with_a_tail_resumes_in_every_bit_before_it_at_its_beginning_and_in_it(corpus, tmp_path, precision, stop):

@@ -69,6 +69,7 @@ def run_of(settings: RunSettings, corpus: Corpus, directory: Path, resume: bool 
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("precision", "names"),
     [

@@ -162,6 +162,7 @@ def test_bytes_are_those_of_the_weights(measured):
 
 
 # -- cells that resume -----------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_and_keeps_its_cells(llama, text, tmp_path):
     cells = cells_of(llama, text, tmp_path)[:2]
     in_process(cells[:1])
@@ -200,6 +201,7 @@ def test_changed_weights_and_text_change_the_key(llama, text, tmp_path):
     assert models.fingerprint(models.find(str(copy))) != before["weights"]
 
 
+@pytest.mark.slow
 def test_a_failure_spoils_no_other_cell(llama, text, tmp_path, monkeypatch):
     cells = cells_of(llama, text, tmp_path)[:2]
     measure = run._measure

@@ -34,6 +34,7 @@ WITH_LAYERS = [
 ]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "order, kind, switch",
     [("after", "trained", "1"), ("before", "unpickled", "1"), ("after", "quantized", "0")],
@@ -108,6 +109,7 @@ def test_a_model_that_casts_itself_is_freed_at_once():
         gc.enable()
 
 
+@pytest.mark.slow
 def test_without_integrations_named_calls_still_work(tmp_path):
     script = f"""
 import torch, transformers, peft, lowbit as lb

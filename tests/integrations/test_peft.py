@@ -323,6 +323,7 @@ def evaluate(model: nn.Module) -> None:
     model.train()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpoints"])
 @pytest.mark.parametrize("recipe", [*RECIPES, "int8", "int8-weight-only", "nvfp4", "mxfp4"])
 def test_evaluation_changes_no_bit_of_training(recipe, checkpointed):
@@ -407,6 +408,7 @@ def test_fuse_loss_under_a_trainer_of_trl_that_fuses_the_loss_itself(tmp_path, f
     assert torch.equal(model(**batch).loss, plain(**batch).loss)
 
 
+@pytest.mark.slow
 def test_lowbit_imported_before_peft_does_the_same():
     code = """
 import lowbit as lb, sys

@@ -83,6 +83,7 @@ class Recorded:
         return batch
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_plan_in_trainer_is_its_own_run(name, tmp_path):
     """Trainer divides the sum over a part by the number of all targets; ``loss`` does so too. It makes groups of
@@ -117,6 +118,7 @@ def test_a_plan_in_trainer_is_its_own_run(name, tmp_path):
     )
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", ["parts", "bf16, 8 bits, disk", "fp8 with a state"])
 def test_it_resumes_in_every_bit(name, tmp_path):
     plan, args = plan_of(SETTINGS[name]), arguments(tmp_path)

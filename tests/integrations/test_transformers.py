@@ -163,6 +163,7 @@ def loaded_in_another_process(directories: dict[str, str], first: str) -> list[s
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_importing_lowbit_is_enough_and_without_it_directories_are_refused(tmp_path, plain):
     directories = {}
     for directory, (name, recipe) in DIRECTORIES.items():

@@ -67,6 +67,7 @@ def measured(model, batch, recipe=None, precision=None, optimizer="adamw", polic
     return found, found.peak_bytes - found.by_kind.get("other", 0)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("recipe", "precision", "optimizer", "policy", "parts"), CASES)
 def test_an_estimate_is_what_the_step_takes(recipe, precision, optimizer, policy, parts):
     model, batch = GPT(CONFIG), torch.randint(512, (4, 128))

@@ -51,6 +51,7 @@ def test_every_op_has_an_estimate():
         assert lb.estimate(model, case.batch(), case.loss, optimizer=None, device="cpu").peak_bytes > 0, case.name
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("case", CASES[::11], ids=lambda case: case.name)
 def test_ops_hold_what_is_estimated(case):
     model, batch, peak = held(case)
@@ -59,6 +60,7 @@ def test_ops_hold_what_is_estimated(case):
     assert not told.unmeasured
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_networks_of_random_parts_hold_what_is_estimated(seed):
     case = random_network(seed)

@@ -49,6 +49,7 @@ def test_freed_memory_goes_back_once_asked():
     assert not took and size < 64 << 20, "or there is nothing to be done on this system"
 
 
+@pytest.mark.slow
 def test_settings_of_the_user_stay():
     took, _ = freed("returns", MALLOC_MMAP_THRESHOLD_="67108864")
     assert not took

@@ -242,6 +242,7 @@ HELD = {
 }
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("call", HELD)
 def test_nothing_grows_with_the_square_of_the_length(call, dropout):

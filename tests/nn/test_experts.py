@@ -199,6 +199,7 @@ def test_calibration_of_experts_that_no_token_reaches():
     assert bool(model(IDS).logits.isfinite().all())
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name, recipe", [("mixtral", "int8"), ("qwen3", "nf4"), ("gpt-oss", "int8")])
 @torch.no_grad()
 def test_export_and_compile_without_a_break(name, recipe):

@@ -391,6 +391,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @not_2_10("FSDP2 makes shards of integer parameters require grad, which raises")
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 def test_fsdp2_shards_rows_and_keeps_bits():

@@ -191,6 +191,7 @@ def product_of(index: int, group: int) -> ScaledMM:
 worked_out = functools.cache(Wanted)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("kernel", params([REFERENCE, *kernels("conv")]))
 def test_every_kernel_is_within_the_bound_of_the_product(kernel: Kernel):
     served, reasons = 0, set()
