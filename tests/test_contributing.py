@@ -81,6 +81,7 @@ def test_every_block_says_where_it_goes_or_runs(copy):
     assert python(copy, "-W", "ignore", "-c", program).splitlines() == shown
 
 
+@pytest.mark.slow
 def test_what_follows_from_a_row_follows(copy):
     """The tests of the tables take the new rows for their parameters, and pass."""
     names = "fp7_e3m3 or rows4 or negate or fp6-weight-only"

@@ -78,6 +78,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("record", "warns"),
     [

@@ -19,6 +19,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("page, needs", [
     ("README.md", ()), ("docs/formats.md", ()), ("docs/answers.md", ()),
     ("docs/optimizers.md", ("transformers",)), ("docs/training.md", ()), ("docs/ladder.md", ()),

@@ -147,6 +147,7 @@ def numbers(scheme: scaling.Scheme, rows: int, cols: int) -> list[int]:
     return [*scheme.params()[:first], *scheme.block_of(rows, cols), *scheme.params()[first + 2 :]]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("scheme", HELD_SCHEMES, ids=str)
 def test_schemes(cuda: Emulated, scheme: scaling.Scheme) -> None:
     """quantize, quantize_static, dequantize and fake_quantize, dynamic and static."""
@@ -190,6 +191,7 @@ def test_schemes(cuda: Emulated, scheme: scaling.Scheme) -> None:
         assert_same_bits(y, expected, f"{what} static fake_quantize")
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("scheme", HELD_SCHEMES, ids=str)
 def test_gradients(cuda: Emulated, scheme: scaling.Scheme) -> None:
     """Of x to the bit, dynamic and static; of given scales within the op's bound, over blocks in pieces too."""

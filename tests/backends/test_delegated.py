@@ -95,6 +95,7 @@ def product(name, call):
     return out
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("part", range(2))
 def test_every_sample_that_is_served_is_right(part):
     torch.set_float32_matmul_precision("medium")

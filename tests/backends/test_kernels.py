@@ -120,6 +120,7 @@ def test_damage_shows_in_the_gradient_of_its_block_alone():
     assert not OPS["fake_quantize_backward"].tolerance(call._replace(scale=None), BACKWARD.numerics).any()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", ["int8:tensor", "uint4:row:affine", "fp8_e4m3:group24", "int4:col", "nf4"])
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("variant", [p for p in ALL if not p.values[0].interpreted and str(p.values[0]) != "reference"])

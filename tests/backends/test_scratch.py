@@ -66,6 +66,7 @@ def said(impl: registry.Impl, call: Any, monkeypatch: pytest.MonkeyPatch) -> int
     return scratch.allocated(impl.op, call)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("op", HOLDING)
 def test_samples_hold_what_is_said(op, monkeypatch):
     """A call that is replayed holds all that it ever allocates. Where patches are laid out, ops of torch on tensors

@@ -471,6 +471,7 @@ def half_done(directory: str, stop: int, end) -> lb.Calibration:
     return lb.calibrate(model, recipe, batches, ("smoothquant", "gptq"), directory=directory, progress=progress)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_goes_on_to_the_same_bits(tmp_path):
     def interrupt():
         raise KeyboardInterrupt

@@ -248,6 +248,7 @@ def test_importances_are_never_those_of_other_tokens(method, capacity):
     assert torch.equal(again.weights["0"].codes, found.weights["blocks.2.experts.1"].codes)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe", "DeepseekV3"])
 @pytest.mark.parametrize("method", [None, "ls-gptq"])
 def test_mixtures_of_transformers(kind, method):

@@ -140,6 +140,7 @@ def test_a_plot_shows_budget_and_choice(mine, tmp_path, monkeypatch):
     assert set(zip(frontier.get_xdata(), frontier.get_ydata(), strict=True)) == points
 
 
+@pytest.mark.slow
 def test_a_plot_without_matplotlib_says_how_to_get_it(mine, tmp_path, monkeypatch):
     model, batch = torch.nn.Linear(4, 4), torch.ones(4, 4)
     plan = lb.fit(model, batch, "100%")

@@ -202,6 +202,7 @@ def test_training_needs_no_matplotlib(tmp_path, run, monkeypatch, one_thread):
     assert f"{sys.executable} -m pip install matplotlib" in report.without_plots()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("given", "precisions", "outside"),
     [
@@ -277,6 +278,7 @@ def test_a_precision_that_is_slow_here_is_one_warning(tmp_path):
     assert len(told) == 1 and told[0].startswith("warning: train.mixed_: this processor has no instructions"), told
 
 
+@pytest.mark.slow
 def test_sigterm_saves_as_well(tmp_path):
     assert "saved in" in interrupted(tmp_path / "c", signal.SIGTERM)
 

@@ -155,6 +155,7 @@ def llama(**settings):
     return transformers.LlamaForCausalLM(config).train()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("given_mask", ["none", "full", "padded"])
 def test_a_mask_of_transformers_is_made_where_it_hides_something(given_mask):
     torch.manual_seed(0)

@@ -42,6 +42,7 @@ def freed(way: str, **environment: str) -> tuple[bool, int]:
     return took == "True", int(size)
 
 
+@pytest.mark.slow
 def test_freed_memory_goes_back_once_asked():
     took, size = freed("returns")
     assert took and size > 120 << 20

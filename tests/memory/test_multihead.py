@@ -535,6 +535,7 @@ def test_estimates_know_it_and_doctor_and_fit_choose_it():
     assert measured.peak_bytes - measured.by_kind.get("other", 0) < 1.3 * less.peak_bytes
 
 
+@pytest.mark.slow
 def test_doctor_and_fit_choose_it_where_it_spares_scores():
     batch, model = (torch.randint(32, (2, 128)),), GPT(dropout=0.1).train()
 

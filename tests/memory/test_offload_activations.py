@@ -315,6 +315,7 @@ def test_a_tensor_that_is_written_to_and_then_let_go_of_is_an_error_as_without(t
         z.tanh().sum().backward()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("policy", [None, "block"])
 def test_an_estimate_of_a_step_with_offload_is_what_it_holds_at_most(tmp_path, policy):
     context, x = lb.memory.offload_activations(tmp_path), torch.randn(512, 64)

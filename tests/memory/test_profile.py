@@ -70,6 +70,7 @@ def storages(*tensors):
     return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("case", CASES)
 def test_the_peak_is_the_allocators(case):
     make, data, steps, optimizer = CASES[case]
@@ -230,6 +231,7 @@ def test_a_reset_after_the_last_op_leaves_what_is_held_then():
     assert p.by_kind["parameters"] == p.by_kind["gradients"] == 4 * 65 * 64
 
 
+@pytest.mark.slow
 def test_steps_of_two_optimizers_are_the_steps_of_one():
     model = nn.Linear(64, 64)
     steppers = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]

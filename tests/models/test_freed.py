@@ -215,12 +215,14 @@ def check(make: Callable[[], nn.Module], use: Callable[[nn.Module], Any]) -> Non
     assert not alive, f"alive until the garbage collector runs: {alive}"
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.filterwarnings("ignore")
 def test_a_network_is_freed_at_once(name):
     check(network, NETWORKS[name])
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", LLAMAS)
 def test_a_model_of_transformers_is_freed_at_once(name):
     check(llama, LLAMAS[name])

@@ -140,6 +140,7 @@ def check_encode(variant: Variant, f: lb.Format, saturate: bool, x: torch.Tensor
     assert_same_bits(codes.cpu(), boundaries.expected_codes(f, saturate, bits), f"{f} on {variant}", source=x.cpu())
 
 
+@pytest.mark.thinned(3)
 @every(ENCODED)
 @pytest.mark.parametrize("variant", ALL)
 def test_encode_every_16bit_pattern(variant: Variant, f):
@@ -149,6 +150,7 @@ def test_encode_every_16bit_pattern(variant: Variant, f):
             check_encode(variant, f, saturate, *all_16bit(dtype))
 
 
+@pytest.mark.thinned(3)
 @BOTH
 @every(ENCODED)
 @pytest.mark.parametrize("variant", ALL)

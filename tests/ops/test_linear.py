@@ -61,6 +61,7 @@ def test_every_kernel_is_within_the_bound_of_the_product(kernel: Kernel):
     assert served, f"{kernel} refuses every sample: {reasons}"
 
 
+@pytest.mark.thinned(3)
 @everywhere
 def test_the_bits_are_those_of_quantize_and_scaled_mm(variant: Variant):
     served = 0
@@ -83,6 +84,7 @@ def weight_of(call: Linear) -> lb.Quantized:
     )  # fmt: skip
 
 
+@pytest.mark.thinned(3)
 @native
 @pytest.mark.parametrize("input", ["int8:row", "fp8_e4m3:block32x32", "uint8:tensor:affine", "nvfp4", "mxfp8:T"])
 def test_rows_beyond_one_piece(variant: Variant, input: str):
@@ -178,6 +180,7 @@ def by_definition(call: Linear) -> Tensor:
     return wanted.bits
 
 
+@pytest.mark.thinned(3)
 @native
 @pytest.mark.parametrize("cols", [128, 130, 1408])
 @pytest.mark.parametrize(("scheme", "input"), INTEGERS)

@@ -40,12 +40,14 @@ def differentiable(op: str, call: Any) -> Any:
     return call._replace(**changed)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck(op):
     for call in checked_samples(op, 4):
         torch.library.opcheck(getattr(torch.ops.lowbit, op).default, tuple(differentiable(op, call)))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck_of_the_out_form(op):
     spec = OPS[op]
@@ -116,6 +118,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_compiled_functions_give_the_same_bits(name, backend):

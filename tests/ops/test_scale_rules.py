@@ -159,6 +159,7 @@ def test_e4m3_ceil_is_the_least_code_that_does_not_clip(values, global_scale):
     assert scale == min([*above, 0x7E])
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name, unbiased", [("nvfp4:ceil", True), ("nvfp4", False), ("int4:group16:e4m3:ceil", True)])
 def test_stochastic_codes_below_a_scale_rounded_up_are_unbiased(name, unbiased):
     """The mean over all 2^16 random words: x itself to 2^-16 of a step, where the nearest scale clips what is above."""

@@ -231,6 +231,7 @@ def extreme_call(a: str, b: str, m: int, n: int, k: int, **more: Any) -> ScaledM
     return ScaledMM(**parts)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("k", [33025, 33028, 66052, 131071, 131072, 140001])
 @pytest.mark.parametrize("a, b", [("int8:row", "int8:row"), ("uint8:row:affine", "uint8:row:affine"),
                                   ("int8:row:affine", "uint8:row:affine"),

@@ -99,6 +99,7 @@ def test_rounded_up_scales_never_clip(name):
         assert Fraction(oracles.fp32(oracles.from_bits(bits) / oracles.largest(s.format))) <= scale or largest
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("s", schemes(), ids=str)
 def test_every_scheme_on_damaged_blocks_equals_rationals(s):
     """Codes, scales, zero points, global scale and decoded bits of ragged matrices with 0, subnormals, Inf and NaN.

@@ -93,6 +93,7 @@ def test_every_bit_of_the_noise(variant: Variant, rng):
 
 
 # -- the rule ----------------------------------------------------------------------------------------------------------
+@pytest.mark.thinned(3)
 @everywhere
 @pytest.mark.parametrize("f", ROUNDED, ids=str)
 def test_codes_equal_exact_rationals(variant: Variant, f):

@@ -71,6 +71,7 @@ def test_large_calls(variant: Variant, made: Callable[[], Iterator[Tensor]]):
 SAMPLED = [kernel for op in OPS for kernel in kernels(op) if kernel.variant.native]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("kernel", SAMPLED, ids=str)
 def test_samples_of_every_op(kernel: Kernel):
     calls = samples(kernel.op)[::11]

@@ -63,6 +63,7 @@ def assert_same_states(mine, theirs):
             assert_same_bits(theirs[index][name], value, f"{name} of {SHAPES[index]}")
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.filterwarnings("ignore:.*half of its last place")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", [row.name for row in lb.optim.STATES.values()])

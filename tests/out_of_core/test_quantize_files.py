@@ -144,6 +144,7 @@ SHORT_SIGNROUND = METHODS["signround"]._replace(tune=partial(signround.tune, ite
 DATA = tuple(torch.randint(0, 100, (2, 9), generator=torch.Generator().manual_seed(i)) for i in range(3))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("name", "dtype", "recipe", "method", "skip"),
     [
@@ -335,6 +336,7 @@ def test_a_run_that_is_killed_while_its_calibration_is_removed_goes_on(tmp_path,
     assert done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["guided-gptq", "ls-gptq"])
 def test_a_calibration_from_files_goes_on_from_every_block_and_file(tmp_path, method):
     saved(tmp_path / "plain", "LlamaForCausalLM", torch.float32)

@@ -113,6 +113,7 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
 
 
 # -- memory runs out in forward or backward ---------------------------------------------------------------------------
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_that_ran_out_is_the_step_of_two_parts(case, where):
@@ -163,6 +164,7 @@ def test_a_later_part_runs_out_in_a_later_step():
     assert_same(remembered(run), expected)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("case", ["plain", "fp8 with a state", "fp8 in bf16"])
 def test_every_row_of_the_table_in_its_order(case, tmp_path):
     """Of one row there are no parts, and what is left changes no bit."""
@@ -319,6 +321,7 @@ for loss, settings in taken:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process as Linux does")
 def test_a_process_that_has_too_little_memory(tmp_path):
     malloc = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -435,10 +438,12 @@ def test_states_on_disk_do_not_permit_activations_there():
     assert permits([], activations)
 
 
-def test_without_adapting_a_step_keeps_no_snapshot(monkeypatch):
+def test_without_adapting_a_step_keeps_no_snapshot(monkeypatch, tmp_path):
     """``adapt=False`` skips the copies and the walk over modules; steps are bit-identical, and errors are raised."""
-    plan = lb.fit(GPT(CONFIG), ROWS, "100%", progress=False)
-    plain, bare = (plan.apply_(GPT(CONFIG, seed=0), lr=1e-3, adapt=adapt) for adapt in (True, False))
+    plain, bare = (
+        Run(GPT(CONFIG, seed=0), TrainingSettings(), None, tmp_path, {"lr": 1e-3}, adapt=adapt)
+        for adapt in (True, False)
+    )
     expected = [plain.step(ROWS) for _ in range(2)]
     monkeypatch.setattr("lowbit.plan.fitting.run.StepSnapshot", lambda model: pytest.fail("a snapshot was taken"))
     assert [bare.step(ROWS) for _ in range(2)] == expected

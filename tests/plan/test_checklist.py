@@ -73,6 +73,7 @@ def test_what_does_nothing_comes_last_with_its_reason():
     assert json.dumps(found.as_dict()) and "precision is already bf16" in str(found)
 
 
+@pytest.mark.slow
 def test_the_command(run, tmp_path, monkeypatch):
     said = json.loads(run("doctor", "--memory", "demo", "--batch", "2", "--length", "32", "--json"))
     assert said["plain"]["peak_bytes"] > 0 and len(said["advice"]) == len(ADVISED)

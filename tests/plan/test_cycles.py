@@ -59,6 +59,7 @@ def left(step) -> list[tuple[tuple[int, ...], torch.dtype]]:
         gc.enable()
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_a_step_leaves_no_tensor_in_a_cycle(name, tmp_path):
     run = Run(GPT(GPTConfig(vocab=64, layers=2, heads=2, dim=32, hidden=64)), TECHNIQUES[name], None, tmp_path, {})

@@ -121,6 +121,7 @@ def test_parts_of_few_rows_are_not_taken_for_as_fast_as_large_ones():
     assert many.seconds == pytest.approx(predictor.whole(many.settings).seconds, rel=0.2)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -214,6 +215,7 @@ def test_a_choice_that_does_nothing_here_is_refused_where_it_is_asked_for(llama)
 WIDE = GPTConfig(vocab=256, layers=6, heads=2, dim=256, hidden=768)
 
 
+@pytest.mark.slow
 def test_weights_go_to_disk_where_nothing_else_fits(tmp_path, monkeypatch):
     for module in ("lowbit.optim.offload", "lowbit.plan.fitting.predict"):
         monkeypatch.setattr(f"{module}.CHUNK_BYTES", 1 << 20)  # so that a few parameters of a small model step together
@@ -273,6 +275,7 @@ def test_a_plan_of_nothing_is_plain_training():
     assert all(map(torch.equal, run.model.parameters(), other.parameters()))
 
 
+@pytest.mark.slow
 def test_parts_and_checkpoints_leave_the_losses_what_they_are(tmp_path):
     torch.manual_seed(0)
     model = GPT(CONFIG)
@@ -300,6 +303,7 @@ def test_a_loss_of_ones_own_and_dictionaries():
     assert last < 0.8 * first
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_holds_no_masters_and_learns():
     keep = ("bf16", "adamw8bit", "everything kept", "memory", "activations in memory")
     residual, stochastic = (
@@ -314,6 +318,7 @@ def test_stochastic_rounding_holds_no_masters_and_learns():
 
 
 # -- what a caller asks for -------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_what_is_kept_and_left_out():
     plan = lb.fit(GPT(CONFIG), BATCH, "60%", require=("fp8", "block"), exclude=("disk", "adamw", "adamw4bit"))
     chosen = plan.settings
@@ -374,6 +379,7 @@ def test_a_model_without_parameters_is_refused():
         lb.fit(torch.nn.Sequential(), torch.zeros(2, 3), "50%")
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_models_are_planned_and_trained(kind):
     """Their kernels' workspace is not made up to time them: with one that forward has not written they crash."""

@@ -86,6 +86,7 @@ def test_a_process_holds_what_is_predicted(tmp_path: Path):
         assert quick == pytest.approx(whole, rel=0.03), words(settings)
 
 
+@pytest.mark.slow
 def test_more_processes_hold_less_each_and_a_way_that_shares_more_too():
     predictor = Predictor(Subject(GPT(TINY), BATCH % 64))
     for strategy in SHARDING:
@@ -142,6 +143,7 @@ def test_a_plan_says_what_each_way_takes_and_is_kept(tmp_path: Path):
         again.apply_(model)
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_a_plan_says_how_many_processes_would_do():
     model, batch = GPT(CONFIG), BATCH
     least = (

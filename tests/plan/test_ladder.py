@@ -111,6 +111,7 @@ def test_what_is_held_grows_by_what_is_written():
 
 
 # -- a cell -----------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 @linux
 def test_the_peak_of_a_process_is_that_of_torchs_allocator_and_a_limit_below_it_ends_the_run():
     """Two counts that share no code: resident pages of a process, and the profiler's events."""
