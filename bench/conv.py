@@ -1,7 +1,6 @@
-"""Convolutions with static int8 scales beside torch's: layers of ResNet-18 and MobileNets, and ResNet-18 whole.
+"""Benchmarks convolutions with static int8 scales against torch: layers of ResNet-18 and MobileNets, and ResNet-18.
 
-``lowbit bench conv`` writes conv.md. Inputs and weights are random: errors say how far int8 is from fp32, nothing of
-accuracy.
+``lowbit bench conv`` writes conv.md. Inputs and weights are random: errors show the distance from fp32, not accuracy.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from lowbit.tables import markdown
 
 
 class Shape(NamedTuple):
-    """A layer: channels, kernel, the side of its images, stride, groups."""
+    """A layer: channels, kernel, image size, stride, groups."""
 
     name: str
     channels: int
@@ -39,7 +38,7 @@ class Shape(NamedTuple):
     groups: int = 1
 
     def layer(self) -> nn.Module:
-        """The layer, with a bias, as a folded one has."""
+        """The layer, with a bias like a folded layer."""
         return nn.Conv2d(self.channels, self.out, self.kernel, self.stride, self.kernel // 2, groups=self.groups).eval()
 
 
@@ -54,7 +53,7 @@ BATCHES = (1, 8)
 
 # -- ResNet-18 ---------------------------------------------------------------------------------------------------------
 class Basic(nn.Module):
-    """Two 3x3 convolutions, and the input added to them."""
+    """A residual block of two 3x3 convolutions."""
 
     def __init__(self, channels: int, out: int, stride: int) -> None:
         super().__init__()
@@ -84,7 +83,7 @@ def resnet18() -> nn.Module:
     ).eval()  # fmt: skip
 
 
-# -- who computes ------------------------------------------------------------------------------------------------------
+# -- contenders ------------------------------------------------------------------------------------------------------
 Run = Callable[[Tensor], Tensor]
 
 
@@ -127,7 +126,7 @@ def _torch_static(model: nn.Module, x: Tensor) -> tuple[Run, Tensor]:
 
     torch.backends.quantized.engine = "onednn"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this interface is old
+        warnings.simplefilter("ignore")  # the interface is deprecated
         prepared = prepare_fx(nn.Sequential(model), get_default_qconfig_mapping("onednn"), (x,))
         prepared(x)
         return convert_fx(prepared), _last(x)
@@ -145,7 +144,7 @@ MAKERS: dict[str, Callable[[nn.Module, Tensor], tuple[Run, Tensor]]] = {
 
 
 def cases(model: nn.Module, x: Tensor) -> Iterator[tuple[Case, Tensor]]:
-    """Everyone who can, and what they answer."""
+    """All available contenders, with their outputs."""
     for who, make in MAKERS.items():
 
         def case(who: str = who, make: Callable[[nn.Module, Tensor], tuple[Run, Tensor]] = make) -> Case:
@@ -158,7 +157,7 @@ def cases(model: nn.Module, x: Tensor) -> Iterator[tuple[Case, Tensor]]:
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 def peak(who: str, batch: int) -> int:
-    """What this process holds at most while ResNet-18 runs once more, beyond what it held before it had the model."""
+    """Peak bytes of this process in a second run of ResNet-18, minus the bytes before the model was built."""
     torch.manual_seed(0)
     x = torch.randn(batch, 3, 224, 224)
     with torch.no_grad():
@@ -175,14 +174,14 @@ def peak(who: str, batch: int) -> int:
 
 
 def _give_back() -> None:
-    """What was freed since, calibration's memory for one, goes back to the system, where that can be asked for."""
+    """Return freed memory, such as that of calibration, to the system, if the C library supports it."""
     gc.collect()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_elsewhere(who: str, batch: int) -> int:
-    """``peak`` in a process of its own."""
+    """``peak`` in a separate process."""
     code = f"from lowbit.bench import conv; print(conv.peak({who!r}, {batch}))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return int(found.stdout.split()[-1])

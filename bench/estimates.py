@@ -1,4 +1,4 @@
-"""Estimates of memory beside what torch's profiler counts, on models that one op decides and on random networks.
+"""Compares memory estimates with torch's profiler, on the models of ``estimate_cases``.
 
 ``lowbit bench estimates`` writes estimates.md.
 """
@@ -20,7 +20,7 @@ from lowbit.machine import provenance
 from lowbit.models.batches import call
 from lowbit.tables import markdown
 
-#: Random networks, and the shares of the held peak within which an estimate should lie.
+#: Number of random networks, and the range of estimate / measured peak that should hold.
 NETWORKS, LOW, HIGH = 100, 0.99, 1.04
 
 
@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
 
 def row(case: Case) -> Row:
-    """Estimate a case, then run a step of it for what is made once, and one under the profiler."""
+    """Estimate a case, then run one step for one-time allocations and one under the profiler."""
     torch.manual_seed(0)
     model, batch = case.make(), case.batch()
     estimated = lb.estimate(model, batch, case.loss, optimizer=None).peak_bytes
@@ -54,7 +54,7 @@ def row(case: Case) -> Row:
 
 
 def measure(chosen: Iterable[Case], each: Callable[[Row], None] = lambda _: None) -> list[Row]:
-    """A row of each case."""
+    """A row per case."""
     rows = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -74,7 +74,7 @@ def _summary(rows: list[Row]) -> str:
 
 
 def run(directory: Path) -> Path:
-    """Measure every case, and write ``estimates.md``."""
+    """Measure all cases, and write ``estimates.md``."""
     directory.mkdir(parents=True, exist_ok=True)
     about = provenance()
     ops, networks = measure(cases()), measure(map(random_network, range(NETWORKS)))

@@ -1,9 +1,9 @@
-"""Where training ends, with error bars: runs of the demo's GPT and of a larger one, over paired seeds.
+"""Records final training losses with error bars: runs of the demo's GPT and of a larger one, over paired seeds.
 
-``lowbit bench evidence --out bench/results`` trains the cells of ``evidence_cells`` that the record lacks, in order,
-and writes evidence.md after each; ``python -m lowbit.bench.evidence report`` only writes the page. The record is
-``evidence/STUDY.jsonl``, one line a finished cell. A run that was stopped goes on bit by bit from ``out/evidence``. All
-of it takes days: it is made to be stopped by SIGTERM and called again.
+``lowbit bench evidence --out bench/results`` trains the cells of ``evidence_cells`` that are not recorded, in order,
+and writes evidence.md after each. ``python -m lowbit.bench.evidence report`` only writes the page. The record is
+``evidence/STUDY.jsonl``, one line per finished cell. A stopped run resumes from ``out/evidence``, bit-identical to an
+uninterrupted run. All cells take days: stop with SIGTERM and call again.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from lowbit.recipes import Recipe
 
 __all__ = ["record", "run", "train"]
 
-#: Where runs that are not finished keep their states.
+#: Directory for the states of unfinished runs.
 SCRATCH = Path("out/evidence")
-#: Points of a recorded curve of training losses, each a mean over its steps, and the steps at the end that are one.
+#: Points of a recorded training-loss curve (each a mean over steps), and the number of steps of the final mean.
 POINTS, LAST = 30, 100
-#: Held-out windows at most.
+#: The most held-out windows.
 WINDOWS = 400
 
 
@@ -56,7 +56,7 @@ def _package(name: str, kind: Callable[[Path], str], below: str = "") -> Iterato
 
 
 def _source_documents() -> Iterator[text.Document]:
-    """Sources of torch and of sympy, which torch needs, without the paragraphs that an earlier file has."""
+    """Sources of torch and sympy (a dependency of torch), without paragraphs of earlier files."""
     seen: set[str] = set()
     read = partial(Path.read_text, encoding="utf-8", errors="ignore")
     for package in ("torch", "sympy"):
@@ -66,7 +66,7 @@ def _source_documents() -> Iterator[text.Document]:
             yield text.Document(name, tuple(fresh))
 
 
-#: By name: what makes the text that a study trains on, with so many tokens.
+#: By name: makes the training text of a study, given a number of tokens.
 TEXTS: dict[str, Callable[[int], Corpus]] = {
     "documentation": lambda vocab: Corpus.load(None, vocab),
     "sources": lambda vocab: Corpus.build(list(_source_documents()), vocab, "the sources of torch and sympy"),
@@ -75,7 +75,7 @@ TEXTS: dict[str, Callable[[int], Corpus]] = {
 
 @cache
 def _corpus(name: str, vocab: int) -> tuple[Corpus, Tensor]:
-    """A text, and tokens of another kind of text: the docstrings of torch's layers, optimizers and distributions."""
+    """A corpus, and tokens of another text: the docstrings of torch's layers, optimizers and distributions."""
     corpus = TEXTS[name](vocab)
     sources = [pair for part in ("nn", "optim", "distributions") for pair in _package("torch", text.docstrings, part)]
     other = "".join(document.text for document in text.documents(sources))
@@ -88,17 +88,17 @@ _WIDENED = ("mm", "bmm", "_scaled_dot_product_flash_attention_for_cpu")
 
 @contextmanager
 def _quick_bf16() -> Iterator[str]:
-    """Within, a processor without bf16 instructions multiplies numbers in bf16 as fp32, and rounds each result once.
+    """A context in which a processor without bf16 instructions multiplies bf16 in fp32 and rounds each result once.
 
-    That is what bf16 instructions give, but for the order of sums, and for weights of attention, which stay in fp32
-    until its second product. torch's own products in bf16 take six times as long there. Yields how it is done.
+    bf16 instructions compute the same, except for the order of sums and for attention weights, which stay in fp32 until
+    the second matmul. torch's bf16 matmuls take six times as long there. Yields a description.
     """
     if multiplies("bf16"):
         yield "instructions"
         return
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that kernels are replaced, which is the point
+        warnings.simplefilter("ignore")  # torch warns that kernels are replaced
         for name in _WIDENED:
             library.impl(name, _widened(torch.library.get_kernel(f"aten::{name}", "CPU")), "CPU", with_keyset=True)
     try:
@@ -143,9 +143,10 @@ def _trainer(cell: Cell, corpus: Corpus, directory: Path) -> Trainer:
 
 
 def train(cell: Cell, scratch: Path) -> dict[str, Any]:
-    """Train a cell, from where it was stopped if it was; the line of the record.
+    """Train a cell, or resume it, and return its record.
 
-    Raises: Interrupted after SIGINT or SIGTERM, with the state saved.
+    Raises:
+        Interrupted: After SIGINT or SIGTERM; the state is saved.
     """
     corpus, other = _corpus(cell.study.text, cell.study.model.vocab)
     directory = scratch / cell.digest
@@ -154,7 +155,7 @@ def train(cell: Cell, scratch: Path) -> dict[str, Any]:
     with _quick_bf16() as products, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="train.mixed_: this processor has no instructions")
         trainer = _trainer(cell, corpus, directory)
-        with suppress(FileNotFoundError, ValueError):  # a state of another version of the loop: from the beginning
+        with suppress(FileNotFoundError, ValueError):  # a state of another version of the loop: start again
             trainer.load()
         try:
             trainer.run()
@@ -181,7 +182,7 @@ def train(cell: Cell, scratch: Path) -> dict[str, Any]:
 
 
 def _losses(trainer: Trainer, corpus: Corpus, other: Tensor) -> dict[str, Any]:
-    """Mean losses at the end: of all held-out text, of text of another kind, and of the last batches."""
+    """Final mean losses: on all held-out text, on other text, and of the last batches."""
     context = trainer.config.context
     held_out = corpus.held_out_windows(WINDOWS, context)
     count = min(WINDOWS, (len(other) - 1) // context)
@@ -196,7 +197,7 @@ def _losses(trainer: Trainer, corpus: Corpus, other: Tensor) -> dict[str, Any]:
 
 
 def _curve(losses: list[float]) -> list[tuple[int, float]]:
-    """(steps done, mean of the steps since the point before)."""
+    """Points (steps done, mean loss since the previous point)."""
     every = max(1, -(-len(losses) // POINTS))
     parts = [losses[start : start + every] for start in range(0, len(losses), every)]
     return [(min((k + 1) * every, len(losses)), round(statistics.fmean(part), 5)) for k, part in enumerate(parts)]
@@ -204,18 +205,18 @@ def _curve(losses: list[float]) -> list[tuple[int, float]]:
 
 # -- the record --------------------------------------------------------------------------------------------------------
 def record(directory: Path) -> dict[str, dict[str, Any]]:
-    """By digest, the lines of every file of the record."""
+    """All records by digest."""
     lines: dict[str, dict[str, Any]] = {}
     for path in sorted((directory / "evidence").glob("*.jsonl")):
         for line in path.read_text().splitlines():
-            with suppress(json.JSONDecodeError):  # a line that was not written whole
+            with suppress(json.JSONDecodeError):  # an incomplete line
                 row = json.loads(line)
                 lines[row["digest"]] = row
     return lines
 
 
 def _append(path: Path, line: dict[str, Any]) -> None:
-    """On a line of its own, also after one that was not written whole."""
+    """Append a line, also after an incomplete line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = not path.exists() or not path.read_bytes() or path.read_bytes().endswith(b"\n")
     with path.open("a") as file:
@@ -226,7 +227,7 @@ def _append(path: Path, line: dict[str, Any]) -> None:
 
 @contextmanager
 def _alone(scratch: Path) -> Iterator[None]:
-    """Raises RuntimeError where another process trains in ``scratch``."""
+    """Lock ``scratch``. Raises RuntimeError if another process trains there."""
     scratch.mkdir(parents=True, exist_ok=True)
     with (scratch / "lock").open("w") as file:
         try:
@@ -237,9 +238,9 @@ def _alone(scratch: Path) -> Iterator[None]:
 
 
 def run(directory: Path, only: str = "") -> Path:
-    """Train the cells that the record lacks and whose name ``only`` matches; write ``evidence.md`` after each.
+    """Train cells that are not recorded and whose name matches ``only``; write ``evidence.md`` after each.
 
-    SIGINT or SIGTERM ends it after a whole step, with the state of the run saved.
+    SIGINT and SIGTERM stop it after a complete step, with the state saved.
     """
     wanted = [cell for cell in cells() if re.search(only, cell.name)]
     with _alone(SCRATCH):

@@ -1,7 +1,7 @@
-"""The table of training runs behind every claim about losses: studies, their variations, and the order of runs.
+"""The table of training runs behind all claims about losses: studies, their variations, and the order of runs.
 
-A cell is a variation with a seed. The seed decides the initial weights and the batches, whatever the variation, so
-that losses of one seed are pairs.
+A cell is a variation with a seed. The seed determines initial weights and batches, independent of the variation, so
+losses with the same seed are pairs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ __all__ = ["ROUNDS", "STUDIES", "Cell", "Round", "Study", "Variation", "cells"]
 
 @dataclass(frozen=True, kw_only=True)
 class Variation:
-    """One way to train.
+    """One training configuration.
 
-    ``settings``: fields of ``TrainConfig``. ``noise``: Gaussian noise on the gradients of blocks' matrices, as a share
-    of the root mean square of each. ``rate``: what the study's learning rate is multiplied with. ``short``: the model
-    is bf16 throughout, and ``states`` has what its optimizer keeps beside. ``states``: of the optimizer's groups.
-    ``beside``: the variation that differs by one thing. ``parts``: the variations that this one combines.
-    ``goal``: the most that the loss may exceed that of bf16, in percent.
+    Attributes:
+        settings: Fields of ``TrainConfig``.
+        noise: Gaussian noise on the gradients of block matrices, relative to the root mean square of each.
+        rate: Factor on the study's learning rate.
+        short: Whether the model is in bf16 throughout. ``states`` then includes the master weights.
+        states: State settings of the optimizer's groups.
+        beside: The variation that differs in one setting.
+        parts: The variations that this one combines.
+        goal: The largest allowed loss increase over bf16, in percent.
     """
 
     name: str
@@ -45,8 +49,9 @@ class Variation:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A model, how long it is trained, and the variations; ``rate``: the highest learning rate; ``text``: of ``TEXTS``
-    in ``lowbit.bench.evidence``. The first variation is what the others are compared with.
+    """A model, its training length, and the variations; the others are compared with the first one.
+
+    ``rate``: the peak learning rate. ``text``: a key of ``TEXTS`` in ``lowbit.bench.evidence``.
     """
 
     name: str
@@ -72,7 +77,7 @@ class Cell:
         return f"{self.study.name}: {self.variation.name}, seed {self.seed}"
 
     def about(self) -> dict[str, Any]:
-        """What decides the bits of the run, as JSON has it; recipes by what they do."""
+        """All settings that determine the bits of the run, as JSON data; recipes by their content."""
         study, variation = self.study, self.variation
         named = isinstance(variation.recipe, str) and variation.recipe in FLOATS
         return {
@@ -91,20 +96,20 @@ class Cell:
 
     @property
     def digest(self) -> str:
-        """Of ``about``; equal cells of two studies are trained once."""
+        """A digest of ``about``. Equal cells of two studies are trained once."""
         return hashlib.sha256(json.dumps(self.about(), sort_keys=True).encode()).hexdigest()[:16]
 
 
-# -- recipes that the package has no name for --------------------------------------------------------------------------
+# -- recipes without a name in the package --------------------------------------------------------------------------
 def _mx(rounding: str) -> Recipe:
-    """``mxfp8`` with scales rounded otherwise."""
+    """``mxfp8`` with another rounding of scales."""
     kind, across = f"mxfp8:{rounding}", f"mxfp8:{rounding}:T"
     backward = Gemm(kind, across, save="operand"), Gemm(across, across, save="operand")
     return Recipe(Gemm(kind, kind), *backward, name=f"mxfp8-{rounding}")
 
 
 def _gradients(name: str, **changes: Any) -> Recipe:
-    """A recipe whose gradients are cast otherwise; ``scales``: a rounding, which is a word of the scheme."""
+    """A recipe with other casts of gradients. ``scales``: a rounding of scales, a word of the scheme."""
     base = recipes.recipe(name)
     changed: dict[str, Any] = {}
     for role in ("grad_input", "grad_weight"):
@@ -119,7 +124,7 @@ def _gradients(name: str, **changes: Any) -> Recipe:
 
 
 def _narrow_weights() -> Recipe:
-    """``nvfp4`` with weights in blocks of one row, which backward quantizes along its own axis."""
+    """``nvfp4`` with weights in blocks of one row, which backward quantizes again along its axis."""
     base = recipes.recipe("nvfp4:keep_blocks=0")
     assert base.grad_input is not None
     grad_input = Gemm(base.grad_input.a, "nvfp4:T", save="operand")
@@ -150,8 +155,8 @@ _RECIPES = (
     _EDEN,
 )
 
-#: The error of nvfp4-eden's gradients of matrices in blocks, as a share of their norm: at the same weights and batch as
-#: fp32's it was 0.27, 0.26 and 0.24 after 1, 100 and 300 steps (that of nvfp4 in all blocks 0.33, 0.32 and 0.31).
+#: Error of nvfp4-eden's gradients of block matrices relative to their norm. With the same weights and batch as fp32 it
+#: was 0.27, 0.26 and 0.24 after 1, 100 and 300 steps (nvfp4 in all blocks: 0.33, 0.32 and 0.31).
 EDEN_ERROR = 0.26
 
 _ANOMALY = (
@@ -198,7 +203,7 @@ _ABLATIONS = (
     _INT8,
     _NVFP4,
     _EDEN,
-    # scales of FP8: of a row, a tensor, blocks; current or delayed
+    # FP8 scales: per row, tensor or block; current or delayed
     Variation(name="fp8-tensor", recipe="fp8-tensor", beside="fp8"),
     Variation(name="fp8-delayed", recipe="fp8-delayed", beside="fp8-tensor"),
     Variation(name="fp8-block", recipe="fp8-block", beside="fp8"),
@@ -211,7 +216,7 @@ _ABLATIONS = (
     Variation(name="fp8, gradients in E4M3", recipe="fp8:gradients=e4m3", beside="fp8"),
     Variation(name="fp8, weight gradients high", recipe="fp8:grad_weight=high", beside="fp8"),
     Variation(name="int8-stochastic", recipe="int8-stochastic", beside="int8"),
-    # what holds NVFP4 together
+    # components of the NVFP4 recipe
     _ALL_BLOCKS,
     _all_blocks("nearest gradients", _gradients("nvfp4:keep_blocks=0", rounding="nearest")),
     _all_blocks("nearest scales", _gradients("nvfp4:keep_blocks=0", scales="nearest")),
@@ -223,7 +228,7 @@ _ABLATIONS = (
     Variation(name="nvfp4, searched scales", recipe="nvfp4:rule=search", beside="nvfp4"),
     Variation(name="nvfp4, bf16 in the last tenth", recipe="nvfp4", settings=_TAIL, beside="nvfp4", goal=0.8),
     Variation(name="nvfp4-eden, searched scales", recipe="nvfp4-eden:rule=search", beside="nvfp4-eden"),
-    # what is kept for backward, states and masters
+    # activations saved for backward, states and masters
     Variation(name="bf16, compressed activations", recipe="bf16", settings=_COMPRESSED),
     Variation(name="fp8, compressed activations", recipe="fp8", settings=_COMPRESSED, beside="fp8",
               parts=("fp8", "bf16, compressed activations")),
@@ -240,7 +245,7 @@ _ABLATIONS = (
     _short("AdamW, 8 bits, bf16 weights, stochastic", "adamw8bit", "stochastic", beside="AdamW, 8 bits"),
     _short("Muon, 8 bits, bf16 weights, residual", "muon8bit", "residual", beside="Muon, 8 bits"),
     _short("Muon, 8 bits, bf16 weights, stochastic", "muon8bit", "stochastic", beside="Muon, 8 bits"),
-    # combinations that plans choose
+    # combinations that plans select
     *(
         Variation(name=f"{recipe}, AdamW, {bits} bits", recipe=recipe, settings=(("optimizer", f"adamw{bits}bit"),),
                   beside=recipe, parts=(recipe, f"AdamW, {bits} bits"))
@@ -268,13 +273,13 @@ STUDIES = (RECIPES, ANOMALY, ABLATIONS, TEN_MILLION)
 
 @dataclass(frozen=True)
 class Round:
-    """Seeds of a study that are trained before the next round begins; all variations of a seed before the next seed."""
+    """Seeds of a study, trained before the next round: all variations of a seed before the next seed."""
 
     study: Study
     seeds: tuple[int, ...]
 
 
-#: Breadth before depth. What says most comes first.
+#: Breadth first; the most informative runs come first.
 ROUNDS = (
     Round(RECIPES, (0, 1, 2, 3, 4)),
     Round(ANOMALY, (0, 1, 2)),
@@ -286,7 +291,7 @@ ROUNDS = (
 
 
 def cells(rounds: tuple[Round, ...] = ROUNDS) -> Iterator[Cell]:
-    """Every run once, in the order in which they are trained."""
+    """All runs once, in training order."""
     seen: set[str] = set()
     for part in rounds:
         for seed in part.seeds:

@@ -1,4 +1,4 @@
-"""evidence.md: the record of training runs as tables of paired differences with their intervals."""
+"""Writes evidence.md: tables of paired loss differences with confidence intervals."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lowbit.tables import markdown
 
 __all__ = ["write"]
 
-#: Lines of the record by digest.
+#: Records by digest.
 Record = Mapping[str, Mapping[str, Any]]
 
 
 class Runs:
-    """A study's lines, by variation and seed."""
+    """The records of a study, by variation and seed."""
 
     def __init__(self, study: Study, record: Record) -> None:
         seeds = sorted({seed for part in ROUNDS if part.study is study for seed in part.seeds})
@@ -34,7 +34,7 @@ class Runs:
         }  # fmt: skip
 
     def pairs(self, name: str, other: str, what: str = "held_out") -> list[tuple[float, float]]:
-        """Losses of both, by seed, on the same text."""
+        """Pairs of losses with the same seed and text."""
         mine, theirs = self.lines[name], self.lines[other]
         return [
             (mine[seed][what], theirs[seed][what])
@@ -57,7 +57,7 @@ def _interval(change: Difference) -> str:
 
 
 def _goal(variation: Variation, change: Difference) -> str:
-    """Whether the whole interval is within the goal."""
+    """Whether the entire interval is within the goal."""
     if variation.goal is None:
         return ""
     low, high = change.interval
@@ -86,7 +86,7 @@ def _row(runs: Runs, variation: Variation) -> tuple[object, ...] | None:
 
 
 def _beside(runs: Runs, variation: Variation) -> tuple[object, ...] | None:
-    """A variation and the one that differs by one thing; the sum of its parts, which plans predict."""
+    """A variation compared with the one that differs in one setting, and the sum of its parts, which plans predict."""
     known = {row.name for row in runs.study.variations}
     change = runs.change(variation.name, variation.beside) if variation.beside in known else None
     if change is None or variation.beside == runs.study.variations[0].name:
@@ -127,7 +127,7 @@ def _listed(lines: Iterable[Mapping[str, Any]], field: str) -> str:
 
 
 def write(directory: Path, record: Record) -> Path:
-    """The page of what the record has."""
+    """Write the page of all records."""
     planned = [cell.digest for cell in cells()]
     done = [record[digest] for digest in planned if digest in record]
     held_out = sorted({line["held_out_tokens"] for line in done if "held_out_tokens" in line})

@@ -1,6 +1,6 @@
-"""Training by plans of falling budgets, each in a process of its own under a real limit.
+"""Trains by plans with decreasing memory budgets, each in a separate process with an enforced limit.
 
-Three networks of ops that transformers lack, and three transformers.
+Models: three networks with ops that transformers lack, and three transformers.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _Recurrent(nn.Module):
 
 
 class _Sorted(nn.Module):
-    """Masks, sorted numbers, sums along an axis and products of fp64 between blocks of torch's own attention."""
+    """Masks, sorting, sums along an axis and fp64 matmuls between blocks of torch's attention."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def _rows(*shape: int) -> Callable[[], Tensor]:
     return lambda: torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
-#: What falling budgets are of.
+#: Models for decreasing budgets.
 SUBJECTS = (
     Subject("FFT, grouped and 3-D convolutions", lambda: _Sides(64), _rows(16, 3, 48, 48), ()),
     Subject("LSTM and GRU of both directions", lambda: _Recurrent(256), lambda: tokens(4000, 32, 24), ()),
@@ -114,12 +114,12 @@ def tokens(vocabulary: int, rows: int, length: int) -> Tensor:
 
 
 def _budgets(most: int, least: int) -> list[int]:
-    """From plain training down, evenly by ratio."""
+    """Budgets from plain training downwards, in a geometric sequence."""
     return [int(most * (least / most) ** (number / (BUDGETS - 1))) for number in range(BUDGETS)]
 
 
 def tables(cells: Cells) -> Iterator[str]:
-    """The section of the page, then the part of each model as soon as it is measured."""
+    """The section of the page, then each model's part when it is measured."""
     yield "## Falling budgets under a real limit\n\n" + (
         f"{BUDGETS} budgets for each model, from plain training down to what hardly fits. Each plan trains in a "
         f"process of its own whose memory is limited (RLIMIT_DATA) to 1.03 times the budget and what libraries keep "
@@ -162,7 +162,7 @@ def tables(cells: Cells) -> Iterator[str]:
 
 
 def _plans(cells: Cells, subject: Subject) -> Iterator[TrainingPlan]:
-    """Of falling budgets, kept as files of this commit."""
+    """Plans with decreasing budgets, cached in files by commit."""
     name = f"plan-{cells.commit}-{SUBJECTS.index(subject)}"
     paths = [cells.directory / f"{name}-{number}.json" for number in range(BUDGETS)]
     if not all(path.exists() for path in paths):
@@ -178,8 +178,8 @@ def _plans(cells: Cells, subject: Subject) -> Iterator[TrainingPlan]:
 
 
 def _beside(cells: Cells, subject: Subject, settings: TrainingSettings) -> int:
-    """What libraries take for themselves, which no allocator counts and no technique changes: kernels that are made for
-    the shapes and the precision at hand.
+    """Memory of libraries that no allocator counts and no technique changes, such as kernels generated for the shapes
+    and the precision.
     """
     only = TrainingSettings(
         precision=settings.precision, recipe=settings.recipe, activation_codes=settings.activation_codes
@@ -189,7 +189,7 @@ def _beside(cells: Cells, subject: Subject, settings: TrainingSettings) -> int:
 
 
 def _least(model: nn.Module, batch: Any) -> int:
-    """The smallest peak of a plan. Points of the frontier are sums, which estimates of whole steps may exceed."""
+    """The smallest peak of a plan. Frontier points are sums, which estimates of entire steps may exceed."""
     smallest = min(one.peak_bytes for one in lb.fit(model, batch, "100%").frontier)
     for percent in itertools.count(102, 10):
         try:
@@ -200,18 +200,19 @@ def _least(model: nn.Module, batch: Any) -> int:
 
 
 def _limited(subject: Subject, plan: TrainingPlan | None, limit: int | None) -> dict[str, Any]:
-    """Train in a process of its own. ``held``: 0 where memory ran out. ``kept``: what the limit counts of the process
-    when training is over, beyond what it had before.
+    """Train in a separate process.
+
+    ``held``: 0 if it ran out of memory. ``kept``: bytes that count towards the limit after training, minus before.
     """
     settings = None if plan is None else plan.as_dict()
     process = started("falling", [subject.name, settings, limit], MALLOC)
-    if limit is not None and process.returncode < 0:  # a library that does not look whether it was given memory
+    if limit is not None and process.returncode < 0:  # a library that does not check its allocations
         return {"held": 0, "took": 0.0, "kept": 0}
     return answer(process)
 
 
 def main() -> None:
-    """The process: what is asked for comes as JSON, what it holds goes out."""
+    """The process: reads the question as JSON and prints the measured bytes."""
     name, plan, limit = json.loads(sys.stdin.read())
     subject = next(one for one in SUBJECTS if one.name == name)
     with tempfile.TemporaryDirectory(prefix="lowbit-fit-") as directory:
@@ -223,7 +224,7 @@ def main() -> None:
             chosen = TrainingPlan.load(path)
         small = subject._replace(batch=lambda: _first_rows(subject.batch()))
         for settings in (TrainingSettings(), TrainingSettings(offload_activations=True)):
-            trained(by(settings, subject), small, 1)  # what libraries keep, and threads, are there from here on
+            trained(by(settings, subject), small, 1)  # one-time allocations of libraries and threads are done now
         gc.collect()
         limits = LIMITS["cpu"]
         before = limits.counted()

@@ -1,8 +1,8 @@
-"""What ``lb.fit`` promises beside what training by its plans holds and takes.
+"""Compares predictions of ``lb.fit`` with the measured memory and time of training by its plans.
 
-``lowbit bench fit`` writes fit.md: predictions of 40 configurations; falling budgets for six models, in processes
-under a real limit; and a plan beside everything that it could have chosen. Each measurement is kept in a file below
-``fit/`` beside it, and is not repeated. All of them take about an hour.
+``lowbit bench fit`` writes fit.md: predictions of 40 configurations; decreasing budgets for six models, in processes
+with an enforced limit; and one plan compared with all its alternatives. Each measurement is stored in a file under
+``fit/`` and is not repeated. All of them take about an hour.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from lowbit.plan.fitting.search import fits
 from lowbit.plan.settings import TrainingSettings
 from lowbit.tables import markdown
 
-#: What a plan is asked for, for each model of ``lowbit bench memory``: a share of plain training, and what it keeps.
+#: Requests for each model of ``lowbit bench memory``: percent of plain training's memory, and ``require``.
 _ASKED = ((100, ("fp32",)), (60, ("bf16",)), (50, ("fp8",)), (30, ()))
 
 
-#: The space of which everything is measured: names of each dimension, and parts of a batch.
+#: The space of settings that are all measured: names by dimension, and numbers of micro-batches.
 _SPACE = {
     "precision": ("fp32", "bf16"), "attention": ("own attention",), "loss": ("own loss",),
     "optimizer": ("adamw", "adamw8bit"), "masters": ("residual",),
@@ -91,9 +91,9 @@ def _predictions(cells: Cells) -> str:
     ])  # fmt: skip
 
 
-# -- everything -------------------------------------------------------------------------------------------------------
+# -- all settings of a space ------------------------------------------------------------------------------------------
 def _everything(cells: Cells) -> str:
-    """A plan's time beside the best of all settings of a space, as measured."""
+    """The measured time of a plan, compared with the best of all settings of a space."""
     subject = next(one for one in SUBJECTS if one.name == "GPT, 6 layers of 384")
     subject = subject._replace(batch=lambda: falling.tokens(1024, 8, 256))
     space = [
@@ -124,7 +124,7 @@ def _everything(cells: Cells) -> str:
         best = min(fitting, key=fitting.__getitem__)
         if plan.settings in by_settings:
             seconds, least = by_settings[plan.settings][1], fitting[best]
-        else:  # more parts than the space has
+        else:  # more micro-batches than in the space
             pair = [plan.settings, best]
             seconds, least = cells(f"{' beside '.join(map(words, pair))}", partial(in_turns, pair))["times"]
         ratios.append(seconds / least)
@@ -141,7 +141,7 @@ def _everything(cells: Cells) -> str:
 
 
 def run(directory: Path) -> Path:
-    """Measure what is not there yet, and write ``fit.md`` after each part."""
+    """Run the missing measurements, and write ``fit.md`` after each part."""
     about = provenance(packages=("transformers",))
     cells = Cells(directory / "fit", about["commit"])
     path, parts = directory / "fit.md", list[str]()

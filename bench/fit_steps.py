@@ -1,4 +1,4 @@
-"""Steps by a plan: what they hold and take, and measurements that are kept."""
+"""Measures memory and time of steps by a plan, and caches measurements in files."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ from lowbit.storage.mapped import is_mapped
 
 __all__ = ["STEPS", "WATCHED", "Cells", "Held", "answer", "by", "measured", "started", "trained", "training"]
 
-#: A process that has ended.
+#: A finished process.
 _Process = subprocess.CompletedProcess[str]
 
-#: Steps after the first, whose median time is taken.
+#: Steps of the median time, after the first step.
 STEPS = 5
-#: Steps whose peak is measured.
+#: Steps of the peak measurement.
 WATCHED = 3
 
 
 @dataclass(frozen=True)
 class Held:
-    """``peak``: bytes of torch's allocator in a step, and of pages of weights in files. ``seconds``: of a step."""
+    """``peak``: bytes of torch's allocator and of mapped file pages in a step. ``seconds``: per step."""
 
     peak: int
     seconds: float
 
 
 def measured(plan: TrainingPlan, subject: Subject, steps: int = STEPS) -> Held:
-    """Of training by ``plan`` in this process: a step for the states, some under the allocator, since what lies
-    elsewhere comes and goes beside them, then ``steps``.
+    """Measure training by ``plan`` in this process: one step for the states, some steps for the peak (offloaded tensors
+    come and go in parallel), then ``steps`` for the time.
     """
     with training(plan, subject) as (run, batch):
         gc.collect()
@@ -63,8 +63,8 @@ def measured(plan: TrainingPlan, subject: Subject, steps: int = STEPS) -> Held:
 
 
 def _peak(run: Callable[[], object], mapped: bool) -> int:
-    """The most bytes that ``run()`` holds at a time: of the allocator, and with ``mapped`` of pages of scratch files
-    too, which the system is asked about every two milliseconds.
+    """Peak bytes of ``run()`` in the allocator. ``mapped``: also count mapped pages of scratch files, sampled every two
+    milliseconds.
     """
     if not mapped:
         return lb.memory.allocated_peak(run, "cpu")
@@ -92,7 +92,7 @@ def _peak(run: Callable[[], object], mapped: bool) -> int:
 def _mapped_now() -> int:
     ours, total = False, 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        if not line[:1].isupper():  # where a mapping lies, and of which file
+        if not line[:1].isupper():  # the address range and file of a mapping
             ours = "lowbit-offload-" in line
         elif ours and line.startswith("Rss:"):
             total += int(line.split()[1]) << 10
@@ -100,8 +100,8 @@ def _mapped_now() -> int:
 
 
 def trained(plan: TrainingPlan, subject: Subject, steps: int) -> tuple[float, bool]:
-    """The time of a step, without torch's profiler, which takes memory for each op that it sees; and whether the run
-    had to take less memory than planned.
+    """The time per step, without torch's profiler (which allocates memory per op), and whether the run fell back to
+    less memory than planned.
     """
     with training(plan, subject) as (run, batch):
         return _timed(run, batch, steps), run.settings != plan.settings
@@ -116,7 +116,7 @@ def training(plan: TrainingPlan, subject: Subject) -> Iterator[tuple[Any, Any]]:
         run = plan.apply_(model, directory=directory)
         run.step(batch)
         yield run, batch
-        run.optimizer.state.clear()  # files of states go before their directory does
+        run.optimizer.state.clear()  # state files must be removed before their directory
 
 
 def _timed(run: Any, batch: Any, steps: int) -> float:
@@ -129,7 +129,7 @@ def _timed(run: Any, batch: Any, steps: int) -> float:
 
 
 class Cells:
-    """Measurements that are kept, each in a file of the directory, with the commit that it was made by."""
+    """Cached measurements, each in a file of the directory, with the commit that measured it."""
 
     def __init__(self, directory: Path, commit: str) -> None:
         self.directory, self.commit, self.used = directory, commit, dict[str, str]()
@@ -144,13 +144,13 @@ class Cells:
         return measurement
 
     def commits(self) -> str:
-        """How many measurements are of each commit."""
+        """The number of measurements per commit, in words."""
         counts = Counter(self.used.values()).items()
         return ", ".join(f"{commit} ({count})" for commit, count in counts)
 
 
 def by(settings: TrainingSettings, subject: Subject) -> TrainingPlan:
-    """A plan of these settings for a subject, whatever the budget."""
+    """A plan with these settings for a subject, without a budget."""
     prediction = Prediction(settings, 1, 1.0)
     return TrainingPlan(
         prediction, 1 << 50, prediction, [prediction], identity=identity_of(Trained(subject.make(), None))
@@ -158,7 +158,7 @@ def by(settings: TrainingSettings, subject: Subject) -> TrainingPlan:
 
 
 def started(module: str, question: list[Any], environment: Mapping[str, str] | None = None) -> _Process:
-    """Run ``lowbit.bench.MODULE`` in a process of its own, which reads the question as JSON, with as many threads."""
+    """Run ``lowbit.bench.MODULE`` in a separate process with as many threads. It reads the question as JSON."""
     threads = {name: str(torch.get_num_threads()) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     return subprocess.run(
         [sys.executable, "-m", f"lowbit.bench.{module}"], input=json.dumps(question), capture_output=True, text=True,
@@ -167,7 +167,7 @@ def started(module: str, question: list[Any], environment: Mapping[str, str] | N
 
 
 def answer(process: _Process) -> dict[str, Any]:
-    """The last JSON object that it printed. Raises RuntimeError if it failed."""
+    """The last JSON object that the process printed. Raises RuntimeError if it failed."""
     lines = [line for line in process.stdout.splitlines() if line.startswith("{")]
     if process.returncode or not lines:
         raise RuntimeError(

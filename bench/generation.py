@@ -1,4 +1,4 @@
-"""What plans for generation are worth: predicted and measured peaks of SmolLM2 within budgets, and its perplexity.
+"""Benchmarks generation plans: predicted and measured peaks of SmolLM2 within budgets, and its perplexity.
 
 ``lowbit bench generation --text FILE`` writes generation.md.
 """
@@ -25,19 +25,20 @@ from lowbit.plan.serving.decoders import decoder_of
 from lowbit.plan.serving.plan import words
 from lowbit.tables import markdown
 
-#: Budgets with a batch and without one, and the tokens within which is generated.
+#: Budgets with a batch and without, and the context length.
 BUDGETS, WITHOUT, CONTEXT = ("300MB", "150MB", "100MB", "80MB"), ("150MB", "100MB"), 2048
 
-#: Windows of the text and their tokens: the first are predicted, those that follow are the plans' batches.
+#: Held-out windows, windows of the plans' batches (which follow), and tokens per window.
 HELD_OUT, SEEN, WINDOW = 6, 1, 512
 
-#: Tokens that are decoded after the prompt while the peak is measured.
+#: Tokens decoded after the prompt while the peak is measured.
 NEW = 4
 
 
 class Row(NamedTuple):
-    """Bytes of the peak, and nats a token on held-out text, both predicted (the model's own loss added) and measured;
-    ``seconds``: of planning.
+    """Peak bytes and nats per token on held-out text, predicted (including the original model's loss) and measured.
+
+    ``seconds``: planning time.
     """
 
     budget: str
@@ -50,7 +51,7 @@ class Row(NamedTuple):
 
 @torch.no_grad()
 def loss_of(model: nn.Module, windows: list[Tensor], scheme: str | None) -> float:
-    """Nats a token of windows [1, T], with the cache that a generation has."""
+    """Nats per token of windows [1, T], with the KV cache of generation."""
     decoder = decoder_of(model)
     losses = []
     for window in windows:
@@ -60,7 +61,7 @@ def loss_of(model: nn.Module, windows: list[Tensor], scheme: str | None) -> floa
 
 
 def row(model: nn.Module, budget: str, batches: list[Tensor] | None, held_out: list[Tensor]) -> Row:
-    """Plan, generate under the allocator, and look at the text."""
+    """Plan, measure the peak of generation, and the loss on text."""
     begin = time.perf_counter()
     plan = lb.fit_generation(model, batches, budget, context=CONTEXT)
     seconds = time.perf_counter() - begin
@@ -73,7 +74,7 @@ def row(model: nn.Module, budget: str, batches: list[Tensor] | None, held_out: l
 
 
 def run(directory: Path, text: Path) -> Path:
-    """Measure, and write ``generation.md``. Raises ValueError for a text that is too short."""
+    """Measure, and write ``generation.md``. Raises ValueError if the text is too short."""
     directory.mkdir(parents=True, exist_ok=True)
     subject = models.find("smollm2")
     about = provenance(packages=("transformers",))

@@ -1,11 +1,11 @@
-"""Measure the GPU kernels beside torch's and the device's limits: ``python bench/gpu_bench.py OUT [--dry-run]``.
+"""Benchmarks GPU kernels against torch and the device's limits: ``python bench/gpu_bench.py OUT [--dry-run]``.
 
-Writes ``gpu.json`` and ``gpu.md`` into OUT and prints the table. The cases of a group take turns; every case walks
-through several sets of buffers, larger together than the L2 cache; times are medians between CUDA events. Bandwidth is
-the bytes that must move (OpSpec.cost) over the time, beside a device-to-device copy counted in the same way; products
-stand beside torch's bf16 product, and torch's, torchao's, bitsandbytes' and Marlin's of their kind where installed.
-Calls are replayed from a CUDA graph, without the host's time for them.
-``--dry-run`` runs tiny cases on the CPU, to test the program where there is no GPU.
+Writes ``gpu.json`` and ``gpu.md`` into OUT and prints the table. The cases of a group take turns. Each case cycles
+through several sets of buffers, together larger than the L2 cache. Times are medians between CUDA events. Bandwidth is
+the minimum bytes (OpSpec.cost) divided by the time, relative to a device-to-device copy counted in the same way.
+Matmuls are compared with torch's bf16 matmul, and with corresponding matmuls of torch, torchao, bitsandbytes and Marlin
+if installed. Calls are replayed from a CUDA graph, without host time.
+``--dry-run`` runs tiny cases on the CPU, to test the program without a GPU.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ PRODUCTS: tuple[tuple[str | None, str], ...] = (
     ("fp8_e4m3:tensor", "fp8_e4m3:tensor"), ("fp8_e4m3:row", "fp8_e4m3:row"), ("int8:row", "int8:row"),
     ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"), (None, "int4:group128"), (None, "int8:row"), (None, "nf4"), (None, "mxfp4"),
 )  # fmt: skip
-#: (rows, outputs, inputs): a square product, and a layer of Llama 8B at generation, at a prompt and in training.
+#: (rows, outputs, inputs): a square matmul, and a layer of Llama 8B in generation, prompt processing and training.
 SHAPES = ((8192, 8192, 8192), (1, 14336, 4096), (16, 14336, 4096), (512, 14336, 4096), (8192, 14336, 4096))
-#: The reference computes in fp64: it is timed where nothing else serves, at so few rows.
+#: The reference computes in fp64: it is timed only without another kernel, with at most this many rows.
 FEW_ROWS = 16
 
-#: Sets of buffers that a case walks through.
+#: Sets of buffers per case.
 SETS = 3
 
 
 @dataclass
 class Row:
-    """One measured case; ``rate`` in GB/s or TFLOP/s, ``ratio`` to the group's limit."""
+    """A measured case: ``rate`` in GB/s or TFLOP/s, ``ratio`` to the group's limit."""
 
     group: str
     who: str
@@ -65,7 +65,7 @@ Shapes = tuple[tuple[int, int, int], ...]
 
 
 def elapsed(case: Case, device: str, repeats: int) -> float:
-    """Seconds a call, over ``repeats`` calls that walk through the sets."""
+    """Seconds per call, over ``repeats`` calls that cycle through the sets."""
     if device == "cpu":
         start = time.perf_counter()
         for index in range(repeats):
@@ -81,11 +81,11 @@ def elapsed(case: Case, device: str, repeats: int) -> float:
 
 
 def measure(cases: dict[str, Case], device: str, rounds: int) -> dict[str, float]:
-    """Median seconds of each case; cases take turns. One that fails is left out, with a message."""
+    """Median seconds of each case; cases take turns. A failing case is skipped with a message."""
     alive: dict[str, int] = {}
     for who, case in cases.items():
         try:
-            elapsed(case, device, SETS)  # warms up: compiles, loads modules
+            elapsed(case, device, SETS)  # warm-up: compiles, loads modules
             if device == "cuda":
                 cases[who] = case = replayed(case)
             alive[who] = max(SETS, min(60, round(0.004 / max(elapsed(case, device, SETS), 1e-7))))
@@ -99,13 +99,13 @@ def measure(cases: dict[str, Case], device: str, rounds: int) -> dict[str, float
 
 
 def replayed(case: Case) -> Case:
-    """The case, each of its sets captured in a graph of its own."""
+    """The case, with one captured graph per set."""
     graphs = [torch.cuda.CUDAGraph() for _ in range(SETS)]
     for index, graph in enumerate(graphs):
         with torch.cuda.graph(graph):
             case(index)
 
-    def replay(index: int, case: Case = case) -> None:  # with the case live the tensors that graphs address
+    def replay(index: int, case: Case = case) -> None:  # the default keeps the tensors alive that graphs address
         graphs[index].replay()
 
     return replay
@@ -117,7 +117,7 @@ def runner(impl: Any, calls: list[Any], op: str, device: str) -> Case:
 
 
 def kernels(op: str, calls: list[Any], device: str) -> dict[str, Case]:
-    """Every kernel that serves the calls, the reference aside."""
+    """All kernels that support the calls, except the reference."""
     rows = [i for i in lb.impls(op, device) if i.backend != "reference" and i.supports(calls[0]) is None]
     if device == "cpu":
         rows = [i for i in rows if i.backend == "cpu"][:1]
@@ -125,12 +125,12 @@ def kernels(op: str, calls: list[Any], device: str) -> dict[str, Case]:
 
 
 def reference(op: str, calls: list[Any], device: str) -> dict[str, Case]:
-    """What serves the calls where no kernel does."""
+    """The reference, if no other kernel supports the calls."""
     return {i.name: runner(i, calls, op, device) for i in lb.impls(op, device) if i.backend == "reference"}
 
 
 def codec_groups(device: str, shape: tuple[int, int]) -> Iterator[tuple[str, int, dict[str, Case]]]:
-    """(name, bytes, cases) of every codec group; the case ``copy`` is the limit and moves those bytes too."""
+    """(name, bytes, cases) of each codec group. The case ``copy`` is the limit and moves as many bytes."""
     xs = [random_matrix(*shape, device, seed=s).bfloat16() for s in range(SETS)]
     e4m3 = [x.to(torch.float8_e4m3fn) for x in xs]
 
@@ -196,7 +196,7 @@ def rows_of(group: str, work: int, unit: str, times: dict[str, float], limit: st
 
 
 def about(device: str) -> dict[str, str]:
-    """The device and its driver, and what ``provenance`` says."""
+    """The device, its driver, and ``provenance``."""
     if device != "cuda":
         return {"device": "CPU (dry run)", **provenance(kernels=processor())}
     asked = subprocess.run(

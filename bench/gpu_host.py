@@ -1,7 +1,7 @@
-"""How long the host works on a call of a layer on a GPU, without one: everything but the start of kernels.
+"""Benchmarks the host time of a layer's GPU call without a GPU: all work except kernel launches.
 
-``lowbit bench host`` writes gpu_host.md. Tensors lie on the CPU and are small. The registry answers as for a GPU, and a
-stub takes the place of each compiled kernel.
+``lowbit bench host`` writes gpu_host.md. Tensors are small and on the CPU. The registry selects kernels as for a GPU,
+and stubs replace the compiled kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["run", "stubbed"]
 
 #: Inputs and outputs of the layer, and rows of its input.
 SIZE, ROWS = 512, 1
-#: Medians are of so many rounds of so many calls.
+#: Rounds of the median, and calls per round.
 ROUNDS, CALLS = 21, 200
 
 
@@ -42,7 +42,7 @@ class _Kernel:
 
 
 class _Compiled(dict[Any, Any]):
-    """What kernels are compiled to, whatever they are compiled for."""
+    """A cache that has a stub kernel for every key."""
 
     def get(self, key: Any, default: Any = None) -> Any:
         return _Kernel()
@@ -53,7 +53,7 @@ class _Compiled(dict[Any, Any]):
 
 @contextmanager
 def stubbed() -> Iterator[None]:
-    """Within, ops on the CPU are those on a GPU of compute capability 9.0, and kernels are not started."""
+    """A context in which CPU tensors use the kernels of compute capability 9.0, and kernels are not launched."""
     if start.INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET is set, and interpreted kernels are not compiled; unset it")
     library = torch.library.Library("lowbit", "IMPL")
@@ -74,7 +74,7 @@ def stubbed() -> Iterator[None]:
 
 
 def _took(layer: nn.Module, x: torch.Tensor) -> float:
-    """Microseconds of a call."""
+    """Microseconds per call."""
     for _ in range(CALLS):
         layer(x)
     rounds = []

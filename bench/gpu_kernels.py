@@ -1,7 +1,7 @@
-"""Which kernels serve a GPU, for each op, recipe and architecture, and what their machine code holds; without a GPU.
+"""Lists the GPU kernels of each op, recipe and architecture, and inspects their machine code, without a GPU.
 
-``lowbit bench kernels`` writes gpu_kernels.json and gpu_kernels.md. Each cell of the table is a file of a folder, so
-that a run that was stopped goes on. Kernels are compiled, none is run.
+``lowbit bench kernels`` writes gpu_kernels.json and gpu_kernels.md. Each cell of the table is a file in a cache folder,
+so a stopped run can resume. Kernels are compiled and not run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lowbit.ops import OPS
 
 __all__ = ["make", "run"]
 
-#: What ``quick`` makes: rows by section and what they are of, and architectures.
+#: The cells of ``quick``: rows by section and subject, and architectures.
 _QUICK = (
     (
         ("linear, 1 row", "int4-weight-only"), ("linear, 8192 rows", "int8-weight-only"), ("quantize", "mxfp4"),
@@ -38,13 +38,13 @@ _QUICK = (
     ),
     (80, 90),
 )  # fmt: skip
-#: Ops of torch that multiply matrices, and in what.
+#: Matmul ops of torch, and their operand types.
 _TORCH = {"mm": "bf16", "_int_mm": "int8", "_scaled_mm": "fp8", "_scaled_mm_v2": "fp8"}
 
 
 # -- one cell ----------------------------------------------------------------------------------------------------------
 def make(row: Row, architecture: int) -> dict[str, Any]:
-    """A cell: what serves the row's call on an architecture, with each kernel and each op of torch that it starts."""
+    """A cell: the implementation that runs the row's call on an architecture, with its kernels and torch ops."""
     cell: dict[str, Any] = {"section": row.section, "of": row.of, "architecture": architecture}
     with gpu_trace.pretended(row.precision):
         call = row.call(architecture)
@@ -58,7 +58,7 @@ def make(row: Row, architecture: int) -> dict[str, Any]:
 
 
 def _counted(work: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each kernel and op once, with its number and the bytes and operations of all."""
+    """Each kernel and op once, with its count and the total bytes and operations."""
     found: dict[str, dict[str, Any]] = {}
     for one in work:
         sums = {name: one.pop(name) for name in ("bytes", "flops")}
@@ -70,7 +70,7 @@ def _counted(work: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _torch(op: gpu_trace.TorchOp) -> dict[str, Any]:
-    """Those that lay tensors out have one name."""
+    """A torch op as a record. Ops that copy tensors share one name."""
     if op.name not in _TORCH:
         return {"torch": "others", "bytes": op.bytes, "flops": 0, "multiplies": ""}
     flops = 2 * op.shapes[0][0] * op.shapes[0][1] * op.shapes[1][1]
@@ -96,12 +96,12 @@ _known: dict[Any, dict[str, Any]] = {}
 
 
 def _compiled(one: Launch, architecture: int) -> dict[str, Any]:
-    """What the machine code holds, or the error of a kernel that does not compile."""
+    """Facts about the machine code, or the error of a kernel that does not compile."""
     key = (architecture, one.kernel.__name__, one.warps, one.stages, str(aot.specialized(one, architecture)))
     if key not in _known:
         try:
             made = aot.compile_launch(one, architecture)
-        except Exception as error:  # whatever the compiler raises is a finding about this kernel
+        except Exception as error:  # any compiler error is a fault of this kernel
             _known[key] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         else:
             used = machine_code.usage(made)
@@ -113,10 +113,10 @@ def _compiled(one: Launch, architecture: int) -> dict[str, Any]:
     return _known[key]
 
 
-# -- all of them -------------------------------------------------------------------------------------------------------
+# -- all cells -------------------------------------------------------------------------------------------------------
 @cache
 def _sources() -> list[str]:
-    """What a cell follows from: a fingerprint of the sources, and the compiler."""
+    """The inputs of a cell: a fingerprint of the sources, and the compiler."""
     root = Path(lowbit.__file__).parent
     folders = (Path(aot.__file__).parent, root / "backends", root / "ops", root / "recipes")
     files = [path for folder in folders for path in sorted(folder.glob("*.py"))]
@@ -131,7 +131,7 @@ def _path(cache_directory: Path, row: Row, architecture: int) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The cell of a file, if it is of the present sources."""
+    """The cell of a file, if it was made from the present sources."""
     if not path.exists():
         return None
     kept: dict[str, Any] = json.loads(path.read_text())
@@ -139,7 +139,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 class _Job(NamedTuple):
-    """The cell of the row with this number on an architecture, and its file."""
+    """The cell of a row, by index, on an architecture, and its file."""
 
     path: Path
     number: int
@@ -155,10 +155,14 @@ def _fill(job: _Job) -> None:
 
 
 def run(directory: Path, cache_directory: Path, workers: int = 2, quick: bool = False) -> Path:
-    """Make the cells that the cache lacks, and write ``gpu_kernels.json`` and ``gpu_kernels.md`` of all that it has.
+    """Make the cells that are not cached, and write ``gpu_kernels.json`` and ``gpu_kernels.md`` of all cached cells.
 
-    ``workers``: processes; with 0 no cell is made. ``quick``: a few cells, which show that all runs.
-    Raises ValueError where kernels are interpreted.
+    Args:
+        workers: Processes; with 0 no cell is made.
+        quick: Make a few cells only, as a test.
+
+    Raises:
+        ValueError: Kernels are interpreted.
     """
     if INTERPRETED:
         raise ValueError("TRITON_INTERPRET is set, and interpreted kernels cannot be compiled; unset it")

@@ -1,4 +1,4 @@
-"""gpu_kernels.md of gpu_kernels.json: ``python -m bench.gpu_page FILE`` writes it again."""
+"""Writes gpu_kernels.md from gpu_kernels.json: ``python -m bench.gpu_page FILE``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _where(cell: dict[str, Any]) -> str:
 
 
 def faults(cells: list[dict[str, Any]]) -> list[str]:
-    """Kernels that do not compile, lack a matrix instruction or have a forbidden one; rows on the reference that
+    """Kernels that do not compile, lack a matrix instruction or have a forbidden one, and rows on the reference that
     docs/gpu.md does not name.
     """
     found = []
@@ -39,7 +39,7 @@ def faults(cells: list[dict[str, Any]]) -> list[str]:
 
 
 def spills(cells: list[dict[str, Any]]) -> dict[tuple[str, str, str], dict[int, tuple[int, int]]]:
-    """Bytes that a thread spills, and its registers, by architecture, of each section, what it is of, and kernel."""
+    """Spilled bytes and registers per thread by architecture, for each section, subject and kernel."""
     found: dict[tuple[str, str, str], dict[int, tuple[int, int]]] = {}
     for cell in cells:
         for one in _kernels(cell):
@@ -129,7 +129,7 @@ def _intro(held: dict[str, Any]) -> list[str]:
 
 
 def write(path: Path) -> Path:
-    """The page of the cells in a file, beside it."""
+    """Write the page of the cells in a file, next to it."""
     held = json.loads(path.read_text())
     text = _intro(held)
     for section in dict.fromkeys(cell["section"] for cell in held["cells"]):

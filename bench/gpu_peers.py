@@ -1,7 +1,7 @@
-"""What others offer on GPUs for a product of ``x`` and a weight: one function each, absent where its package is.
+"""Peers on GPUs for the matmul of ``x`` and a weight, one function each; skipped if the package is missing.
 
-torch's take operands that are quantized already. torchao's and bitsandbytes' are layers, compiled where their makers
-say so: those of two schemes quantize ``x`` in every call, which lowbit's products beside them do not.
+torch's matmuls take quantized operands. torchao's and bitsandbytes' are layers, compiled if their documentation says
+so. Layers with quantized inputs quantize ``x`` in every call, which lowbit's matmuls in the same table do not.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Run = Callable[[], object]
 
 
 def of(x: Tensor, weights: list[Tensor], names: tuple[str | None, str]) -> dict[str, Callable[[int], object]]:
-    """Of ``x [M, K]`` and weights ``[N, K]``: cases that are called with the number of a weight."""
-    torch._dynamo.reset()  # which keeps but a few compilations of a kind, and is eager without a word beyond
+    """Cases for ``x [M, K]`` and weights ``[N, K]``, called with the index of a weight."""
+    torch._dynamo.reset()  # it has a limit of recompilations, after which it silently runs eagerly
     found: dict[str, Callable[[int], object]] = {}
     for who, offer in OFFERS.get(names, ()):
         try:
             runs = [offer(x, weight) for weight in weights]
         except ImportError:
             continue
-        except Exception as error:  # a peer refuses as it likes
+        except Exception as error:  # peers raise errors of any type
             print(f"  {who}: left out: {str(error).splitlines()[0][:200]}", file=sys.stderr, flush=True)
             continue
         found[who] = lambda index, runs=runs: runs[index]()  # type: ignore[misc]
@@ -87,7 +87,7 @@ def _bitsandbytes(x: Tensor, weight: Tensor) -> Run:
 
 
 def _marlin(x: Tensor, weight: Tensor) -> Run:
-    """Marlin's own layer of codes and scales that are made up; it takes fp16."""
+    """Marlin's layer with random codes and scales. It needs fp16."""
     marlin = import_module("marlin")
     layer = marlin.Layer(weight.shape[1], len(weight), groupsize=128).to(x.device)
     layer.B.random_(-(1 << 31), (1 << 31) - 1)
@@ -97,7 +97,7 @@ def _marlin(x: Tensor, weight: Tensor) -> Run:
 
 
 _MX = "torchao.prototype.mx_formats"
-#: Who does the like of (scheme of ``x``, scheme of the weight).
+#: Peers by (scheme of ``x``, scheme of the weight).
 OFFERS: dict[tuple[str | None, str], tuple[tuple[str, Callable[[Tensor, Tensor], Run]], ...]] = {
     ("int8:row", "int8:row"): (
         ("torch._int_mm", _int_mm),

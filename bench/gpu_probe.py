@@ -1,8 +1,7 @@
-"""What only a device tells: how many bits its tensor cores keep of a sum, what becomes of NaN, and whether graphs and
-replays repeat a call. ``python bench/gpu_probe.py OUT [--dry-run]``, without a GPU on the CPU.
+"""Probes a GPU: accumulator bits of tensor cores, NaN patterns, and whether graphs and replays are bit-identical.
 
-A sum keeps ``n`` bits of the fraction where a term of ``2^-n`` beside 1 is not lost. Beyond fp32's 23 bits several
-equal terms are added that make ``2^-23`` together.
+``python bench/gpu_probe.py OUT [--dry-run]``; without a GPU on the CPU. A sum keeps ``n`` fraction bits if adding a
+term of ``2^-n`` to 1 changes it. Beyond fp32's 23 bits, several equal terms are added whose sum is ``2^-23``.
 """
 
 from __future__ import annotations
@@ -18,28 +17,28 @@ from torch import Tensor
 
 import lowbit as lb
 
-#: The product of two matrices, ``a [M, K]`` and ``b [N, K]`` of powers of two in fp32, with its sums in fp32.
+#: The matmul of ``a [M, K]`` and ``b [N, K]``, powers of two in fp32, with an fp32 result.
 Multiply = Callable[[Tensor, Tensor], Tensor]
 
-#: Rows, columns and depth that every kernel takes.
+#: M, N and K that every kernel supports.
 _M, _N, _K = 32, 32, 32
-#: The largest and the least power of two of each operand's format.
+#: The largest and smallest exponents of powers of two by operand format.
 _RANGES = {"bf16": (60, -60), "fp8": (8, -9)}
 
 
 def _terms(bits: int) -> tuple[int, int]:
-    """How many equal terms, and of which exponent, add up to what fp32 can show beside 1."""
+    """Number and exponent of equal terms whose sum fp32 can represent next to 1."""
     return (1, -bits) if bits <= 23 else (1 << (bits - 23), -bits)
 
 
 def _split(exponent: int, most: int, least: int) -> tuple[int, int]:
-    """Two exponents within a range that add up to one."""
+    """Two exponents in a range whose sum is ``exponent``."""
     first = min(most, exponent - least)
     return first, exponent - first
 
 
 def fraction_bits(multiply: Multiply, kind: str) -> int:
-    """Bits of the fraction that a product's sums keep of terms beside a larger one."""
+    """Fraction bits that the sums of a matmul keep of terms next to a larger one."""
     most, least = _RANGES[kind]
     kept = 0
     for bits in range(1, 28):
@@ -68,7 +67,7 @@ def _fp8(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _codes(scheme: str) -> Multiply:
-    """lowbit's kernel that multiplies codes as they are; scales are powers of two."""
+    """lowbit's kernel that multiplies codes directly; scales are powers of two."""
 
     def multiply(a: Tensor, b: Tensor) -> Tensor:
         left, right = (lb.quantize(x.cuda(), scheme) for x in (a, b))
@@ -81,7 +80,7 @@ def _codes(scheme: str) -> Multiply:
 
 
 def accumulators() -> dict[str, int | str]:
-    """Bits that sums keep, by what multiplies; what has none here says why."""
+    """Bits that sums keep, by kernel, or the reason why a kernel is missing."""
     cases: dict[str, tuple[Multiply, str]] = {"bf16: torch.mm": (_bf16, "bf16"), "fp8: torch._scaled_mm": (_fp8, "fp8")}
     if torch.cuda.get_device_capability()[0] in (10, 12):
         cases |= {"fp8: scaled": (_codes("fp8_e4m3:row:e8m0"), "fp8"), "mxfp8: scaled": (_codes("mxfp8"), "fp8")}
@@ -95,7 +94,7 @@ def accumulators() -> dict[str, int | str]:
 
 
 def nan_patterns() -> dict[str, str]:
-    """What a NaN in fp8 becomes in torch's product: the patterns of its results, which lowbit makes canonical."""
+    """The bit patterns of NaN results of torch's FP8 matmul, which lowbit makes canonical."""
     a = torch.zeros(_M, _K, device="cuda").to(torch.float8_e4m3fn)
     a.view(torch.uint8)[0, 0], a.view(torch.uint8)[1, 0] = 0x7F, 0xFF
     one = torch.ones((), device="cuda")
@@ -105,7 +104,7 @@ def nan_patterns() -> dict[str, str]:
 
 
 def repeated(device: str) -> dict[str, bool]:
-    """Whether the third eager call of a layer, which is replayed, and a graph's replay equal the first call."""
+    """Whether the third eager call of a layer (a replay) and a CUDA graph are bit-identical to the first call."""
     torch.manual_seed(0)
     found = {}
     for recipe in ("fp8", "int8", "mxfp8", "nvfp4", "int4-weight-only"):
@@ -115,7 +114,7 @@ def repeated(device: str) -> dict[str, bool]:
         with torch.no_grad():
             with lb.use_backend("reference"):
                 exact = [model(x).float() for x in xs]
-            first = [model(x) for x in xs]  # the third is replayed
+            first = [model(x) for x in xs]  # the third call is a replay
             again = [model(x) for x in xs]
             found[f"{recipe}: replayed"] = all(torch.equal(p, q) for p, q in zip(first, again, strict=True))
             close = (torch.allclose(p.float(), q, rtol=0.05, atol=0.05) for p, q in zip(again, exact, strict=True))

@@ -1,7 +1,7 @@
-"""What a GPU of each architecture moves and multiplies at most, and the time that work takes at least.
+"""Peak bandwidth and matmul throughput of a GPU per architecture, and the minimum time of work.
 
-An estimate, and no measurement: launches are not counted, nor what a kernel computes besides its products, and kernels
-reach neither limit.
+This is an estimate, not a measurement: launches and other computations of kernels are not counted, and kernels reach
+neither limit.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ __all__ = ["PEAKS", "Peak", "peaks_table", "seconds"]
 
 
 class Peak(NamedTuple):
-    """Of one GPU: bytes a second of its memory, and dense operations a second of its tensor cores in 16-bit floats with
-    fp32 sums, in int8, and in FP8 and FP4 with fp32 sums.
+    """Memory bytes per second of a GPU, and dense tensor-core operations per second in 16-bit floats with fp32 sums, in
+    int8, and in FP8 and FP4 with fp32 sums.
     """
 
     gpu: str
@@ -28,7 +28,7 @@ class Peak(NamedTuple):
     source: str
 
 
-#: By architecture.
+#: Peaks by architecture.
 PEAKS: dict[int, Peak] = {
     80: Peak("A100 SXM, 80 GB", 2.039e12, 312e12, 624e12, None, None, "NVIDIA A100 Tensor Core GPU, datasheet"),
     89: Peak("L40S", 0.864e12, 362e12, 733e12, 733e12, None, "NVIDIA L40S, datasheet (dense)"),
@@ -41,9 +41,7 @@ PEAKS: dict[int, Peak] = {
 
 
 def seconds(work: Iterable[dict[str, Any]], architecture: int) -> float:
-    """The least time of work that comes one after the other: each entry has ``bytes``, ``flops`` and what they multiply
-    (``multiplies``).
-    """
+    """The minimum time of sequential work. Each entry has ``bytes``, ``flops`` and the operand types ``multiplies``."""
     peak = PEAKS[architecture]
     fp8 = peak.fp8 or peak.bf16
     rates = {"bf16": peak.bf16, "int8": peak.int8, "fp8": fp8, "fp4": peak.fp4 or fp8, "": peak.bf16}

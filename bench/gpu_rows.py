@@ -1,4 +1,4 @@
-"""The rows of the table of kernels for GPUs: an op, what it is of, and a call of it on a device that is not there."""
+"""The rows of the table of GPU kernels: an op, its subject, and a call on a fake device."""
 
 from __future__ import annotations
 
@@ -24,30 +24,28 @@ from lowbit.tensor.quantized import scale_dtype, zero_dtype
 
 __all__ = ["NO_KERNEL", "PRODUCTS", "Row", "Work", "rows", "sections"]
 
-#: Ops that have no kernel for GPUs, and why, as docs/gpu.md has it.
+#: Ops without a GPU kernel, with the text in docs/gpu.md.
 NO_KERNEL = {"square_sums": "sums of squares, which `Adafactor` takes, have no kernel"}
 
-#: Rows of the input of products, and both sides of the weight, and of what is quantized.
+#: Input rows of matmuls, and the side of square weights and quantized matrices.
 ROWS, SIZE = (1, 16, 512, 8192), 4096
-#: Images, pixels of a side, channels and outputs of a convolution of 3 x 3.
+#: Images, height and width, and channels of a 3 x 3 convolution.
 IMAGES, PIXELS, CHANNELS = 32, 28, 128
-#: Experts of a mixture, and rows of all of them.
+#: Experts of a mixture, and their total rows.
 EXPERTS, ROWS_OF_EXPERTS = 8, 512
-#: Sections that multiply matrices.
+#: Sections of matmuls.
 PRODUCTS = (*(f"linear, {count} {'row' if count == 1 else 'rows'}" for count in ROWS), "experts", "conv")
 
 
 class Work(NamedTuple):
-    """Bytes and operations of the same in bf16."""
+    """Bytes and operations of the same call in bf16."""
 
     bytes: int
     flops: int
 
 
 class Row(NamedTuple):
-    """A row for each architecture. ``call(architecture)``: tensors without data. ``precision``: torch's, of float32
-    products.
-    """
+    """A row. ``call(architecture)`` has tensors without data. ``precision``: torch's float32 matmul precision."""
 
     section: str
     of: str
@@ -77,7 +75,7 @@ def _codes(scheme: Scheme, count: int, cols: int, architecture: int) -> _Codes:
 
 # -- products ----------------------------------------------------------------------------------------------------------
 def _recipes() -> dict[str, Recipe]:
-    """A recipe for each way of multiplying, by the names of all that multiply so in inference."""
+    """One recipe per kind of matmul in inference, by the names of all recipes of that kind."""
     named: dict[str, list[Recipe]] = {}
     for recipe in RECIPES.values():
         sides = (recipe.output.a, recipe.output.b)
@@ -87,7 +85,7 @@ def _recipes() -> dict[str, Recipe]:
 
 
 def _given(recipe: Recipe, architecture: int) -> dict[str, Any]:
-    """The input's scheme, and its scales where they are static."""
+    """Arguments for the input's scheme, and its scales if they are static."""
     scheme = recipe.input
     if scheme is None:
         return {}
@@ -125,7 +123,7 @@ def _products() -> Iterator[Row]:
 
 
 def _has_medium(recipe: Recipe) -> bool:
-    """Whether products have another kernel where torch may keep fewer bits: FP8 as such, and codebooks rounded."""
+    """Whether "medium" precision selects another kernel: direct FP8, or codebooks rounded to bf16."""
     if recipe.input is None:
         return recipe.weight.format.kind == "codebook"
     return recipe.input.format.name.startswith("fp8") and recipe.input.scale_format.name == "fp32"
@@ -162,7 +160,7 @@ def _convolutions() -> Iterator[Row]:
 
 # -- codecs ------------------------------------------------------------------------------------------------------------
 def _schemes() -> list[Scheme]:
-    """Every scheme of an operand of inference."""
+    """All operand schemes of inference."""
     sides = [side for recipe in RECIPES.values() for side in (recipe.output.a, recipe.output.b)]
     return list(dict.fromkeys(side.scheme for side in sides if isinstance(side, Cast)))
 
@@ -241,10 +239,10 @@ def _steps() -> Iterator[Row]:
 
 
 def rows() -> list[Row]:
-    """Every row."""
+    """All rows."""
     return [*_products(), *_mixtures(), *_codecs(), *_rotations(), *_pairs(), *_steps(), *_convolutions()]
 
 
 def sections() -> list[str]:
-    """Their sections, in order."""
+    """The sections of ``rows``, in order."""
     return list(dict.fromkeys(row.section for row in rows()))

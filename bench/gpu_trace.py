@@ -1,8 +1,7 @@
-"""What a call would start on a GPU, without one: the kernel that the registry picks runs on tensors without data, and
-launches and torch's own ops are recorded in place of being started.
+"""Records the kernel launches and torch ops of a GPU call, without a GPU.
 
-A device that is not there is ``cuda:N`` with N its architecture, such as 90, so that what is remembered of devices is
-right for each.
+The host side of the selected kernel runs on tensors without data. A fake device is ``cuda:N`` with the architecture N,
+such as 90, so that caches by device are correct for each architecture.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ __all__ = ["TorchOp", "Trace", "check", "device", "empty", "pretended", "trace"]
 
 
 class TorchOp(NamedTuple):
-    """An op of torch: its name, the bytes of its tensors, and the shapes of its operands."""
+    """A torch op: its name, the bytes of its tensors, and the shapes of its operands."""
 
     name: str
     bytes: int
@@ -37,7 +36,7 @@ class TorchOp(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """The implementation that serves a call, what refused it, and what it starts, in order."""
+    """The implementation selected for a call, the reasons against others, and its launches and ops in order."""
 
     impl: str
     refused: list[str]
@@ -45,7 +44,7 @@ class Trace(NamedTuple):
 
 
 def device(architecture: int) -> torch.device:
-    """The device that stands for an architecture."""
+    """The fake device of an architecture."""
     return torch.device("cuda", architecture)
 
 
@@ -54,7 +53,7 @@ def _capability(of: torch.device) -> tuple[int, int]:
 
 
 class _Mode(FakeTensorMode):
-    """Starts no device, also while one is pretended to be there."""
+    """A fake mode that never initializes CUDA, also with fake devices."""
 
     @property
     def avoid_device_init(self) -> bool:
@@ -63,12 +62,12 @@ class _Mode(FakeTensorMode):
 
 @cache
 def _mode() -> FakeTensorMode:
-    """One for the process: backends remember tensors of a device, and those of two modes do not mix."""
+    """One mode per process: backends cache tensors by device, and fake tensors of two modes do not mix."""
     return _Mode(allow_non_fake_inputs=True)
 
 
 class _Device(TorchDispatchMode):
-    """Ops on the device are recorded; those on the host, such as tables of formats, are computed."""
+    """Records ops on the device, and computes ops on the host, such as format tables."""
 
     def __init__(self, started: list[Launch | TorchOp]) -> None:
         super().__init__()
@@ -97,7 +96,7 @@ class _Device(TorchDispatchMode):
 
 
 class _Methods(TorchFunctionMode):
-    """Methods for which torch without CUDA asks the device for a guard become ops, which ask for none."""
+    """Replaces methods that need a device guard, which torch without CUDA lacks, by ops that do not."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not args or not isinstance(args[0], FakeTensor) or func not in _GUARDED:
@@ -134,14 +133,14 @@ _GUARDED: dict[Any, Callable[..., Any]] = {
 
 
 def _moves_nothing(func: Any) -> bool:
-    """Whether an op only looks at its argument in another way, or allocates."""
+    """Whether an op is a view or only allocates."""
     name = func._schema.name
     return func.is_view or "::empty" in name or "::new_empty" in name or name in ("aten::detach", "aten::_unsafe_view")
 
 
 @contextmanager
 def pretended(precision: str = "highest") -> Iterator[None]:
-    """Within, the kernels for GPUs are registered and devices exist. ``precision``: torch's, of float32 products."""
+    """A context with registered GPU kernels and fake devices. ``precision``: torch's float32 matmul precision."""
     table = {key: list(rows) for key, rows in registry._table.items()}
     for row in delegated.IMPLS:
         rows = table[row.op, "cuda"]
@@ -165,31 +164,31 @@ def pretended(precision: str = "highest") -> Iterator[None]:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, architecture: int) -> Tensor:
-    """A tensor without data on the device of an architecture."""
+    """A tensor without data on the fake device of an architecture."""
     with _mode():
         return torch.empty(shape, dtype=dtype, device=device(architecture))
 
 
 def check(op: str, call: Any) -> None:
-    """Raises ValueError and TypeError for a call of tensors of ``empty`` that no kernel could compute."""
+    """Check a call with tensors of ``empty``. Raises ValueError and TypeError if no kernel could compute it."""
     with _mode(), _Methods():
         OPS[op].check(call)
 
 
 def trace(op: str, call: Any) -> Trace:
-    """What serves a call of tensors of ``empty``, and what it starts; nothing of the reference. Within ``pretended``.
+    """Trace a call with tensors of ``empty``, inside ``pretended``. The reference has no launches.
 
-    Raises ValueError and TypeError for what no kernel could compute.
+    Raises ValueError and TypeError for a call that no kernel could compute.
     """
     spec = OPS[op]
     check(op, call)
     with warnings.catch_warnings(), _mode(), _Methods():
-        warnings.simplefilter("ignore")  # the reference says that it is slow
+        warnings.simplefilter("ignore")  # the reference warns that it is slow
         impl = registry.select(op, "cuda", call, empty=False)
         rows = registry._in_order(registry.candidates(op, "cuda"), call)
         refused = [f"{row.name}: {row.supports(call)}" for row in rows[: rows.index(impl)]]
     started: list[Launch | TorchOp] = []
-    for _ in range(0 if impl.backend == "reference" else 2):  # the first makes what is remembered, such as tables
+    for _ in range(0 if impl.backend == "reference" else 2):  # the first call fills caches, such as tables
         started.clear()
         with (
             _mode(),

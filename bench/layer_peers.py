@@ -1,7 +1,7 @@
-"""What others offer for a layer's forward pass: from float input to float output, with a quantized weight.
+"""Peers for the forward pass of a layer: from float input to float output, with a quantized weight.
 
-``OFFERS`` says which a call of ``linear`` has, by what becomes of its input and by its weight. Weights are packed
-before they are measured, as each peer wants them, and compiled where the peer's makers recommend it.
+``OFFERS`` lists the peers of a ``linear`` call by input and weight scheme. Weights are packed for each peer before the
+measurement, and layers are compiled if the peer's documentation recommends it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lowbit.ops.spec import dtype_name
 
 
 class Layer(NamedTuple):
-    """The numbers of a call: ``x [M, K]`` and the weight that was quantized, decoded ``[N, K]``, in x's dtype."""
+    """The matrices of a call: ``x [M, K]`` and the dequantized weight ``[N, K]``, in x's dtype."""
 
     x: Tensor
     weight: Tensor
@@ -30,7 +30,7 @@ class Layer(NamedTuple):
 
 
 def of(call: Linear) -> Iterator[Case]:
-    """The peers of a call; each does its work on operands of its own."""
+    """The peers of a call, each with its own operands."""
     x, n = call.x.reshape(-1, call.x.shape[-1]), call.weight.shape[0]
     yield probe.linear(x.shape[0], n, x.shape[1], x.dtype)
     if x.dtype == torch.float32:
@@ -63,7 +63,7 @@ def _torch_dynamic(layer: Layer) -> Case:
 
 
 def _onednn_product(layer: Layer) -> Case:
-    """The product alone: its input is quantized before."""
+    """The matmul only: its input is quantized before."""
     codes, scale = _int8_rows(layer.weight)
     x_scale = float(layer.x.abs().max()) / 127
     x = ((layer.x.float() / x_scale).round() + 128).to(torch.uint8)
@@ -84,7 +84,7 @@ def _onnx_dynamic(layer: Layer) -> Case:
 
 @cache
 def _compiled(*_: object) -> Callable[..., Tensor]:
-    """One compiled forward pass for all layers of a kind; those before are forgotten, for torch keeps but a few."""
+    """One compiled forward pass per kind of layer. Earlier ones are dropped, because torch caches only a few."""
     torch._dynamo.reset()
     return torch.compile(lambda model, x: model(x), dynamic=False)  # type: ignore[no-any-return]
 
@@ -104,7 +104,7 @@ def _torchao(name: str) -> Callable[[Layer], Case]:
     return offer
 
 
-# -- weights alone -----------------------------------------------------------------------------------------------------
+# -- weight-only -----------------------------------------------------------------------------------------------------
 def _torch_int8pack(layer: Layer) -> Case:
     codes, scale = _int8_rows(layer.weight)
     scale = scale.to(layer.x.dtype)
@@ -119,7 +119,7 @@ def _int4_groups(layer: Layer) -> tuple[Tensor, Tensor]:
 
 
 def _torch_int4pack(layer: Layer) -> Case | None:
-    """Unless it takes seconds: of other input than bf16 it multiplies an element at a time."""
+    """Only if fast: for inputs other than bf16 it multiplies element by element."""
     if layer.x.dtype != torch.bfloat16 and len(layer.x) > 16:
         return None
     codes, scale = _int4_groups(layer)
@@ -144,7 +144,7 @@ def _onnx_nbits(accuracy: int) -> Callable[[Layer], Case]:
 
 
 def _onnx(who: str, op: str, layer: Layer, inits: dict[str, Tensor], **attributes: Any) -> Case:
-    """One of ONNX Runtime's own operators, on fp32 input ``A``, writing where it is told."""
+    """A contrib operator of ONNX Runtime with fp32 input ``A`` and a preallocated output."""
     import onnxruntime
     from onnx import TensorProto, helper, numpy_helper
 
@@ -161,7 +161,7 @@ def _onnx(who: str, op: str, layer: Layer, inits: dict[str, Tensor], **attribute
     model.ir_version = 9
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # other cases need the processor
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # spinning would slow other cases
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     binding, out = session.io_binding(), torch.empty(shape)
     x = layer.x.float().contiguous()
@@ -178,7 +178,7 @@ def _bitsandbytes(layer: Layer) -> Case:
     return Case("bitsandbytes", lambda: bitsandbytes.matmul_4bit(layer.x, packed.t(), state))
 
 
-#: 'INPUT SCHEME x WEIGHT SCHEME on DTYPE', and who does the like of it.
+#: Patterns of 'INPUT SCHEME x WEIGHT SCHEME on DTYPE', and the peers of each.
 OFFERS: tuple[tuple[str, Callable[[Layer], Case | None]], ...] = (
     (r"int8:row x int8:row on fp32", _torch_dynamic),
     (r"int8:row x int8:row on .*", _onednn_product),

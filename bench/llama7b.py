@@ -1,7 +1,7 @@
-"""The memory of a training step of a 7B model, by the way to train it, and the cards that it fits.
+"""Estimates the memory of training a 7B model by training method, and which GPUs it fits.
 
-``lowbit bench llama7b`` writes llama7b.md and llama7b.json. The model has the shape of Llama-2-7B and lies on the meta
-device, so nothing is allocated: a step is estimated, which takes about half a minute of processor time each.
+``lowbit bench llama7b`` writes llama7b.md and llama7b.json. The model has the shape of Llama-2-7B and is on the meta
+device, so nothing is allocated. Each estimate takes about half a minute of processor time.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from lowbit.tables import markdown
 
 __all__ = ["CARDS", "LAYERS", "PART", "WAYS", "Way", "estimated", "record", "run", "table"]
 
-#: Decoder layers of the model, and of the part of it that tests compute again.
+#: Decoder layers of the model, and of the smaller model that tests estimate again.
 LAYERS, PART = 32, 2
 LENGTH, RANK = 2048, 16
 
-#: Memory of cards in GiB, and the share of it that an estimate may take: an estimate has no CUDA context and no
-#: fragmentation.
+#: GPU memory in GiB, and the share that an estimate may use: an estimate excludes the CUDA context and fragmentation.
 CARDS, USABLE = (24, 16), 0.9
 
 _ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -41,8 +40,10 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Way:
-    """How to train. ``weights``: the dtype of the model. ``adapters``: the recipe of the frozen weights below LoRA, or
-    ``"bf16"`` for plain ones; None trains all weights. ``in_backward``: parameters step during backward.
+    """A training method.
+
+    ``weights``: the dtype of the model. ``adapters``: the recipe of the frozen weights under LoRA, or ``"bf16"``; None
+    trains all weights. ``in_backward``: whether the optimizer steps during backward.
     """
 
     name: str
@@ -81,7 +82,7 @@ WAYS = (
 
 
 def model_of(way: Way, layers: int) -> nn.Module:
-    """The model on the meta device, quantized and with adapters if the way has some."""
+    """The model on the meta device, quantized and with adapters if the method has them."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = LlamaConfig(
@@ -102,16 +103,16 @@ def model_of(way: Way, layers: int) -> nn.Module:
 
 
 def _accumulate(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor]) -> None:
-    """Forward and backward, in which an optimizer may read the count of its steps."""
+    """Forward and backward. An optimizer in backward may read its step count."""
     value = loss(model(**batch), batch)
     with numbers_are_one():
         value.backward()  # type: ignore[no-untyped-call]
 
 
 def estimated(way: Way, layers: int) -> dict[str, int]:
-    """Bytes of a step at its peak: weights, states (with masters), gradients, rest, and the peak, which is their sum.
+    """Bytes at the peak of a step: weights, states (with masters), gradients, rest, and their sum, the peak.
 
-    Optimizers that step in backward have their gradients, one at a time, in the rest.
+    If the optimizer steps in backward, its gradients (one at a time) count in the rest.
     """
     tokens = torch.zeros(way.rows, LENGTH, dtype=torch.long, device="meta")
     model, batch = model_of(way, layers), {"input_ids": tokens, "labels": tokens}
@@ -135,7 +136,7 @@ def estimated(way: Way, layers: int) -> dict[str, int]:
 
 
 def record() -> dict[str, Any]:
-    """By number of layers and by way the bytes of a step."""
+    """The bytes of a step by number of layers and training method."""
     return {
         "parameters": sum(p.numel() for p in model_of(WAYS[0], LAYERS).parameters()),
         **{str(layers): {way.name: estimated(way, layers) for way in WAYS} for layers in (PART, LAYERS)},
@@ -143,7 +144,7 @@ def record() -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The ways, in GiB, with the cards that each fits."""
+    """The training methods in GiB, with the GPUs that each fits."""
     head = ("way to train", "weights", "states, masters", "gradients", "activations and the rest", "peak, GiB")
 
     def row(name: str, sizes: dict[str, int]) -> tuple[str, ...]:
@@ -159,7 +160,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def run(directory: Path) -> Path:
-    """Estimate every way, and write ``llama7b.md`` and ``llama7b.json``."""
+    """Estimate all methods, and write ``llama7b.md`` and ``llama7b.json``."""
     directory.mkdir(parents=True, exist_ok=True)
     found = record()
     about = provenance(packages=("transformers", "peft"))

@@ -1,8 +1,7 @@
-"""What an estimate and a profile say of the memory of training, beside what the allocator held.
+"""Compares memory estimates and profiles of training with the allocator's peak.
 
-``lowbit bench memory`` writes memory.md, with ``--device cuda`` memory_cuda.md: five models in two sizes, each with
-four ways to train. The models have the
-shapes of the real ones in few layers, and random weights.
+``lowbit bench memory`` writes memory.md, or memory_cuda.md with ``--device cuda``: five models in two sizes, each with
+four training settings. The models have the shapes of real ones with fewer layers, and random weights.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from lowbit.tables import markdown
 
 @dataclass(frozen=True)
 class Setting:
-    """How to train: arguments of ``lb.estimate``."""
+    """A training setting: arguments of ``lb.estimate``."""
 
     recipe: str | None = None
     precision: str | None = None
@@ -45,7 +44,7 @@ class Setting:
 
 
 class Subject(NamedTuple):
-    """A model with a batch, by its name."""
+    """A named model with a batch."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -58,7 +57,7 @@ def _gpt(layers: int, dim: int) -> Callable[[], nn.Module]:
 
 
 def _of_transformers(name: str, **shape: Any) -> Callable[[], nn.Module]:
-    """A model of a class of transformers, of that shape, with random weights."""
+    """A Hugging Face model of this class and shape, with random weights."""
 
     def make() -> nn.Module:
         import transformers
@@ -82,7 +81,7 @@ def _gpt_tokens(rows: int, length: int) -> Callable[[], Any]:
     return lambda: torch.randint(1024, (rows, length), generator=torch.Generator().manual_seed(0))
 
 
-#: Ways to train models of Linear layers, and of convolutions.
+#: Training settings for models of Linear layers, and of convolutions.
 _LINEAR = (
     (Setting(), Setting("fp8", "bf16", "adamw8bit"), Setting(None, "bf16", "adamw8bit", "block"),
      Setting("int8", "bf16", "lion8bit", "attention")),
@@ -124,8 +123,9 @@ SUBJECTS = (
 
 
 class Row(NamedTuple):
-    """Bytes of a step's peak: estimated, profiled, asked of the allocator, and held by it, which on CUDA gives more
-    than is asked for where it cannot split a block. ``seconds``: of the estimate.
+    """Peak bytes of a step: estimated, profiled, requested from the allocator, and allocated by it.
+
+    On CUDA it allocates more than requested if it cannot split a block. ``seconds``: of the estimate.
     """
 
     subject: str
@@ -138,13 +138,13 @@ class Row(NamedTuple):
 
 
 def storages(tree: Any) -> int:
-    """Bytes of the storages of the tensors in a tree, each once."""
+    """Bytes of the distinct storages of the tensors in a tree."""
     tensors = (leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
     return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
 
 
 def row(subject: Subject, setting: Setting, device: str) -> Row:
-    """Estimate, then train three steps: one for the states, one under the allocator, one under the profile."""
+    """Estimate, then train three steps: for the states, for the allocator's peak, and for the profile."""
     model = subject.make().to(device)
     batch = torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), subject.batch())
     begin = time.perf_counter()
@@ -181,7 +181,7 @@ def row(subject: Subject, setting: Setting, device: str) -> Row:
 
 
 def _asked(when: str) -> int:
-    """Bytes asked of CUDA's allocator, ``current`` or ``peak``."""
+    """Bytes requested from CUDA's allocator, ``current`` or ``peak``."""
     return int(torch.cuda.memory_stats()[f"requested_bytes.all.{when}"])
 
 
@@ -191,7 +191,7 @@ def _errors(rows: list[Row], take: Callable[[Row], float]) -> str:
 
 
 def _by_subject(device: str) -> Iterator[list[Row]]:
-    """The rows of each subject; on CUDA in a process of its own, whose allocator begins empty."""
+    """The rows of each subject. On CUDA each has a separate process, so the allocator is empty at first."""
     numbers, devices = range(len(SUBJECTS)), [device] * len(SUBJECTS)
     if device == "cpu":
         yield from map(_rows, numbers, devices)
@@ -206,7 +206,7 @@ def _rows(number: int, device: str) -> list[Row]:
 
 
 def run(directory: Path, device: str = "cpu") -> Path:
-    """Measure on ``device``, and write ``memory.md``, or that of the device."""
+    """Measure on ``device``, and write ``memory.md`` or ``memory_cuda.md``."""
     directory.mkdir(parents=True, exist_ok=True)
     about = provenance(packages=("transformers",))
     rows = [one for found in _by_subject(device) for one in found]

@@ -1,4 +1,4 @@
-"""Losses and attention that never make their largest tensor, beside torch's: the peak of a step, and its time.
+"""Benchmarks tiled losses and attention against torch: the peak and the time of a step.
 
 ``lowbit bench memory-kit`` writes memory_kit.md.
 """
@@ -27,8 +27,8 @@ _BUDGET = Budget(samples=3, seconds=20)
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the loss: rows, features and classes. Of attention: heads, their dim, and lengths; torch's plain attention
-    takes part up to ``plain``. Of the model: layers, vocabulary, and tokens of a batch.
+    """Loss: rows, features and classes. Attention: heads, head dim and lengths; torch's plain attention is measured up
+    to the length ``plain``. Model: layers, vocabulary, and tokens per batch.
     """
 
     rows: int = 2048
@@ -55,7 +55,7 @@ def _torch_in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def losses() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """By name; torch's own in chunks where this torch has it."""
+    """Losses by name, including torch's chunked loss if this torch has it."""
     chunked = {"F.linear_cross_entropy in chunks": _torch_in_chunks} if hasattr(F, "linear_cross_entropy") else {}
     return {
         "F.cross_entropy of logits": _with_logits,
@@ -70,7 +70,7 @@ def _all_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def attentions(sizes: Sizes, length: int) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """By name. What lowbit gives to SDPA is SDPA's kernel; ``chunk`` makes it take tiles."""
+    """Attentions by name. lowbit passes this case to SDPA unless ``chunk`` selects tiles."""
     plain = {"SDPA, all scores": _all_scores} if length <= sizes.plain else {}
     tile = 1 << 22
     return {
@@ -85,7 +85,7 @@ def attentions(sizes: Sizes, length: int) -> dict[str, Callable[[Tensor, Tensor,
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 def _rows(steps: dict[str, Callable[[], object]]) -> list[tuple[str, str, str, str]]:
-    """Of each: the peak, the time, and that beside the first one's. Steps take turns."""
+    """For each: the peak, the time, and the time relative to the first. Steps take turns."""
     cases = tuple(Case(name, step) for name, step in steps.items())
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     seconds = measure(Group("memory", "step", "", 0, 0, cases, ()), replace(_BUDGET, clock=clock))
@@ -118,9 +118,9 @@ def attention_table(sizes: Sizes) -> str:
     return markdown(("length", "attention", *_HEAD), rows, numbers=(0, 2, 3, 4))
 
 
-# -- a whole model -----------------------------------------------------------------------------------------------------
+# -- a full model -----------------------------------------------------------------------------------------------------
 def models(sizes: Sizes, precision: str | None) -> dict[str, nn.Module]:
-    """Llamas that share their weights, by what is changed of them."""
+    """Llamas with shared weights, by the change applied to each."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

@@ -1,6 +1,6 @@
-"""Mixed precision beside fp32: bytes of a model, the peak of a step, and its time.
+"""Benchmarks mixed precision against fp32: bytes of a model, peak and time of a step.
 
-``lowbit bench mixed`` writes mixed.md: the demo's GPT, every case with the same optimizer and batch.
+``lowbit bench mixed`` writes mixed.md: the demo's GPT, all cases with the same optimizer and batch.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from lowbit.machine import provenance
 from lowbit.models.ties import model_bytes, tensor_bytes
 from lowbit.tables import markdown
 
-#: Sequences in a step, each as long as the model's context.
+#: Sequences per step, each as long as the model's context.
 BATCH = 4
-#: Steps before anything is measured: the first makes the optimizer's states.
+#: Warm-up steps: the first allocates the optimizer's states.
 WARM_UP = 2
 _BUDGET = Budget(seconds=120)
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Arguments of ``mixed_``; fp32 where there is no ``precision``."""
+    """Arguments of ``mixed_``; plain fp32 if ``precision`` is None."""
 
     name: str
     precision: str | None = None
@@ -48,13 +48,13 @@ CONTENDERS = (
 
 
 class Training:
-    """A model that trains as the contender says: ``step()`` is forward, backward and the optimizer's step."""
+    """A model that trains as the contender says. ``step()`` does forward, backward and the optimizer step."""
 
     def __init__(self, contender: Contender, config: GPTConfig) -> None:
         self.model = GPT(config)
         if contender.precision is not None:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what is slow here is what the table shows
+                warnings.simplefilter("ignore")  # warnings about slow precisions, which the table shows
                 lb.train.mixed_(
                     self.model,
                     contender.precision,
@@ -80,7 +80,7 @@ class Training:
         self.optimizer.zero_grad()
 
     def held(self) -> tuple[float, float, float]:
-        """Bytes a parameter of weights, gradients, and the optimizer's states with its masters."""
+        """Bytes per parameter of weights, gradients, and optimizer states with masters."""
         self.backward()
         grads = tensor_bytes(p.grad for p in self.model.parameters() if p.grad is not None)
         self.optimizer.zero_grad()
@@ -89,7 +89,7 @@ class Training:
 
 
 def table(config: GPTConfig) -> str:
-    """A row a contender; their steps take turns."""
+    """One row per contender; steps take turns."""
     trainings = {contender.name: Training(contender, config) for contender in CONTENDERS}
     cases = tuple(Case(name, training.step) for name, training in trainings.items())
     seconds = measure(Group("mixed", "step", "GPT", 0, 0, cases, ()), _BUDGET)

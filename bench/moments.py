@@ -1,4 +1,4 @@
-"""What 8 bits do to Adam's moments: how far updates lie from those of moments in fp32.
+"""Compares Adam updates with 8-bit moments to updates with fp32 moments.
 
 ``python -m bench.moments`` prints the table of docs/measured.md. Deterministic: fixed seeds, no timing.
 """
@@ -18,12 +18,12 @@ from lowbit.tables import markdown
 COUNT, STEPS, BLOCK = 1 << 16, 300, 256
 BETAS, EPS = (0.9, 0.999), 1e-8
 
-#: What a moment becomes when it is kept: of moment and step.
+#: Rounds a moment as a format stores it, given the moment and the step.
 Keep = Callable[[Tensor, int], Tensor]
 
 
 def _dynamic(signed: bool) -> Tensor:
-    """The dynamic tree codebook of arXiv 2110.02861: seven decades, the number of steps halving with each."""
+    """The dynamic tree codebook of arXiv 2110.02861: seven decades, each with half as many steps as the one before."""
     values = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (decade + 1 - signed) + 1)
@@ -49,7 +49,7 @@ def _root(keep: Keep, x: Tensor, step: int) -> Tensor:
 _E4M3, _STOCHASTIC = (partial(_by_scheme, STATE_SCHEME, r) for r in ("nearest", "stochastic"))
 _LINEAR = partial(_by_scheme, f"int8:group{BLOCK}", "nearest")
 
-#: How the first and the second moment are kept.
+#: How the first and the second moment are stored.
 WAYS: dict[str, tuple[Keep, Keep]] = {
     "E4M3, the second moment as its root (`adamw`)": (_E4M3, partial(_root, _E4M3)),
     "the same, stochastic": (_STOCHASTIC, partial(_root, _STOCHASTIC)),
@@ -60,10 +60,10 @@ WAYS: dict[str, tuple[Keep, Keep]] = {
 
 
 def distance(keep: tuple[Keep, Keep], spread: float, fade: float) -> float:
-    """Of the sums of all updates, relatively.
+    """The relative distance of the sums of all updates.
 
-    Gradients differ in size by ``exp(spread * normal)`` within a block; those of every seventh element shrink to
-    ``fade`` after 50 steps.
+    Gradient magnitudes differ by ``exp(spread * normal)`` within a block. Those of every seventh element are multiplied
+    by ``fade`` after 50 steps.
     """
     generator = torch.Generator().manual_seed(3)
     mean, noise = (
@@ -82,7 +82,7 @@ def distance(keep: tuple[Keep, Keep], spread: float, fade: float) -> float:
     return float((ours[2] - exact[2]).norm() / exact[2].norm())
 
 
-#: Spread of the gradients within a block, and what some of them fade to.
+#: Spread of the gradients within a block, and the factor of fading ones.
 CASES = {"alike": (0.5, 1.0), "unequal": (1.5, 1.0), "unequal, some fade to 1/20": (1.5, 0.05)}
 
 

@@ -1,4 +1,4 @@
-"""What others offer for a step of AdamW: torch's own on moments in fp32, and optimizers with moments of 8 bits."""
+"""Peers for an AdamW step: torch with fp32 moments, and 8-bit optimizers of other packages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from lowbit.bench.timing import Case, usable
 from lowbit.ops.optim import OptimizerStep
 
-#: Elements above which bitsandbytes' and torchao's steps on a CPU take seconds each.
+#: The most elements for bitsandbytes and torchao, whose CPU steps take seconds above.
 _MOST = 1 << 25
 
 

@@ -1,7 +1,7 @@
-"""Optimizers of few bits beside torch's, torchao's and bitsandbytes': bytes, time of a step, and where training ends.
+"""Benchmarks low-bit optimizers against torch, torchao and bitsandbytes: bytes, step time, and final loss.
 
-``lowbit bench optimizers`` writes optimizers.md. Training runs are kept as lines of optimizers.jsonl beside it,
-and not repeated where their file is there; without them the suite takes minutes, with them hours.
+``lowbit bench optimizers`` writes optimizers.md. Training runs are recorded in optimizers.jsonl next to it and not
+repeated. The suite takes minutes if they are recorded, else hours.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 # -- bytes and time of a step ------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Contender:
-    """An optimizer on parameters of ``dtype``; ``release``: gradients are freed during the backward pass."""
+    """An optimizer for parameters of ``dtype``. ``release``: gradients are freed during backward."""
 
     name: str
     make: Make
@@ -63,7 +63,7 @@ def _bitsandbytes(name: str, **options: Any) -> Make:
 
 _BF16 = torch.bfloat16
 
-#: Whose bytes are compared: with masters where parameters are bf16, so that training does not stand still.
+#: Contenders of the memory table. bf16 parameters have masters, because training would stall otherwise.
 BYTES = (
     Contender("torch AdamW, fp32", torch.optim.AdamW),
     Contender("torch AdamW, bf16 without master", torch.optim.AdamW, _BF16),
@@ -86,7 +86,7 @@ BYTES = (
     Contender("lowbit Lion4bit, bf16, stochastic", partial(lb.optim.Lion4bit, master="stochastic"), _BF16),
 )
 
-#: Whose steps are timed, on one tensor of SIDE x SIDE in fp32.
+#: Contenders of the time table, with one fp32 tensor of SIDE x SIDE.
 STEPS = (
     Contender("torch AdamW, fused", partial(torch.optim.AdamW, fused=True)),
     Contender("torch AdamW, foreach", partial(torch.optim.AdamW, foreach=True)),
@@ -107,20 +107,20 @@ STEPS = (
     Contender("lowbit AdamW8bit, bf16, stochastic", partial(lb.optim.AdamW8bit, master="stochastic"), _BF16),
 )
 SIDE, MANY, SMALL = 4096, 1000, 1000
-#: Of the first so many, steps on many small tensors are timed too.
+#: The number of contenders that are also timed with many small tensors.
 MANY_OF = 5
 
 
 def _llama(layers: int, hidden: int, mlp: int, kv: int, vocab: int) -> list[tuple[int, ...]]:
-    """The shapes of a model whose head is its embedding."""
+    """Parameter shapes of a model with tied embeddings."""
     square, narrow, norm = (hidden, hidden), (kv, hidden), (hidden,)
     layer = [square, narrow, narrow, square, (mlp, hidden), (mlp, hidden), (hidden, mlp), norm, norm]
     return [(vocab, hidden), *(layer * layers), norm]
 
 
-#: Real models, whose parameters are many and of all sizes: a part of SmolLM2-135M.
+#: Parameter shapes of real models, which have many tensors of all sizes: a part of SmolLM2-135M.
 MODELS = {"SmolLM2-135M with 6 of its 30 layers": _llama(6, 576, 1536, 192, 49152)}
-#: Whose steps on them are timed, and on how many threads.
+#: Contenders that are timed on them; below, the numbers of threads.
 ON_MODELS = tuple(c for c in STEPS if c.name in ("torch AdamW, fused", "lowbit AdamW8bit", "lowbit AdamW, 32 bits"))
 THREADS = (1, 2)
 
@@ -133,7 +133,7 @@ def _parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[n
 
 
 def _held(contender: Contender, side: int = 1024) -> dict[str, float] | None:
-    """Bytes a parameter after a step: of weights, gradients, states and masters."""
+    """Bytes per parameter after a step: weights, gradients, states and masters."""
     params = _parameters([(side, side)], contender.dtype)
     try:
         optimizer = contender.make(params)
@@ -157,7 +157,7 @@ def _held(contender: Contender, side: int = 1024) -> dict[str, float] | None:
 
 
 def _bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Of every tensor in the states, those inside of tensor subclasses too."""
+    """Bytes of all tensors in the states, including those inside tensor subclasses."""
     if isinstance(optimizer, lb.optim.Optimizer):
         return state_bytes(optimizer)
     total = 0
@@ -187,14 +187,14 @@ def _stepping(contender: Contender, shapes: Sequence[tuple[int, ...]]) -> Case:
 
 
 def _moved(contender: Contender, count: int) -> int:
-    """Bytes that a step reads and writes: gradients once, all else twice."""
+    """Bytes that a step moves: gradients once, all else twice."""
     held = _held(contender)
     assert held is not None
     return round(count * (2 * sum(held.values()) - held["gradients"]))
 
 
 def steps_table(contenders: Sequence[Contender], shapes: Sequence[tuple[int, ...]], limits: bool) -> str:
-    """Medians of steps that take turns with torch's, and with a copy of as many bytes."""
+    """Median step times. Steps take turns with torch's and with a copy of as many bytes."""
     count = sum(torch.Size(shape).numel() for shape in shapes)
     baseline = STEPS[0]
     head = (
@@ -232,10 +232,10 @@ def models_table() -> str:
     return "\n".join(parts)
 
 
-# -- where training ends -----------------------------------------------------------------------------------------------
+# -- final losses -----------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Run:
-    """A training run of the demo's GPT; ``short``: in bf16 throughout, without autocast."""
+    """A training run of the demo's GPT. ``short``: in bf16 throughout, without autocast."""
 
     name: str
     optimizer: str
@@ -258,7 +258,7 @@ SEEDS, LENGTH, BATCH = (0, 1, 2), 1000, 2
 
 
 def _cell(run: Run, seed: int, table: Path) -> float:
-    """Held-out loss at the end of a run, from its file where there is one."""
+    """The final held-out loss of a run, from the record if there is one."""
 
     def make(corpus: Corpus, scratch: Path) -> Trainer:
         model = GPT(GPTConfig(vocab=corpus.tokenizer.get_vocab_size()), seed=seed)
@@ -276,7 +276,7 @@ def _cell(run: Run, seed: int, table: Path) -> float:
 
 
 def _about(run: Run, seed: int) -> dict[str, Any]:
-    """What decides the bits of a run, as JSON has it; a file of another is made anew."""
+    """All settings that determine the bits of a run, as JSON data. A record with other settings is replaced."""
     settings = dict(run.settings)
     bits = settings.get("bits", "".join(c for c in run.optimizer if c.isdigit()))
     states = asdict(find(int(bits) if bits.isdigit() else bits)) if bits else None

@@ -1,6 +1,6 @@
-"""What others offer for the same work. A peer is one function; what is not installed, or refuses, is absent.
+"""Peers: other libraries' functions for the same work; those that are not installed or raise are skipped.
 
-``OFFERS`` says which peers a call of an op has.
+``OFFERS`` lists the peers of each op.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lowbit.formats import Format
 from lowbit.ops.matmul import ScaledMM, sides
 from lowbit.scaling import Scheme
 
-#: Packages and why they are looked at; shown with their versions in the report.
+#: Packages whose versions the report shows.
 PACKAGES = ("ml_dtypes", "torchao", "bitsandbytes", "onnxruntime")
 
 _ML_DTYPES = {
@@ -100,7 +100,7 @@ def dequantizers(x: Tensor, scheme: Scheme, dtype: torch.dtype) -> Iterator[Case
 
 
 def _torchao_quantize(x: Tensor, scheme: Scheme) -> Case | None:
-    """Integers compiled, as torchao recommends; its MX and NVFP4 conversions do not compile on CPUs and run eagerly."""
+    """Integers are compiled, as torchao recommends. MX and NVFP4 conversions do not compile on CPUs and run eagerly."""
     if scheme.name in ("mxfp8", "mxfp4"):
         from torchao.prototype.mx_formats.mx_tensor import to_mx
 
@@ -139,16 +139,16 @@ def _bitsandbytes_quantize(x: Tensor, scheme: Scheme) -> Case | None:
 
 
 def _bitsandbytes_dequantize(x: Tensor) -> Case | None:
-    """Allocates its result: on CPUs it has no form that takes one."""
+    """Allocates its result, because on CPUs it has no ``out=`` form."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     packed, state = quantize_4bit(x, blocksize=64, quant_type="nf4")
     return Case("bitsandbytes", lambda: dequantize_4bit(packed, state))
 
 
-# -- products --------------------------------------------------------------------------------------------------------
+# -- matmuls ---------------------------------------------------------------------------------------------------------
 def multipliers(call: ScaledMM) -> Iterator[Case]:
-    """torch's products of operands that are not quantized, its int8 product, and its fp8 product."""
+    """torch's matmuls of unquantized operands, of int8 and of FP8."""
     m, n, k = call.a.shape[0], call.b.shape[0], call.cols
     yield probe.linear(m, n, k, torch.float32)
     yield probe.linear(m, n, k, torch.int8 if probe.integers(call) else torch.bfloat16)
@@ -160,13 +160,13 @@ def multipliers(call: ScaledMM) -> Iterator[Case]:
 
 
 def _torch_scaled_mm(m: int, n: int, k: int, a: torch.dtype, b: torch.dtype) -> Case | None:
-    """Unless it takes seconds: torch multiplies fp8 an element at a time on some CPUs, and few rows on all."""
+    """Only if fast: torch multiplies FP8 element by element on some CPUs, and few rows on all."""
     return probe.scaled_mm(m, n, k, a, b) if _scaled_mm_seconds(m, n, k, a, b) < 10 else None
 
 
 @cache
 def _scaled_mm_seconds(m: int, n: int, k: int, a: torch.dtype, b: torch.dtype) -> float:
-    """What it would take at most, by a part of it, which has fewer rows."""
+    """An upper bound on its time, from a part with fewer rows."""
     part = min(m, 64), min(n, 512), min(k, 512)
     case = probe.scaled_mm(*part, a, b)
     case.run()
@@ -174,12 +174,12 @@ def _scaled_mm_seconds(m: int, n: int, k: int, a: torch.dtype, b: torch.dtype) -
 
 
 def _decoded(m: int, n: int, k: int, a_dtype: torch.dtype, b_dtype: torch.dtype) -> Case:
-    """torch's way around its fp8 product: both operands to bf16, then its bf16 product."""
+    """torch's alternative to its FP8 matmul: both operands to bf16, then the bf16 matmul."""
     a, b = torch.randn(m, k).to(a_dtype), torch.randn(n, k).to(b_dtype)
     return Case("torch fp8 to bf16", lambda: a.bfloat16() @ b.bfloat16().t())
 
 
-#: The peers of each op that has any, as cases of a call.
+#: The peers of each op as cases of a call; other ops have none.
 OFFERS: dict[str, Callable[[Any], Iterator[Case]]] = {
     "encode": lambda call: encoders(call.x, formats.find(call.format)) if call.rounding == "nearest" else iter(()),
     "decode": lambda call: decoders(call.codes, formats.find(call.format), call.dtype),

@@ -1,4 +1,4 @@
-"""The limits that kernels are held against, measured in the same loop: memory, and arithmetic in registers."""
+"""Limits of the machine, measured in the same loop as kernels: memory bandwidth and register arithmetic."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lowbit.ops.matmul import ScaledMM, sides
 from lowbit.ops.spec import dtype_name
 from lowbit.scaling import scheme
 
-#: Arithmetic that ``lowbit_native::spin`` knows, in its order.
+#: Arithmetic of ``lowbit_native::spin``, in its order.
 _ARITHMETIC = ("fp32", "bf16", "int8")
 
 
 def limits(cost: Cost, call: Any) -> tuple[Case, ...]:
-    """A copy of as many bytes; of products, reading the bytes, and the operations in registers."""
+    """A copy of as many bytes; for matmuls, a read of the bytes and the operations in registers."""
     if not isinstance(call, (ScaledMM, Linear)):
         return (copy_of(cost.bytes),)
     if native.loading_error() is not None:
@@ -28,7 +28,7 @@ def limits(cost: Cost, call: Any) -> tuple[Case, ...]:
 
 
 def arithmetic(call: ScaledMM | Linear) -> str:
-    """What the fastest kernel that keeps the declared numerics would multiply in, on this processor."""
+    """The arithmetic of the fastest kernel with the declared numerics on this processor."""
     if integers(call):
         return "int8"
     first = call.x if isinstance(call, Linear) else call.a
@@ -42,13 +42,13 @@ def integers(call: ScaledMM | Linear) -> bool:
 
 
 def peak_of(kind: str, operations: int) -> Case:
-    """As many multiplications and additions, in registers, on every thread."""
+    """As many multiply-adds in registers, on all threads."""
     number = _ARITHMETIC.index(kind)
     return Case(f"{kind} peak", lambda: torch.ops.lowbit_native.spin(number, operations))
 
 
 def read_of(bytes_read: int) -> Case:
-    """Reading as many bytes, from memory rather than a cache."""
+    """A read of as many bytes from memory, not from a cache."""
     parts = max(1, -(-CACHES // max(bytes_read, 1)))
     held = torch.ones(max(1, parts * bytes_read // 8), dtype=torch.int64).tensor_split(parts)
     if native.loading_error() is not None:
@@ -65,7 +65,7 @@ def copy_of(bytes_moved: int) -> Case:
 
 
 def linear(m: int, n: int, k: int, dtype: torch.dtype) -> Case:
-    """torch's own product ``[m, k] @ [n, k].T`` in ``dtype`` (fp32, bf16, or int8 with int32 sums)."""
+    """torch's matmul ``[m, k] @ [n, k].T`` in ``dtype`` (fp32, bf16, or int8 with int32 sums)."""
     if dtype == torch.int8:
         a8, b8 = (torch.randint(-127, 128, (rows, k), dtype=torch.int8) for rows in (m, n))
         out8 = torch.empty(m, n, dtype=torch.int32)
@@ -76,7 +76,7 @@ def linear(m: int, n: int, k: int, dtype: torch.dtype) -> Case:
 
 
 def medium(case: Case) -> Case:
-    """The same under ``torch.set_float32_matmul_precision("medium")``, which may round fp32 operands to bf16."""
+    """The case under ``torch.set_float32_matmul_precision("medium")``, which may round fp32 operands to bf16."""
 
     def run() -> None:
         before = torch.get_float32_matmul_precision()
@@ -90,7 +90,7 @@ def medium(case: Case) -> Case:
 
 
 def scaled_mm(m: int, n: int, k: int, a_dtype: torch.dtype, b_dtype: torch.dtype) -> Case:
-    """``torch._scaled_mm`` on fp8 operands with one scale a tensor."""
+    """``torch._scaled_mm`` with FP8 operands and one scale per tensor."""
     a, b = torch.randn(m, k).to(a_dtype), torch.randn(n, k).to(b_dtype)
     one = torch.ones(())
     return Case(

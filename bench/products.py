@@ -1,4 +1,4 @@
-"""Products that ``lowbit bench`` leaves out: other shapes, formats that mix, weights alone in every narrow format.
+"""Benchmarks matmuls that ``lowbit bench`` skips: other shapes, mixed formats, and weight-only in all narrow formats.
 
 ``lowbit bench products`` writes products.md, products.csv and products.png.
 """
@@ -15,17 +15,17 @@ from lowbit.bench import work
 from lowbit.ops import OPS
 from lowbit.testing import WORKLOADS, Workload, linear, matmul
 
-#: (M, N, K) of products both of whose operands are quantized.
+#: (M, N, K) of matmuls with two quantized operands.
 SHAPES = ((2048, 2048, 2048), (512, 4096, 4096), (2048, 4096, 1024))
 
-#: Schemes of both operands: as ``scaled_mm``, and as a layer from float to float.
+#: Schemes of both operands, for ``scaled_mm`` and for a layer from float to float.
 PAIRS = (
     ("fp8_e4m3:tensor", "fp8_e4m3:tensor"), ("fp8_e4m3:row", "fp8_e4m3:row"), ("fp8_e4m3:row", "fp8_e5m2:row"),
     ("fp8_e4m3:group128", "fp8_e4m3:block128x128"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"),
 )  # fmt: skip
 LAYERS = (("int8:row", "int8:row"), ("int8:row", "int4:group128"))
 
-#: Schemes of weights whose input stays as it is, the rows that they multiply, and how many rows and columns they have.
+#: Weight-only schemes; below, the input rows, and the rows and columns of the weight.
 WEIGHTS = (
     "int8:row", "fp8_e4m3:row", "fp6_e3m2:row", "int4:group32", "int4:group128", "nf4", "fp4_e2m1:group32", "mxfp4",
     "nvfp4",
@@ -35,7 +35,7 @@ WEIGHT_SIZE = (4096, 4096)
 
 
 def workloads() -> Iterator[tuple[str, Workload]]:
-    """The op of each, and the work."""
+    """Workloads with their ops."""
     others = {(op, w.variant, w.subject) for op in ("linear", "scaled_mm") for w in WORKLOADS[op](*bench.SIZE)}
     yield from ((op, w) for op, w in _all() if (op, w.variant, w.subject) not in others)
 
@@ -52,7 +52,7 @@ def _all() -> Iterator[tuple[str, Workload]]:
 
 
 def run(directory: Path) -> Path:
-    """Measure all, and write the results; the path of ``products.md``."""
+    """Measure all, write the results, and return the path of ``products.md``."""
     items = [work.item(OPS[op], w) for op, w in workloads()]
     shapes = "Products are M x N x K; weights that `lowbit bench` measures are in its results"
     return bench.run(items, directory, name="products", shapes=shapes)[0]

@@ -1,10 +1,10 @@
-"""Quantization-aware training of the demo's GPT: how much of what rounding lost does training bring back?
+"""Benchmarks quantization-aware training of the demo's GPT: the share of the accuracy loss that training recovers.
 
-``lowbit bench qat`` writes qat.md. Needs the model of ``lowbit train`` (``make demo``), in out/demo/model.
+``lowbit bench qat`` writes qat.md. It needs the model of ``lowbit train`` (``make demo``) in out/demo/model.
 
-For each weight scheme: rounding to nearest, the scales that ``lb.calibrate`` searches, and models trained with
-``lb.qat`` on the same tokens and steps, with cross-entropy and with distillation from the full-precision model; and
-torchao's QAT where it has the scheme and is installed. Losses are those of the deployed models, after ``convert_``.
+For each weight scheme: rounding to nearest, scales searched by ``lb.calibrate``, and models trained with ``lb.qat`` on
+the same tokens and steps, with cross-entropy and with distillation from the full-precision model. torchao's QAT is
+included if it is installed and has the scheme. Losses are of the deployed models, after ``convert_``.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from lowbit.demo.step import evaluate
 from lowbit.machine import provenance
 from lowbit.tables import markdown
 
-#: Weights alone, a scale for 32: int4, fp4 (MX), 2 bits.
+#: Weight-only schemes with one scale per 32: int4, fp4 (MX), int2.
 SCHEMES = ("int4:group32", "mxfp4", "int2:group32")
 
-#: What torchao is compared on.
+#: The scheme for the comparison with torchao.
 TORCHAO = "int4:group32"
 
-#: The model, and how every row is trained: tokens come in batches of so many sequences.
+#: The model; below, the training settings of all rows.
 MODEL = Path("out/demo/model")
 STEPS, BATCH, CLIP, WARMUP = 100, 4, 1.0, 10
 
-#: Learning rates, each a row: a large loss of quality needs a large one, whose noise exceeds a small loss.
+#: Learning rates, one row each: a large accuracy loss needs a large rate, whose noise exceeds a small loss.
 RATES = (1e-3, 1e-4)
 
-#: How many held-out windows losses are of.
+#: Held-out windows of a loss.
 WINDOWS = 48
 
 
 @dataclass(frozen=True)
 class Row:
-    """One model: what was done to it, its held-out loss in nats a token, the learning rate and seconds of training."""
+    """A model: the method, its held-out loss in nats per token, the learning rate and seconds of training."""
 
     scheme: str
     what: str
@@ -60,14 +60,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Run:
-    """What all training here shares."""
+    """Settings that all training shares."""
 
     corpus: Corpus
     windows: Tensor
     teacher: GPT
 
     def train(self, model: nn.Module, distil: bool, rate: float) -> float:
-        """Train ``model`` in place; the seconds that it took. Scales get a tenth of the learning rate ``rate``."""
+        """Train ``model`` in place and return the seconds. Scales use a tenth of the learning rate ``rate``."""
         start = time.perf_counter()
         weights = [p for name, p in model.named_parameters() if not _is_scale(name)]
         scales = [p for name, p in model.named_parameters() if _is_scale(name)]
@@ -94,7 +94,7 @@ class Run:
         return time.perf_counter() - start
 
     def student(self) -> GPT:
-        """A copy of the teacher, to be trained."""
+        """A copy of the teacher for training."""
         return copy.deepcopy(self.teacher).requires_grad_(True)
 
     def loss(self, model: nn.Module) -> float:
@@ -114,7 +114,7 @@ def untrained(run: Run, recipe: lb.Recipe) -> Iterator[Row]:
 
 
 def trained(run: Run, recipe: lb.Recipe, learn_scale: bool, distil: bool, rate: float) -> Row:
-    """With ``lb.qat``."""
+    """A model trained with ``lb.qat``."""
     model = run.student()
     lb.qat.prepare_(model, recipe, learn_scale=learn_scale)
     seconds = run.train(model, distil, rate)
@@ -127,7 +127,7 @@ def trained(run: Run, recipe: lb.Recipe, learn_scale: bool, distil: bool, rate: 
 
 
 def torchao(run: Run, distil: bool, rate: float) -> Iterator[Row]:
-    """With torchao's QAT, where it is installed: int4 weights in groups of 32, symmetric, by its own calls."""
+    """A model trained with torchao's QAT, if installed: symmetric int4 weights in groups of 32."""
     try:
         from torchao.quantization import IntxWeightOnlyConfig, PerGroup, quantize_
         from torchao.quantization.qat import QATConfig
@@ -147,7 +147,7 @@ def torchao(run: Run, distil: bool, rate: float) -> Iterator[Row]:
 
 
 def teacher() -> tuple[GPT, Corpus]:
-    """The model of ``lowbit train`` and its text. Raises ValueError where there is none."""
+    """The model of ``lowbit train`` and its text. Raises ValueError if it is missing."""
     if not (MODEL / "lowbit.json").exists():
         raise ValueError(f"there is no model to train on in {MODEL}; run `lowbit train` (`make demo`) first")
     model, tokenizer = load(MODEL)
@@ -160,7 +160,7 @@ def teacher() -> tuple[GPT, Corpus]:
 
 
 def measure(run: Run) -> Iterator[Row]:
-    """Every row, in order."""
+    """All rows, in order."""
     yield Row("fp32", "the teacher", run.loss(run.teacher))
     for rate in RATES:
         more = run.student()
@@ -177,7 +177,7 @@ def measure(run: Run) -> Iterator[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as Markdown. ``recovered``: of what the teacher's loss is below that of nearest, or of search."""
+    """The rows as Markdown. ``recovered``: share of the gap between the teacher's loss and nearest's, or search's."""
     full = rows[0].loss
     head = ("weights", "", "learning rate", "held-out loss", "recovered of nearest", "recovered of search", "s")
     cells = []
@@ -197,7 +197,7 @@ def table(rows: list[Row]) -> str:
 
 
 def run(directory: Path) -> Path:
-    """Train, measure, and write ``qat.md``, anew after every row. Raises ValueError where there is no model."""
+    """Train, measure, and write ``qat.md`` after every row. Raises ValueError if the model is missing."""
     plain, corpus = teacher()
     context = plain.config.context
     about = provenance(packages=("torchao",))

@@ -1,8 +1,8 @@
-"""Quantization-aware training of EfficientNet-Lite0, damaged by scales that span whole weights.
+"""Benchmarks quantization-aware training of EfficientNet-Lite0 with one scale per weight tensor.
 
-``lowbit bench qat-conv`` writes qat_conv.md. Depthwise convolutions have channels of very different magnitude, most of
-all where BatchNorm is folded into them, so that one scale for a weight leaves little of the small ones. The network is
-trained, without labels, to answer crops of photographs as the unquantized network does; others are held out.
+``lowbit bench qat-conv`` writes qat_conv.md. Channels of depthwise convolutions differ much in magnitude, most of all
+with folded BatchNorm, so one scale per weight leaves few codes for the small ones. The network is trained without
+labels to match the logits of the unquantized network on crops of photographs; other photographs are held out.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from lowbit.evaluate.tasks import Batch
 from lowbit.machine import provenance
 from lowbit.tables import markdown
 
-#: Static int8 inputs, and weights with a scale for each channel, or one in all.
+#: Static int8 inputs, and weights with one scale per channel or per tensor.
 CHANNELS, TENSOR = "int8-static-affine", "int8-static-affine:tensor"
 
-#: Steps, images of a step, the learning rate, and how many batches observers look at before.
+#: Steps, images per step, learning rate, and the number of batches that observers see before.
 STEPS, BATCH, RATE, OBSERVED = 60, 8, 5e-5, 8
 
 
 class Row(NamedTuple):
-    """One network: what was done to it, figures beside fp32 on the photographs held out, and the seconds it took."""
+    """A network: the method, figures relative to fp32 on held-out photographs, and seconds."""
 
     recipe: str
     what: str
@@ -44,7 +44,7 @@ class Row(NamedTuple):
 def figures(
     model: nn.Module, held: Sequence[Batch], exact: Sequence[Tensor]
 ) -> tuple[metrics.Estimate, metrics.Estimate]:
-    """The part of crops with fp32's class, and the cosine of the logits: means over photographs."""
+    """The share of crops with fp32's class, and the cosine of the logits: means over photographs."""
     top, cosine = [], []
     with torch.inference_mode():
         for batch, y in zip(held, exact, strict=True):
@@ -55,7 +55,7 @@ def figures(
 
 
 def train(model: nn.Module, teacher: nn.Module, images: Sequence[Tensor]) -> None:
-    """Bring the logits of ``model``, in place, to the teacher's. Scales get a tenth of the learning rate."""
+    """Train ``model`` in place to match the teacher's logits. Scales use a tenth of the learning rate."""
     model.train()
     with torch.no_grad():
         for x in images[:OBSERVED]:
@@ -80,7 +80,7 @@ def train(model: nn.Module, teacher: nn.Module, images: Sequence[Tensor]) -> Non
 
 
 def measure() -> list[Row]:
-    """Every row, in order."""
+    """All rows, in order."""
     row = models.MODELS["efficientnet-lite0"]
     held, seen = (row.load(row.location(), Wanted(part=part)) for part in ("held out", "calibration"))
     teacher = held.model

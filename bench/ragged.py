@@ -1,4 +1,4 @@
-"""Shapes that no vector divides, beside their padded neighbours: no more than 1.3 times as slow.
+"""Benchmarks shapes that are not multiples of a vector against padded shapes: at most 1.3 times as slow.
 
 ``lowbit bench ragged`` writes ragged.md.
 """
@@ -19,7 +19,7 @@ from lowbit.testing.linear import example
 
 Shape = tuple[int, int, int]
 
-#: (M, N, K), and the shape next to it that vectors divide.
+#: (M, N, K), and the next shape that is a multiple of vectors.
 SHAPES: tuple[tuple[Shape, Shape], ...] = (
     ((64, 512, 1), (64, 512, 16)),
     ((64, 512, 17), (64, 512, 32)),
@@ -37,7 +37,7 @@ SHAPES: tuple[tuple[Shape, Shape], ...] = (
 
 
 def run(directory: Path) -> Path:
-    """Measure every recipe's layer on every shape, and write ``ragged.md``."""
+    """Measure the layers of all recipes on all shapes, and write ``ragged.md``."""
     about = provenance(packages=(), kernels=processor())
     lines = ["# Ragged shapes\n", "Time over that of the padded neighbour, which took turns with it; medians.\n"]
     lines += [f"- {key}: {value}" for key, value in about.items()]

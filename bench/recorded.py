@@ -1,6 +1,6 @@
-"""Losses of recorded training runs over their seeds, and what one run changes of another: mean, error, interval.
+"""Losses of recorded training runs by seed, and differences between runs: mean, error, interval.
 
-Every loss change that a document or a plan quotes is read from here, over all seeds that the record has.
+All loss changes in documents and plans are read from here, over all recorded seeds.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from lowbit.tables import markdown
 
 __all__ = ["Difference", "change", "difference", "losses", "losses_table", "student"]
 
-#: Student's t for 95%, two-sided, by degrees of freedom; beyond the last the normal distribution's, and a little more.
+#: Student's t for 95%, two-sided, by degrees of freedom. Above the last: slightly more than the normal distribution's.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 _T_BEYOND = 2.2
-#: What a study should resolve, in percent.
+#: Half-width of the interval that a study should reach, in percent.
 RESOLUTION = 0.2
 
 #: Last held-out losses by seed; None: the run failed.
@@ -27,7 +27,7 @@ BySeed = Mapping[int, float | None]
 
 
 def student(freedom: int) -> float:
-    """The quantile for 95%; infinite without a degree of freedom."""
+    """The quantile for 95%; infinite for 0 degrees of freedom."""
     if freedom < 1:
         return math.inf
     return _T[freedom - 1] if freedom <= len(_T) else _T_BEYOND
@@ -35,7 +35,7 @@ def student(freedom: int) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of pairs, in percent of the other's loss: mean, standard deviation of one pair, and how many pairs."""
+    """Paired differences in percent of the other loss: mean, standard deviation of one pair, number of pairs."""
 
     mean: float
     deviation: float
@@ -52,7 +52,7 @@ class Difference:
 
     @property
     def half_width(self) -> float:
-        """Of the 95% interval."""
+        """Half-width of the 95% interval."""
         return math.inf if self.count < 2 else student(self.count - 1) * self.error
 
     @property
@@ -61,14 +61,14 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """Whether the change can be told from the noise of seeds, for people."""
+        """Whether the change exceeds the noise of seeds, in words."""
         if self.count < 2:
             return "unknown: one seed"
         low, high = self.interval
         return "yes" if low <= 0 <= high else "no"
 
     def needed(self, width: float = RESOLUTION) -> int:
-        """How many pairs make the half-width of the interval at most ``width``, if the deviation stays."""
+        """The number of pairs for a half-width of at most ``width``, with the same deviation."""
         count = 2
         while student(count - 1) * self.deviation / math.sqrt(count) > width:
             count += 1
@@ -81,7 +81,7 @@ def _signed(percent: float) -> str:
 
 
 def difference(pairs: Sequence[tuple[float, float]]) -> Difference | None:
-    """Of (loss, other loss) by seed. None: there is no pair."""
+    """The Difference of pairs (loss, other loss); None without pairs."""
     if not pairs:
         return None
     changes = [100 * (loss / other - 1) for loss, other in pairs]

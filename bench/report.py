@@ -1,4 +1,4 @@
-"""Results as a table to read (Markdown), one to compute with (CSV) and a picture, with machine, versions, commit."""
+"""Writes results as Markdown, CSV and a picture, with machine, versions and commit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowbit.tables import csv_text, markdown
 
 @dataclass(frozen=True)
 class Row:
-    """One case of one group, beside the group's limit."""
+    """A case of a group, with the group's limit."""
 
     section: str
     op: str
@@ -27,7 +27,7 @@ class Row:
 
     @property
     def rate(self) -> float:
-        """GFLOP/s where there are any, else GB/s."""
+        """GFLOP/s if there are any, else GB/s."""
         return (self.flops or self.bytes) / self.seconds / 1e9
 
     @property
@@ -51,7 +51,7 @@ def rows_of(group: Group, seconds: dict[str, float]) -> list[Row]:
 
 
 def write(directory: Path, name: str, rows: list[Row], shapes: str, about: dict[str, str], quick: bool) -> Path:
-    """``NAME.md``, ``NAME.csv`` and (where matplotlib is installed) ``NAME.png``; returns the Markdown file's path."""
+    """Write ``NAME.md``, ``NAME.csv`` and (if matplotlib is installed) ``NAME.png``; return the Markdown path."""
     directory.mkdir(parents=True, exist_ok=True)
     table = ({**asdict(row), "rate": f"{row.rate:.4g}", "percent": f"{row.percent:.4g}"} for row in rows)
     (directory / f"{name}.csv").write_text(csv_text(table))
@@ -91,7 +91,7 @@ def _text(rows: list[Row], shapes: str, about: dict[str, str], quick: bool, pict
 
 
 def _cells(cases: list[Row], who: list[str]) -> list[str]:
-    """The line of one group: the limit, the goal, and the rate of each of ``who``."""
+    """The cells of a group: the limit, the goal, and the rate of each of ``who``."""
     first, by = cases[0], {row.who: row for row in cases}
     rates = [f"{row.rate:.3g} ({row.percent:.0f}%)" if (row := by.get(name)) else "-" for name in who]
     limit = f"{first.limit_rate:.3g}" + (f" {first.limit.removesuffix(' peak')}" if first.flops else "")
@@ -100,7 +100,7 @@ def _cells(cases: list[Row], who: list[str]) -> list[str]:
 
 
 def _in_order(rows: list[Row]) -> list[str]:
-    """lowbit's best instruction set first, then the others, then the peers."""
+    """Contenders: lowbit's instruction sets, best first, then peers."""
     names = list(dict.fromkeys(row.who for row in rows))
     ours = [name for name in names if name.startswith("lowbit")]
     return [*reversed(ours), *(name for name in names if name not in ours)]
@@ -116,7 +116,7 @@ _COLOURS = {
 
 
 def plot(rows: list[Row], path: Path) -> bool:
-    """Percent of the limit, one panel a section: a line for each group, a dot for each case. False: no matplotlib."""
+    """Plot percent of the limit: a panel per section, a line per group, a dot per case. False without matplotlib."""
     try:
         import matplotlib
     except ImportError:

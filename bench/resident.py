@@ -1,6 +1,6 @@
-"""What training by a plan takes of the system's memory, beside the bytes that torch's allocator counts.
+"""Measures the resident memory of training by a plan, in a separate process.
 
-A process of its own trains: what the system has given it at most, less what it had after its imports.
+The result is the process's peak resident set minus the resident set after imports.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _STEPS = 3
 
 
 def resident(plan: TrainingPlan, subject: Subject) -> int:
-    """Bytes at the peak of the process's resident set in some steps, above its imports."""
+    """Peak resident bytes of some steps, minus the resident bytes after imports."""
     return int(answer(started("resident", [subject.name, plan.as_dict()]))["resident"])
 
 
 def main() -> None:
-    """The process: a plan comes as JSON, bytes go out."""
+    """The process: reads a plan as JSON and prints the bytes."""
     name, data = json.loads(sys.stdin.read())
     subject = next(one for one in SUBJECTS if one.name == name)
     with tempfile.TemporaryDirectory(prefix="lowbit-fit-") as directory:
@@ -48,11 +48,11 @@ def main() -> None:
         for _ in range(_STEPS):
             run.step(batch)
         print(json.dumps({"resident": peak_bytes() - before}))
-        run.optimizer.state.clear()  # files of states go before their directory does
+        run.optimizer.state.clear()  # state files must be removed before their directory
 
 
 def _import_all(subject: Subject) -> None:
-    """What the model and a first step import, and the threads and kernels that torch starts then."""
+    """Import modules and start threads and kernels that the model and a first step need."""
     subject.make()
     batch = torch.zeros(2, 8)
     small = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))

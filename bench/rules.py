@@ -1,4 +1,4 @@
-"""Why some rules of docs/numerics.md are as they are: how often the other choice gives another result.
+"""Reasons for some rules of docs/numerics.md: how often the alternative gives another result.
 
 ``python -m bench.rules`` prints the table of docs/measured.md. Deterministic: fixed seeds, no timing.
 """

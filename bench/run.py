@@ -1,4 +1,4 @@
-"""Measures what is asked for and writes the results: what ``lowbit bench`` calls."""
+"""Selects and measures benchmark groups and writes the results, for ``lowbit bench``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lowbit.bench import peers, report, work
 from lowbit.bench.timing import Budget, measure
 from lowbit.machine import provenance
 
-#: Rows and columns of what is measured.
+#: Rows and columns of the measured matrices.
 SIZE, QUICK_SIZE = (4096, 4096), (32, 256)
 
 
 def select(only: str = "", quick: bool = False) -> list[work.Item]:
-    """Everything whose 'label subject' matches the regular expression ``only``. Raises: ValueError if nothing does."""
+    """All items whose 'label subject' matches the regular expression ``only``. Raises ValueError if none does."""
     try:
         pattern = re.compile(only)
     except re.error as error:
@@ -39,11 +39,11 @@ def run(
     name: str = "cpu",
     shapes: str = "",
 ) -> tuple[Path, list[report.Row]]:
-    """Measure ``items`` and write ``NAME.md``, ``NAME.csv`` and ``NAME.png``; the path of the first, and all rows.
+    """Measure ``items``, write ``NAME.md``, ``NAME.csv`` and ``NAME.png``; return the path of the first and all rows.
 
-    ``quick``: tiny inputs and few samples, which only show that everything runs.
+    ``quick``: tiny inputs and few samples, as a test.
     """
-    about = provenance(packages=peers.PACKAGES, kernels=processor())  # before measuring, which is itself a load
+    about = provenance(packages=peers.PACKAGES, kernels=processor())  # before the measurement loads the machine
     budget = Budget(3, 0.0, 0.1) if quick else Budget()
     rows: list[report.Row] = []
     for item in items:

@@ -36,7 +36,7 @@ def trained(
     Args:
         table: JSON Lines file of ``read_records``.
         name: ``record_name`` of the run.
-        about: All settings that decide the bits of the run. A record with other settings is replaced.
+        about: All settings that determine the bits of the run. A record with other settings is replaced.
         vocab: Size of the vocabulary.
         make: ``make(corpus, directory)`` returns the Trainer, which keeps its state in ``directory``.
     """
@@ -48,7 +48,7 @@ def trained(
         scratch.mkdir(parents=True, exist_ok=True)
         told.write_text(json.dumps(about))
         trainer = make(Corpus.load(None, vocab), scratch)
-        with suppress(FileNotFoundError, ValueError):  # a state of another version of the loop: from the beginning
+        with suppress(FileNotFoundError, ValueError):  # a state of another version of the loop: start again
             trainer.load()
         try:
             history = trainer.run()

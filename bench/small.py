@@ -1,4 +1,4 @@
-"""What large matrices hide: codecs whose numbers stay in the caches, and what a call costs however little it does.
+"""Benchmarks codecs on data in cache, and the overhead per call.
 
 ``lowbit bench small`` writes small.md.
 """
@@ -21,15 +21,15 @@ from lowbit.testing.inputs import large_matrix
 
 FORMATS = ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp4_e2m1", "int8", "int4", "nf4")
 
-#: Elements of two calls, both in the second-level cache: the time that they differ by is that of the elements they
-#: differ by, without the calls'.
+#: Elements of two calls, both in the L2 cache. The difference of their times is the time of the extra elements, without
+#: call overhead.
 COUNTS = (1 << 14, 1 << 16)
 
 _BUDGET = Budget(51, 0.002, 2.0)
 
 
 def codecs(format: str, count: int) -> Iterator[Case]:
-    """Each way of encoding and decoding ``count`` numbers between preallocated tensors."""
+    """All variants of encoding and decoding ``count`` numbers between preallocated tensors."""
     x = large_matrix(1, count)
     codes = lb.encode(x, format)
     yield Case("encode", lambda: lb.encode(x, format, out=codes))
@@ -44,7 +44,7 @@ def codecs(format: str, count: int) -> Iterator[Case]:
 
 
 def calls() -> Iterator[Case]:
-    """One row of 64 numbers: the op, its module, and torch's."""
+    """One row of 64 numbers: the op, its module, and torch's module."""
     x = torch.randn(1, 64)
     codes, layer = lb.encode(x, "fp8_e4m3"), nn.Linear(64, 64)
     weight = lb.quantize(layer.weight, "int8:row")
@@ -87,7 +87,7 @@ def _rates(format: str) -> dict[str, float]:
     few, many = ([*codecs(format, count)] for count in COUNTS)
     cases = [Case(f"{size} {case.who}", case.run) for size, all in (("few", few), ("many", many)) for case in all]
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so few numbers are not shared out
+    torch.set_num_threads(1)  # so few numbers are not split among threads
     try:
         seconds = measure(Group("codecs", "", format, 0, 0, tuple(cases), ()), _BUDGET)
     finally:

@@ -1,6 +1,6 @@
-"""Every technique of saving memory on one model: the peak of a step and its time, beside the plain step.
+"""Benchmarks all memory techniques on one model: peak and time of a step, relative to the plain step.
 
-``lowbit bench techniques`` writes techniques.md. Cases take turns, and times are the processor's: medians.
+``lowbit bench techniques`` writes techniques.md. Cases take turns; times are medians of processor time.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from lowbit.machine import provenance
 from lowbit.models import find_blocks
 from lowbit.tables import markdown
 
-#: Rows and tokens of a batch, steps that are timed, and the model.
+#: Rows and tokens of a batch, and timed steps; below, the model.
 ROWS, LENGTH, TIMES = 8, 256, 3
 CONFIG = GPTConfig(vocab=1024, context=LENGTH, layers=6, heads=4, dim=256, hidden=768)
 
 
 @dataclass(frozen=True)
 class Technique:
-    """``change(model)`` prepares a model; ``around(directory)`` is entered for each step; ``parts``: micro-batches;
-    ``optimizer(model, directory)`` makes one; ``fused``: the loss without logits. ``mapped``: states are in
-    files.
+    """A technique under test.
+
+    ``change(model)`` prepares a model; ``around(directory)`` is a context for each step; ``parts``: micro-batches;
+    ``optimizer(model, directory)`` makes an optimizer; ``fused``: the loss is computed without logits; ``mapped``:
+    states are in files.
     """
 
     name: str
@@ -58,7 +60,7 @@ def _planned(budget: str) -> Callable[[nn.Module], object]:
 
 
 def _torch_blocks(model: nn.Module) -> None:
-    """torch's own checkpointing of each block."""
+    """torch's checkpointing of each block."""
     for block in find_blocks(model):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
@@ -155,11 +157,11 @@ class Case:
         self.times.append(time.process_time() - begin)
 
     def held(self) -> int:
-        """The peak of a step, with weights and with states in memory."""
+        """The peak of a step, including weights and states in memory."""
         with lb.memory.profile(self.model) as profile:
             self.step()
         mapped = sum(size for kind, size in profile.by_kind.items() if kind in ("optimizer state", "master copies"))
-        others = profile.by_kind.get("other", 0)  # of the other cases
+        others = profile.by_kind.get("other", 0)  # memory of the other cases
         return profile.peak_bytes - others - (mapped if self.technique.mapped else 0)
 
 

@@ -1,7 +1,7 @@
-"""Timing: the cases of a group take turns, so that all of them meet the machine in the same state; medians.
+"""Measures median times of cases that take turns, so that all see the machine in the same state.
 
-A processor's memory bandwidth and clock drift within seconds. A ratio is therefore taken between medians of samples
-that were drawn alternately, never between two runs.
+A processor's memory bandwidth and clock drift within seconds. So a ratio is between medians of interleaved samples,
+never between two runs.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 
-#: More bytes than caches hold: operands that are used in turn are this much together, and come from memory.
+#: More bytes than the caches hold. Operands used in turn have this total size, so they come from memory.
 CACHES = 128 << 20
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to do a group's work. ``run`` writes into memory it is given; ``enter`` is called before it, untimed."""
+    """An implementation of a group's work. ``run`` fills preallocated memory. ``enter`` is called before, untimed."""
 
     who: str
     run: Callable[[], object]
@@ -27,11 +27,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Group:
-    """Cases that do the same work, and the ``limits``: what this machine could do at best, measured beside them.
+    """Cases that do the same work, and ``limits`` of this machine, which are measured together with them.
 
-    The slowest of the limits counts: work that is bound by memory cannot be faster than memory, nor other work faster
-    than arithmetic. ``bytes``: what must move at least. ``flops``: multiplications and additions, 0 where only bytes
-    matter.
+    The slowest limit applies: memory-bound work cannot be faster than memory, other work not faster than arithmetic.
+    ``bytes``: the fewest bytes that must move. ``flops``: multiplications and additions; 0 if only bytes matter.
     """
 
     section: str
@@ -45,9 +44,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Budget:
-    """How long to measure: ``samples`` of each case, of ``sample_seconds`` at least, in about ``seconds`` in all.
+    """How long to measure: ``samples`` per case, of at least ``sample_seconds`` each, in about ``seconds`` in total.
 
-    ``clock``: of one thread, ``time.process_time`` leaves out what the machine does meanwhile for other programs.
+    ``clock``: for one thread, ``time.process_time`` excludes the time of other programs.
     """
 
     samples: int = 15
@@ -57,7 +56,7 @@ class Budget:
 
 
 def usable(make: Callable[[], Case | None]) -> Iterator[Case]:
-    """The case, if its package is there and takes the work; runs it once to know."""
+    """The case, if its package is installed and supports the work; runs it once to test that."""
     try:
         case = make()
         if case is not None:
@@ -68,7 +67,7 @@ def usable(make: Callable[[], Case | None]) -> Iterator[Case]:
 
 
 def rotating(cases: Sequence[Case]) -> Case:
-    """Cases that do the same work on operands of their own, one after the other: none finds its operands in a cache."""
+    """One case that runs ``cases`` in turn, each with its own operands, so that none finds its operands in a cache."""
     if len(cases) == 1:
         return cases[0]
     turns = cycle([case.run for case in cases])
@@ -76,7 +75,7 @@ def rotating(cases: Sequence[Case]) -> Case:
 
 
 def once(case: Case, repeats: int = 1, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds that one run takes, averaged over ``repeats`` in a row."""
+    """Seconds per run, averaged over ``repeats`` in a row."""
     case.enter()
     start = clock()
     for _ in range(repeats):
@@ -85,10 +84,10 @@ def once(case: Case, repeats: int = 1, clock: Callable[[], float] = time.perf_co
 
 
 def measure(group: Group, budget: Budget) -> dict[str, float]:
-    """Median seconds of every case by ``who``, the limits among them. A slow case takes part in fewer rounds."""
+    """Median seconds of all cases and limits, by ``who``. A slow case takes part in fewer rounds."""
     cases = (*group.cases, *group.limits)
     for case in cases:
-        once(case)  # warms up
+        once(case)  # warm-up
     quick = {case.who: once(case, clock=budget.clock) for case in cases}
     repeats = {who: max(1, round(budget.sample_seconds / max(seconds, 1e-7))) for who, seconds in quick.items()}
     share = budget.seconds / len(cases)

@@ -1,7 +1,7 @@
-"""Training in low precision beside fp32 and bf16 autocast: what forward keeps, the peak of a step, and its time.
+"""Benchmarks low-precision training against fp32 and bf16 autocast: saved activations, peak and time of a step.
 
-``lowbit bench training`` writes training.md and training.png. All but fp32 is under bf16 autocast; the optimizer is
-torch's fused AdamW on fp32 weights. OMP_NUM_THREADS sets the number of threads.
+``lowbit bench training`` writes training.md and training.png. All cases except fp32 use bf16 autocast. The optimizer is
+torch's fused AdamW with fp32 weights. OMP_NUM_THREADS sets the number of threads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lowbit.tables import markdown
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to train. ``prepare`` changes a model in place; ``autocast``: to bf16."""
+    """A training configuration. ``prepare`` changes a model in place; ``autocast``: to bf16."""
 
     name: str
     prepare: Prepare = lambda model: None
@@ -41,21 +41,21 @@ RECIPES = tuple(
 )
 CONTENDERS = (FP32, BF16, *RECIPES)
 
-#: Parts of bf16's figure that recipes should not exceed: a pattern of their names, and the part.
+#: Goals: a pattern of recipe names, and the largest ratio to bf16's figure.
 Goals = Sequence[tuple[str, float]]
 _FP8 = "(mx)?fp8.*"
 
 
 def _shown(value: float, base: float, name: str, goals: Goals = ()) -> str:
-    """The part of ``base`` that ``value`` is, in bold where it is above the goal that there is for ``name``."""
+    """The ratio of ``value`` to ``base``, in bold if it exceeds the goal of ``name``."""
     part = value / base
     goal = next((goal for pattern, goal in goals if name in lb.RECIPES and re.fullmatch(pattern, name)), None)
     return f"**{part:.2f}**" if goal is not None and round(part, 2) > goal else f"{part:.2f}"
 
 
-# -- what forward keeps ------------------------------------------------------------------------------------------------
+# -- saved for backward ------------------------------------------------------------------------------------------------
 TOKENS, WIDTH, HEADS, HIDDEN = (8, 256), 512, 8, 1536
-#: A module, and how it is called with an input [*TOKENS, WIDTH] that needs a gradient.
+#: A module, and its call with an input [*TOKENS, WIDTH] that needs a gradient.
 Part = tuple[nn.Module, Callable[[Tensor], object]]
 
 
@@ -101,7 +101,7 @@ class Kind:
     name: str
     make: Callable[[], Part]
     goals: Goals = ()
-    compressed_goals: Goals | None = None  # None: it has nothing that could be compressed
+    compressed_goals: Goals | None = None  # None: nothing can be compressed
 
     def there(self) -> bool:
         try:
@@ -121,7 +121,7 @@ KINDS = (
 
 
 def kept(kind: Kind, contender: Contender, compressed: bool) -> int:
-    """Bytes that one forward keeps for backward."""
+    """Bytes that one forward saves for backward."""
     model, call = kind.make()
     contender.prepare(model)
     if compressed:
@@ -131,7 +131,7 @@ def kept(kind: Kind, contender: Contender, compressed: bool) -> int:
         return lb.memory.saved_bytes(lambda: call(x), model)
 
 
-#: By kind and whether activations are compressed: bytes by contender.
+#: Bytes by contender, by kind and whether activations are compressed.
 Kept = Mapping[tuple[Kind, bool], Mapping[str, int]]
 
 
@@ -153,7 +153,7 @@ def kept_table(found: Kept) -> str:
 
 
 def plot(found: Kept, path: Path) -> bool:
-    """A panel a kind, two bars a contender: parts of what bf16 keeps. False: no matplotlib."""
+    """Plot bytes relative to bf16: a panel per kind, two bars per contender. False without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -185,7 +185,7 @@ def plot(found: Kept, path: Path) -> bool:
 
 # -- a step ------------------------------------------------------------------------------------------------------------
 class Step:
-    """A GPT that trains as ``contender`` says; called, it does one step: forward, backward, AdamW, zero_grad."""
+    """A GPT that trains as ``contender`` says. A call is one step: forward, backward, AdamW, zero_grad."""
 
     def __init__(self, contender: Contender, config: GPTConfig, batch: int) -> None:
         self.model, self.autocast = GPT(config), contender.autocast
@@ -198,7 +198,7 @@ class Step:
         self._step(self.inputs, self.targets)
 
     def begin(self) -> None:
-        """The same with a few of the tokens, which makes the optimizer's states."""
+        """One step with a few tokens, which allocates the optimizer's states."""
         self._step(self.inputs[:1, :32], self.targets[:1, :32])
 
     def _step(self, inputs: Tensor, targets: Tensor) -> None:
@@ -219,7 +219,7 @@ def _described(config: GPTConfig, batch: int) -> str:
 
 @dataclass(frozen=True)
 class Saving:
-    """What is done for memory in a step, and the goals beside bf16 with the same checkpointing."""
+    """Memory techniques of a step, and the goals relative to bf16 with the same checkpointing."""
 
     name: str
     compressed: bool
@@ -241,7 +241,7 @@ BATCH = 8
 
 
 def peak(contender: Contender, saving: Saving, config: GPTConfig) -> int:
-    """Bytes of a step that finds the optimizer's states there."""
+    """Peak bytes of a step after the optimizer's states are allocated."""
     step = Step(contender, config, BATCH)
     if saving.compressed:
         lb.train.compress_activations_(step.model)
@@ -269,7 +269,7 @@ def peak_table(config: GPTConfig) -> str:
 # -- its time ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Timed:
-    """A GPT whose step is timed, in about ``seconds`` in all, with the goals beside bf16."""
+    """A GPT whose step is timed, in about ``seconds`` in total, with goals relative to bf16."""
 
     title: str
     config: GPTConfig
@@ -290,7 +290,7 @@ TIMED = (
     ),
     Timed("The demo's GPT", GPTConfig(), 4, 40, ((".*", 1.30),), "1.30"),
 )
-#: The most turns that a step takes; slow ones take fewer.
+#: The most turns per contender; slow ones have fewer.
 TURNS = 7
 
 
@@ -300,7 +300,7 @@ def _median_seconds(cases: Iterator[Case], seconds: float) -> dict[str, float]:
 
 
 def time_table(timed: Timed) -> str:
-    """A row a contender and peer. Peers that cannot train here have the reason."""
+    """One row per contender and peer. Peers that cannot train here show the reason."""
     steps = {one.name: Step(one, timed.config, timed.batch) for one in CONTENDERS}
     reasons = {}
     for name, prepare in PEERS.items():
@@ -318,12 +318,12 @@ def time_table(timed: Timed) -> str:
 
 
 WATCHED = ("fp8", "mxfp8", "nvfp4")
-#: What is watched, and every how many steps; 0: nothing.
+#: Steps between watched steps; 0: not watched.
 EVERY = {"unwatched": 0, "watched, step not due": 10**9, "watched, step due": 1}
 
 
 def watch_table() -> str:
-    """The demo's GPT: a row a recipe."""
+    """The time of watching in the demo's GPT, one row per recipe."""
     timed = TIMED[-1]
     chosen = [one for one in RECIPES if one.name in WATCHED]
     with ExitStack() as watching:

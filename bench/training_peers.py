@@ -1,6 +1,6 @@
-"""What others offer for training Linear layers in low precision: torchao's FP8, and its mixed precision with int8.
+"""Peers for training Linear layers in low precision: torchao's FP8, and its int8 mixed precision.
 
-All of them run without torch.compile, as lowbit does here, and leave the layers that lowbit leaves.
+All run without torch.compile, as lowbit does here, and skip the layers that lowbit skips.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import nn
 
-#: Called with a model, which it changes in place.
+#: Changes a model in place.
 Prepare = Callable[[nn.Module], object]
 
 
@@ -35,7 +35,7 @@ def _int8(model: nn.Module) -> object:
     return quantize_(model, Int8MixedPrecisionTrainingConfig(module_swap=True), filter_fn=_chosen)
 
 
-#: ``emulate`` multiplies in high precision what was rounded to FP8; else torch._scaled_mm multiplies the codes.
+#: ``emulate`` multiplies numbers rounded to FP8 in high precision; otherwise torch._scaled_mm multiplies the codes.
 PEERS: dict[str, Prepare] = {
     "torchao float8, a scale a tensor": _float8("tensorwise", emulate=False),
     "torchao float8, a scale a tensor, emulate=True": _float8("tensorwise", emulate=True),

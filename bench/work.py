@@ -1,4 +1,4 @@
-"""The groups to measure: every op's workloads, from the table of ops, beside peers and the machine's limit."""
+"""Benchmark groups: the workloads of all ops, with peers and the machine's limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowbit.testing import WORKLOADS, Workload
 
 
 class Item(NamedTuple):
-    """A group that is not made yet: its inputs may be large."""
+    """A group that is made on demand, because its inputs may be large."""
 
     op: str
     label: str
@@ -26,7 +26,7 @@ class Item(NamedTuple):
 
 
 def items(rows: int, cols: int) -> Iterator[Item]:
-    """Everything there is to measure, on matrices ``[rows, cols]``."""
+    """All groups, on matrices ``[rows, cols]``."""
     for spec in OPS.values():
         yield from (item(spec, work) for work in WORKLOADS[spec.name](rows, cols))
 
@@ -48,7 +48,7 @@ def _group(spec: OpSpec, label: str, work: Workload) -> Group:
 
 
 def _copies(cost: Cost) -> int:
-    """How many operands take turns: enough that they come from memory, where that is what bounds a product."""
+    """The number of operands that take turns: enough that a memory-bound matmul reads them from memory."""
     bound_by_memory = 0 < cost.flops < 64 * cost.bytes
     return -(-CACHES // cost.bytes) if bound_by_memory and cost.bytes > 1 << 20 else 1
 
@@ -58,23 +58,23 @@ def _copy(call: Any) -> Any:
 
 
 def isas() -> list[str]:
-    """Instruction sets of the compiled kernels, best last; one empty name where there are none to choose from."""
+    """Instruction sets of the compiled kernels, best last; one empty name if there is no choice."""
     return cpu.isas() if cpu.unavailable() is None else [""]
 
 
 def _outs(spec: OpSpec, call: Any) -> dict[str, Tensor]:
-    """Memory to fill: the call's own tensors where an op works in place."""
+    """Outputs to fill: the call's own tensors if an op works in place."""
     made = {n: torch.empty(s, dtype=d) for n, (s, d) in zip(spec.returns, spec.outputs(call), strict=True)}
     given = {name: getattr(call, argument) for name, argument in spec.in_place.items()}
     return made | {name: tensor for name, tensor in given.items() if tensor is not None}
 
 
-#: Operations above which the scalar kernels, which are there as proof, would take minutes.
+#: The most operations for scalar kernels, which would take minutes above.
 _FOR_SCALAR = 1 << 30
 
 
 def _ours(spec: OpSpec, calls: list[Any], cost: Cost) -> Iterator[Case]:
-    """lowbit's op on ``calls`` in turn with preallocated outputs: once for each instruction set."""
+    """lowbit's op on ``calls`` in turn with preallocated outputs: one case per instruction set."""
     run = getattr(torch.ops.lowbit, f"{spec.name}_out")
     outs = [_outs(spec, call) for call in calls]
 
