@@ -183,7 +183,7 @@ def run(directory: Path) -> Path:
          f"{plain / 2 / sent:.2f}")
         for case, (last, held, sent) in zip(CASES, found, strict=True)
     ]  # fmt: skip
-    head = ("gradients", "training loss", "held-out loss", "beside fp32", "sent in a step", "times less than fp32",
+    head = ("gradients", "training loss", "held-out loss", "relative to fp32", "sent per step", "times less than fp32",
             "than bf16")  # fmt: skip
     gathers = [
         (case.name, amount(size), f"{sent[0] / size:.2f}", f"{sent[1] / size:.2f}")
@@ -196,23 +196,23 @@ def run(directory: Path) -> Path:
         for predicted in [predictor.whole(settings).peak_bytes]
     ]
     text = [
-        "# Several processes\n",
+        "# Distributed training\n",
         *(f"- {name}: {value}" for name, value in about.items()),
-        "\n## Gradients in few bits\n",
+        "\n## Low-bit gradients\n",
         f"{PROCESSES} gloo processes train a GPT of {sum(p.numel() for p in GPT(CONFIG).parameters()):,} parameters "
         f"with DistributedDataParallel and torch's AdamW for {STEPS} steps of {BATCH} windows of {CONFIG.context} "
-        f"tokens. The training loss is the mean of the last {LAST} steps; the held-out loss is of {HELD_OUT} windows. "
-        "Sent is what one process sends to others for gradients.\n",
+        f"tokens. The training loss is the mean of the last {LAST} steps; the held-out loss is over {HELD_OUT} "
+        "windows. Sent: bytes that one process sends to others for gradients.\n",
         markdown(head, cells, numbers=range(1, len(head))),
-        "\n## Weights in few bits\n",
-        "What one process sends of weights in a step of `zero3`, of the same model. Its embedding and head are "
-        "gathered in fp32, or in the precision asked for.\n",
-        markdown(("gathered", "sent in a step", "times less than fp32", "than bf16"), gathers, numbers=(1, 2, 3)),
-        "\n## What a process holds\n",
-        f"The peak that `lb.fit(gpus={PROCESSES})` predicts for each process, and resident memory at its most in the "
-        f"third step, beyond what it was before: a GPT of {sum(p.numel() for p in GPT(LARGER).parameters()):,} "
+        "\n## Low-bit weights\n",
+        "Bytes of weights that one process sends per step of `zero3`, for the same model. Its embedding and head are "
+        "gathered in fp32, or in the given precision.\n",
+        markdown(("gathered", "sent per step", "times less than fp32", "than bf16"), gathers, numbers=(1, 2, 3)),
+        "\n## Memory per process\n",
+        f"The peak that `lb.fit(gpus={PROCESSES})` predicts for each process, and the peak resident memory in the "
+        f"third step, minus the memory before: a GPT of {sum(p.numel() for p in GPT(LARGER).parameters()):,} "
         "parameters, 4 sequences of 64 tokens in each process.\n",
-        markdown(("training", "predicted, MB", "held", "prediction is off by"), held, numbers=(1, 2, 3)),
+        markdown(("training", "predicted, MB", "measured", "prediction error"), held, numbers=(1, 2, 3)),
     ]
     path = directory / "distributed.md"
     path.write_text("\n".join(text) + "\n")

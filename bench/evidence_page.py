@@ -108,14 +108,14 @@ def _section(study: Study, record: Record) -> Iterable[str]:
     yield f"\n## {study.title}\n"
     yield (
         f"{parameters / 1e6:.1f} million parameters, {study.steps:,} steps of {study.batch} x {study.model.context} "
-        f"tokens, {tokens / parameters:.2f} tokens a parameter; text: {study.text}.\n"
+        f"tokens, {tokens / parameters:.2f} tokens per parameter; text: {study.text}.\n"
     )
     rows = [row for variation in study.variations if (row := _row(runs, variation)) is not None]
     yield markdown(_HEAD, rows, numbers=(1, 2, 3, 4, 6, 7, 8)) if rows else "No run yet."
     beside = [row for variation in study.variations if (row := _beside(runs, variation)) is not None]
     if beside:
-        head = ("run", "beside", "seeds", "change, %", "95%", "change from the first, %", "sum of its parts")
-        yield "\nBeside what differs by one thing, and what plans would add up:\n"
+        head = ("run", "compared with", "seeds", "change, %", "95%", "change from the first, %", "sum of its parts")
+        yield "\nCompared with the run that differs in one setting, and the sum of parts that plans predict:\n"
         yield markdown(head, beside, numbers=(2, 3, 4, 5, 6))
     failed = [(name, seed) for name, lines in runs.lines.items() for seed, line in lines.items() if "failed" in line]
     for name, seed in failed:
@@ -137,12 +137,13 @@ def write(directory: Path, record: Record) -> Path:
         f"- cells: {len(done)} of {len(planned)}; record: [evidence/](evidence)",
         *(f"- {name}: {_listed(done, field)}" for name, field in _ABOUT.items()),
         f"- held-out tokens of a loss: {', '.join(f'{count:,}' for count in held_out) or '-'}\n",
-        "A seed decides the initial weights and all batches, so that runs of one seed are pairs. Changes are from the "
-        "first row, in percent of its loss on held-out text: the mean over seeds ± its standard error, and Student's "
-        "95% interval. A goal is met where the whole interval is below it, and open where the interval holds it. "
+        "A seed determines the initial weights and all batches, so runs with the same seed are pairs. Changes are "
+        "relative to the first row, in percent of its loss on held-out text: the mean over seeds ± its standard error, "
+        "and Student's 95% interval. A goal is met if the entire interval is below it, and open if the interval "
+        "contains it. "
         "`last batches` compares losses of the last 100 training batches: a run that is better there learns faster, "
         "one that is better on held-out text alone is regularized. `other text`: docstrings of torch. The last column "
-        "is how many seeds would make the interval ± 0.2%. Losses are in the run's own precision, in nats a token.",
+        "is the number of seeds for an interval of ± 0.2%. Losses are in the run's own precision, in nats per token.",
     ]
     for study in STUDIES:
         text += _section(study, record)

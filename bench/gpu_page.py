@@ -57,8 +57,9 @@ def _spills_table(cells: list[dict[str, Any]]) -> list[str]:
         for where, by in spills(cells).items()
     ]
     text = (
-        "Bytes that a thread spills, at the number of its registers. At 255, and at 128 in programs of 16 warps, it "
-        "has no more. At fewer the assembler spills a few bytes, so that another program fits beside it.\n"
+        "Bytes that a thread spills, and its registers. 255 registers, or 128 in programs of 16 warps, are the "
+        "maximum. With fewer registers, the assembler spills a few bytes so that another program fits on the "
+        "multiprocessor.\n"
     )
     return [text, markdown(head, found, numbers=range(3, 8))] if found else []
 
@@ -96,32 +97,32 @@ def _cells(cell: dict[str, Any]) -> tuple[str, ...]:
 def _intro(held: dict[str, Any]) -> list[str]:
     cells, versions = held["cells"], ", ".join(f"{name} {value}" for name, value in held["about"].items())
     missing = held["asked"] - len(cells)
-    part = "" if not missing else f" {missing} of {held['asked']} rows are not made yet, and not here."
+    part = "" if not missing else f" {missing} of {held['asked']} rows are missing."
     return [
         "# Kernels for GPUs\n",
-        "What serves each op on each architecture, and what its machine code holds. No GPU is needed: the registry is "
-        "asked as a call asks it, and its kernels are compiled, not run. **Times are estimates, none is measured.** "
-        f"Compiled with {versions}.{part}\n",
-        f"- Products are of an input `[rows, {SIZE}]` in bf16 by a weight `[{SIZE}, {SIZE}]` in a recipe; "
-        f"those of {EXPERTS} experts of {ROWS_OF_EXPERTS} rows that are quantized already. What is "
-        f"quantized is `[{SIZE}, {SIZE}]` in bf16, and so are parameters in their dtype. The convolution is 3 x 3 of "
+        "The kernels of each op on each architecture, and facts about their machine code. No GPU is needed: the "
+        "registry selects kernels as in a call, and they are compiled, not run. **Times are estimates, not "
+        f"measurements.** Compiled with {versions}.{part}\n",
+        f"- Matmuls have an input `[rows, {SIZE}]` in bf16 and a weight `[{SIZE}, {SIZE}]` in a recipe. Matmuls of "
+        f"{EXPERTS} experts have {ROWS_OF_EXPERTS} rows that are already quantized. Quantized matrices are "
+        f"`[{SIZE}, {SIZE}]` in bf16; parameters have the same shape in their dtype. The convolution is 3 x 3 with "
         f"{IMAGES} images of {PIXELS} x {PIXELS} pixels, {CHANNELS} channels to {CHANNELS}.",
-        "- **starts**: kernels, each with how often it is launched, then products of torch (`torch: mm` is that of "
-        "bf16), then how many other ops of torch there are, which lay tensors out.",
-        "- **multiplies with**: the matrix instruction in PTX, what it multiplies, and its name in machine code.",
-        "- **registers** of a thread, **spilled** bytes of a thread's stack, and **shared** memory in bytes of a "
-        "program, of each kernel in the order of **starts**.",
-        "- **bytes**: what launches move, each tensor of a launch once, over the bytes of the op's own operands and "
-        "result. What a kernel reads again from caches or memory is not counted.",
-        "- **time**: the estimate over that of bf16: for products the same product, for codecs a copy of the matrix, "
-        "for optimizers the step with moments in bf16. A launch takes the longer of its bytes at the bandwidth of "
-        "memory and its operations at the peak of tensor cores, below, whichever instruction multiplies. Launches "
-        "themselves, decoding, and what stands beside the products cost nothing here.\n",
+        "- **starts**: kernels, each with its number of launches, then matmuls of torch (`torch: mm` is in bf16), then "
+        "the number of other torch ops, which copy tensors.",
+        "- **multiplies with**: the matrix instruction in PTX, its operand types, and its name in machine code.",
+        "- **registers** per thread, **spilled** stack bytes per thread, and **shared** memory bytes per program, for "
+        "each kernel in the order of **starts**.",
+        "- **bytes**: the bytes of all tensors of the launches, each tensor once per launch, relative to the bytes of "
+        "the op's operands and result. Repeated reads from caches or memory are not counted.",
+        "- **time**: the estimated time relative to bf16: for matmuls the same matmul, for codecs a copy of the "
+        "matrix, for optimizers the step with bf16 moments. The time of a launch is the maximum of its bytes at the "
+        "memory bandwidth and its operations at the tensor-core peak below, for any instruction. Launch overhead, "
+        "decoding, and other work besides the matmul are not included.\n",
         peaks_table(),
         "\n## Findings\n",
-        "A kernel should compile, spill nothing, multiply with the matrix instruction of its architecture, and have no "
-        "instruction that the [numerics](../../docs/numerics.md) forbid. No row should be on the reference but those "
-        "that [gpu.md](../../docs/gpu.md) names.\n",
+        "A kernel should compile, not spill, use the matrix instruction of its architecture, and have no instruction "
+        "that the [numerics](../../docs/numerics.md) forbid. Only rows that [gpu.md](../../docs/gpu.md) names should "
+        "be on the reference.\n",
         *[f"- {text}" for text in faults(cells)],
         *_spills_table(cells),
         *([] if faults(cells) or spills(cells) else ["There is none."]),

@@ -145,7 +145,7 @@ def record() -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     """The training methods in GiB, with the GPUs that each fits."""
-    head = ("way to train", "weights", "states, masters", "gradients", "activations and the rest", "peak, GiB")
+    head = ("training method", "weights", "states, masters", "gradients", "activations and the rest", "peak, GiB")
 
     def row(name: str, sizes: dict[str, int]) -> tuple[str, ...]:
         fits = ("yes" if sizes["peak"] <= USABLE * card * _GIB else "no" for card in CARDS)
@@ -169,8 +169,8 @@ def run(directory: Path) -> Path:
         *(f"- {name}: {value}" for name, value in about.items()),
         f"\nEstimates by `lb.estimate` for a model of the shape of Llama-2-7B, on the meta device: "
         f"{found['parameters']:,} parameters. A batch is 1 x {LENGTH:,} tokens unless the row says otherwise. LoRA has "
-        f"rank {RANK} on all matrices of a block. Sizes are the CPU allocator's at the peak of a step, in GiB. A way "
-        f"fits a card if its peak is at most {USABLE:.0%} of the card's GiB. The rest is activations, logits, "
+        f"rank {RANK} on all matrices of a block. Sizes are the CPU allocator's at the peak of a step, in GiB. A "
+        f"method fits a card if its peak is at most {USABLE:.0%} of the card's GiB. The rest is activations, logits, "
         "temporaries, casts of weights, and the gradients of optimizers that step in backward.\n",
         f"<!-- table: llama7b -->\n{table(found)}\n<!-- end -->",
     ]

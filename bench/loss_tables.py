@@ -133,7 +133,7 @@ def _selected(record: tuple[str, str], wanted: Callable[[str], object]) -> str:
 
 def gradients() -> str:
     """Return low-bit gradients, with and without error feedback."""
-    recorded = _section("distributed.md", "## Gradients in few bits")
+    recorded = _section("distributed.md", "## Low-bit gradients")
 
     def row(name: str) -> Iterable[str]:
         plain, with_feedback = recorded[name], recorded[f"{name}, error feedback"]
