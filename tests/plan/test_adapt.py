@@ -385,7 +385,7 @@ def test_what_would_fit_and_a_plan_from_a_file(tmp_path):
     losses = [run.step(ROWS[:2])]
     same = [one for one in plan._others.values() if one.settings.bits == plan.settings.bits]
     least = min(same, key=lambda one: one.peak_bytes)
-    with pytest.raises(ValueError, match=r"into 1000 B; the least is .* KiB, with .*The run goes on") as error:
+    with pytest.raises(ValueError, match=r"into 1000 B; the least is .* KiB, with .*The run continues") as error:
         run.refit(1000)
     assert lb.sizes.amount(least.peak_bytes) in str(error.value) and run.settings == plan.settings
     assert [*losses, run.step(ROWS[:2])] == [plain.step(ROWS[:2]) for _ in range(2)]

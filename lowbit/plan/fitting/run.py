@@ -288,10 +288,10 @@ class Run:
         try:
             whole = of((output, part))
             halves = [(of(half), weight) for half, weight in micro_batches((output, part), 2)]
+            (first, _), (second, _) = halves
         except Exception:  # a caller's loss can raise anything
             logger.debug("run.step: the loss of some rows failed, so its mean is not checked", exc_info=True)
             return
-        (first, _), (second, _) = halves
         if abs(whole - first - second) <= 1e-3 * abs(whole) and abs(whole) > 1.1 * max(abs(first), abs(second)):
             raise ValueError(
                 f"run.step: the loss of some rows is {whole:.4g}, the sum of {first:.4g} and {second:.4g}, and a plan "
