@@ -225,7 +225,9 @@ def test_files_of_another_method_are_another_run(tmp_path, batches):
 
     with pytest.raises(KeyboardInterrupt):
         files("out", 0.5, stop=True)
-    with pytest.raises(ValueError, match=r"has an interrupted run with method 'nearest minmax [0-9a-f]+', but this run has"):
+    with pytest.raises(
+        ValueError, match=r"has an interrupted run with method 'nearest minmax [0-9a-f]+', but this run has"
+    ):
         files("out", 1.0)
     files("out", 0.5)
     with torch.no_grad():

@@ -545,7 +545,9 @@ def test_a_full_disk_leaves_what_was_finished(tmp_path, monkeypatch):
         return write(path, tensors)
 
     monkeypatch.setattr(safetensors, "write", full)
-    with pytest.raises(OSError, match=rf"No space left.*finished parts in {tmp_path} are intact.*: '{tmp_path}/blocks/0002/"):
+    with pytest.raises(
+        OSError, match=rf"No space left.*finished parts in {tmp_path} are intact.*: '{tmp_path}/blocks/0002/"
+    ):
         lb.calibrate(model, "int8", batches, "gptq", directory=tmp_path)
     monkeypatch.undo()
     done = []
