@@ -60,6 +60,7 @@ def _style(line) -> tuple:
     return line.get_color(), line.get_linestyle(), line.get_marker()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("layers", [1, 3, 40])
 def test_watched_operands_have_titles_in_words_and_the_worst_layers_are_shown(layers):
     names = [f"model.layers.{number}.self_attn.projection_of_queries" for number in range(layers)]

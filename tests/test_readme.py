@@ -19,12 +19,12 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.thinned(4)
 @pytest.mark.parametrize("page, needs", [
-    ("README.md", ()), ("docs/formats.md", ()), ("docs/answers.md", ()),
-    ("docs/optimizers.md", ("transformers",)), ("docs/training.md", ()), ("docs/ladder.md", ()),
-    ("docs/memory.md", ("transformers",)), ("docs/7b-on-24gb.md", ("transformers",)),
-    ("docs/with-other-libraries.md", ("transformers", "peft", "accelerate")), ("docs/distributed.md", ()),
+    ("README.md", ()), ("docs/formats.md", ()), ("docs/answers.md", ()), ("docs/optimizers.md", ("transformers",)),
+    *(pytest.param(f"docs/{page}.md", needs, marks=pytest.mark.slow) for page, needs in {
+        "training": (), "ladder": (), "memory": ("transformers",), "7b-on-24gb": ("transformers",),
+        "with-other-libraries": ("transformers", "peft", "accelerate"), "distributed": (),
+    }.items()),
 ])  # fmt: skip
 def test_code_prints_what_it_shows(tmp_path, monkeypatch, page, needs):
     for package in needs:

@@ -71,7 +71,7 @@ DATA_FREE: dict[str, DataFreeMethod] = {
 
 
 #: The choices of ``default_data_free`` in words.
-DEFAULT = "magnitude for signed integers below 8 bits, mse for mxfp4 and nvfp4, else nearest"
+DEFAULT = "magnitude for signed integers below 8 bits, mse for mxfp4 and nvfp4, otherwise nearest"
 
 
 def default_data_free(scheme: Scheme) -> DataFreeMethod:

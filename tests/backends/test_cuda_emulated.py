@@ -75,7 +75,7 @@ def encode(cuda: Emulated, call: Encode) -> Tensor:
     return out
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("format", HELD_FORMATS, ids=str)
 def test_encode_of_all_16_bit_patterns(cuda: Emulated, format: formats.Format, dtype: torch.dtype) -> None:

@@ -179,7 +179,7 @@ except MemoryError:
 """
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.slow
 @compiled
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process as Linux does")
 @pytest.mark.parametrize("threads", ["1", "2"])

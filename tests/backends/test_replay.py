@@ -49,7 +49,7 @@ def another(call):
     return call._make(turned(x) if isinstance(x, torch.Tensor) else x for x in call)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("op", REPLAYED)
 def test_a_replay_is_the_call(op):
     impl, replayed, calls = IMPLS[op], 0, list(SAMPLES[op]("cpu"))
@@ -114,6 +114,7 @@ def test_the_third_call_of_a_kind_is_the_first_that_is_replayed(monkeypatch):
     assert len(started) == 3, "another alignment is another kind"
 
 
+@pytest.mark.slow
 def test_host_times_are_measured_without_a_gpu(tmp_path):
     """In a process of its own, because interpreted kernels are not compiled."""
     script = f"""

@@ -162,6 +162,7 @@ def test_losses_and_attention_are_measured_beside_torchs(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_training_is_measured_beside_bf16(tmp_path, monkeypatch):
     from dataclasses import replace
 

@@ -35,6 +35,7 @@ def cell(held, section, of, architecture):
     return next(c for c in held["cells"] if (c["section"], c["of"], c["architecture"]) == wanted)
 
 
+@pytest.mark.slow
 def test_a_quick_run_says_what_serves_and_what_its_machine_code_holds(quick):
     held = json.loads((quick / "gpu_kernels.json").read_text())
     assert len(held["cells"]) == held["asked"] > 0
@@ -52,6 +53,7 @@ def test_a_quick_run_says_what_serves_and_what_its_machine_code_holds(quick):
     assert "torch: mm" in page and f"reference: {gpu_rows.NO_KERNEL['square_sums']}" in page
 
 
+@pytest.mark.slow
 def test_what_was_made_is_not_made_again(quick):
     """Without processes, from the files of the cache alone."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

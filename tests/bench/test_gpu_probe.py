@@ -37,6 +37,7 @@ def test_exact_sums_keep_all_that_is_asked_about():
     assert gpu_probe.fraction_bits(exact, "bf16") == gpu_probe.fraction_bits(exact, "fp8") == 27
 
 
+@pytest.mark.slow
 def test_probes_run_without_a_gpu(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, str(ROOT / "bench" / "gpu_probe.py"), str(tmp_path), "--dry-run"]

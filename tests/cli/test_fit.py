@@ -67,6 +67,7 @@ def test_a_loss_of_its_own_is_planned_for_and_printed(run, mine):
     assert names["plan"].identity.loss is not None and 3 < names["loss"] < 6
 
 
+@pytest.mark.slow
 def test_a_config_alone_is_enough(run, tmp_path):
     transformers = pytest.importorskip("transformers", minversion="5")
     config = transformers.T5Config(
@@ -165,7 +166,7 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(mine, tmp_path, monkeypatc
             "--rows sets the batch that lowbit creates, but mine:made returns",
         ),
         (("--ladder", "--link", "1GB/s"), "--link applies to lowbit fit MODEL"),
-        (("--ladder", "--gpus", "3"), "has 1, 2, 4, ... processes, whose means are exact, got 3"),
+        (("--ladder", "--gpus", "3"), "expected 1, 2, 4, ... processes, whose means are exact, got 3"),
         (("mine_to_plan:made", "--memory", "1GiB", "--gpus", "2", "--link", "fast"), "such as '25GB/s', got 'fast'"),
         (("nothing", "--memory", "1GiB"), "error: MODEL nothing: expected 'demo', a Hugging Face model directory"),
         (("nothing:made", "--memory", "1GiB"), "error: MODEL nothing:made: No module named"),

@@ -167,8 +167,8 @@ def test_runs_within_a_memory_say_what_was_chosen_and_what_it_held(tmp_path, run
         (("--tail", "0.1"), "its last steps are not quantized"),
         (("--watch", "5"), "watched steps need more memory than is planned"),
         (
-            ("--optimizer", "lion4bit"),
-            "memory plans runs with adamw or adamw8bit or adamw4bit, got the optimizer 'lion4bit'",
+            ("--optimizer", "lion16bit"),
+            "got the optimizer 'lion16bit'",
         ),
         (("--explain",), "it explains runs without a plan; drop --memory"),
     ],

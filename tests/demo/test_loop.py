@@ -184,6 +184,7 @@ def test_a_killed_run_resumes_in_every_bit(corpus, tmp_path, moment):
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "name", ["adamw16bit", "adamw8bit", "adamw4bit", "lion8bit", "sgd8bit", "muon8bit", "sgd", "adafactor32bit"]
 )
@@ -239,6 +240,7 @@ def test_a_signal_in_the_last_step_stops_too(corpus, tmp_path, monkeypatch, mome
 
 
 # -- watched ---------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_watched_run_has_the_bits_of_a_run_and_its_rows_go_on_after_a_stop(corpus, tmp_path):
     def trainer(name: str, every: int) -> Trainer:
         config = replace(SHORT, precision="fp8", checkpointing=True, save_every=6)

@@ -60,7 +60,7 @@ def test_ops_hold_what_is_estimated(case):
     assert not told.unmeasured
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_networks_of_random_parts_hold_what_is_estimated(seed):
     case = random_network(seed)

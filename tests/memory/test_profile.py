@@ -107,6 +107,7 @@ def test_kinds_and_layers_of_a_chain():
     assert "after forward" in text and "activations" in text
 
 
+@pytest.mark.slow
 def test_a_recomputation_is_a_phase_of_its_own():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
     x = torch.randn(256, 64, requires_grad=True)
@@ -255,6 +256,7 @@ def test_steps_of_two_optimizers_are_the_steps_of_one():
         assert p.leaks() == []
 
 
+@pytest.mark.slow
 def test_a_profile_that_has_ended_can_be_copied_and_keeps_nothing_alive():
     model = nn.Linear(64, 64)
     with profile(model) as p:

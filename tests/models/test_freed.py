@@ -215,7 +215,7 @@ def check(make: Callable[[], nn.Module], use: Callable[[nn.Module], Any]) -> Non
     assert not alive, f"alive until the garbage collector runs: {alive}"
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.filterwarnings("ignore")
 def test_a_network_is_freed_at_once(name):

@@ -263,6 +263,7 @@ class Model(nn.Module):
         return x + self.down(nn.functional.silu(self.up(self.norm(x))))
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("recipe", ["int8", "int4-weight-only", "mxfp8", "nvfp4"])
 def test_compile_without_graph_breaks(recipe):
     torch._dynamo.reset()

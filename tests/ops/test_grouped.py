@@ -43,7 +43,7 @@ def near(y: torch.Tensor, expected: torch.Tensor, tolerance: torch.Tensor) -> bo
     return bool((same | ((y.double() - expected.double()).abs() <= 2 * tolerance)).all())
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", params(kernels("scaled_grouped_mm")))
 def test_every_kernel_multiplies_for_each_expert(kernel):
     served = 0

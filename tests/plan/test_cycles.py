@@ -19,6 +19,7 @@ TECHNIQUES = {
     "plain": TrainingSettings(),
     "block": TrainingSettings(checkpoint="block", micro_batches=2),
     "mlp": TrainingSettings(checkpoint="mlp"),
+    "lion": TrainingSettings(optimizer="lion", bits=8),
     "save_matmuls": TrainingSettings(checkpoint="save_matmuls"),
     "sqrt": TrainingSettings(checkpoint="sqrt"),
     "options of blocks": TrainingSettings(checkpoint=("block", "mlp")),

@@ -150,6 +150,7 @@ def llama():
     return transformers.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
 
 
+@pytest.mark.slow
 def test_logits_and_scores_go_where_the_budget_asks_for_it(llama, tmp_path):
     model, batch = llama
     plain = copy.deepcopy(model)(**batch).loss.item()

@@ -203,6 +203,7 @@ def test_micro_batches_sum_to_the_batch():
     assert parts == pytest.approx(whole, rel=ascent._CLOSE)
 
 
+@pytest.mark.slow
 def test_every_rung_trains():
     settings = TrainingSettings()
     for rung in RUNGS:

@@ -124,6 +124,7 @@ def logits_of(model, tokens, scheme):
 
 
 # -- bytes and losses -------------------------------------------------------------------------------------------------
+@pytest.mark.thinned(2)
 @each
 def test_a_generation_holds_what_the_plan_says_and_no_more_than_the_budget(plans, kind):
     for plan in plans(kind).values():
@@ -166,6 +167,7 @@ def test_several_sequences_and_a_model_on_meta():
     assert "the model is on meta" in str(plan)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_experts_hold_no_more_than_where_all_tokens_choose_the_same(kind):
     """How many tokens an expert is given, nobody knows before."""
@@ -235,6 +237,7 @@ def test_the_model_stays_as_it_is_while_a_plan_is_made():
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
+@pytest.mark.thinned(2)
 @each
 def test_a_plan_by_a_batch_leaves_nothing_in_memory(kind):
     model, keep = MAKE[kind](), ("plain cache", "whole prompt")

@@ -110,6 +110,7 @@ def test_fallbacks_take_less_each_time():
     assert fallback(TrainingSettings(checkpoint="mlp"), subject) == TrainingSettings(checkpoint="block")
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("make", "batch", "loss", "share", "expected", "peak"),
     [

@@ -268,6 +268,7 @@ def test_observers_average_and_are_frozen():
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("learn_scale", [False, True])
 @pytest.mark.parametrize("recipe", [*STATIC, "int8", "w4a8", "nvfp4", "mxfp4", "int4-weight-only:group32:hadamard"])
 def test_exported_models_compute_the_same_bits(recipe, learn_scale):
@@ -289,6 +290,7 @@ def test_exported_convolutions_compute_the_same_bits(strict):
     assert torch.equal(torch.export.export(model, (x,), strict=strict).module()(x), model(x))
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("learn_scale", [False, True])
 @pytest.mark.parametrize("observe", [None, 2])
 @pytest.mark.parametrize("recipe", STATIC)

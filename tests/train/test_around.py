@@ -147,6 +147,7 @@ def test_accumulated_gradients_are_sums_and_are_clipped_as_any(recipe):
         torch.testing.assert_close(param.grad, total / 2)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("recipe", ["fp8", STOCHASTIC_ROWS, "fp8-delayed"], ids=str)
 def test_compiled_blocks_under_autocast_have_the_bits_of_eager(recipe):
     """Blocks that are compiled one by one, inside a model that is not, under bf16 autocast."""

@@ -31,6 +31,7 @@ class Model(nn.Module):
         return self.lm_head(x + checkpoint(self.second, self.up(x), use_reentrant=False))
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("recipe", [*TRAINING, STOCHASTIC, DELAYED], ids=str)
 def test_one_compilation_serves_all_steps_in_the_bits_of_eager(recipe):
     """Three steps of two micro-batches, which grow, so that delayed scales differ from current ones."""

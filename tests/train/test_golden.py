@@ -15,6 +15,7 @@ import lowbit as lb
 GOLDEN = golden.read()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", TRAINING)
 def test_losses_are_those_recorded(name):
     assert name in GOLDEN, (

@@ -68,6 +68,7 @@ def finished(model: nn.Module) -> list[Tensor]:
     return list(model.state_dict().values())
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("trained", [by_trainer, by_accelerate])
 def test_a_run_resumes_and_recomputes_in_the_same_bits(tmp_path, trained):
     whole = trained(tmp_path)

@@ -80,6 +80,7 @@ def trained(model: Model, steps: int = 4, micro_batches: int = 2) -> list[Tensor
 
 
 # -- no bit changes --------------------------------------------------------------------------------------------------
+@pytest.mark.thinned(3)
 @WAYS
 @RECIPES
 def test_watched_training_has_the_bits_of_training(recipe, way):

@@ -182,6 +182,7 @@ def test_an_optimizer_that_replaces_that_of_a_plan_has_it(tmp_path):
         assert bool(((number - weight).abs() <= 2.0**-15 * weight.abs()).all())
 
 
+@pytest.mark.slow
 def test_a_model_that_goes_frees_it():
     model = layers()
     lb.train.mixed_(model, "bf16", working_copies=True)
