@@ -134,7 +134,7 @@ def test_profiling_the_memory_of_a_step_changes_no_loss(tmp_path, run, one_threa
 @pytest.mark.slow
 def test_runs_within_a_memory_say_what_was_chosen_and_what_it_held(tmp_path, run, one_thread, monkeypatch):
     names = ["fp32", "adamw8bit", "block", "disk", "activations in memory"]  # fewer choices are quicker
-    monkeypatch.setattr(planned, "_choices", lambda optimizer: names)
+    monkeypatch.setattr(planned, "_options", lambda optimizer: names)
     few = ("--steps", "4", "--recipe", "int8", "--precision", "bf16", "--memory", "70%")
     told = run("train", "--out", str(tmp_path), *TINY[: TINY.index("--precision")], *few)
     plan, report = TrainingPlan.load(tmp_path / "bf16" / "plan.json"), (tmp_path / "report.md").read_text()
