@@ -20,9 +20,9 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize("page, needs", [
-    ("README.md", ()), ("docs/formats.md", ()), ("docs/answers.md", ()), ("docs/optimizers.md", ("transformers",)),
+    ("README.md", ()), ("docs/formats.md", ()), ("docs/answers.md", ()),
     *(pytest.param(f"docs/{page}.md", needs, marks=pytest.mark.slow) for page, needs in {
-        "training": (), "ladder": (), "memory": ("transformers",), "7b-on-24gb": ("transformers",),
+        "training": (), "ladder": (), "optimizers": ("transformers",), "memory": ("transformers",), "7b-on-24gb": ("transformers",),
         "with-other-libraries": ("transformers", "peft", "accelerate"), "distributed": (),
     }.items()),
 ])  # fmt: skip

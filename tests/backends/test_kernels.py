@@ -85,6 +85,7 @@ def test_gradients_equal_the_reference_and_those_of_scales_are_within_their_boun
     assert served, f"{kernel} refuses every sample"
 
 
+@pytest.mark.slow
 def test_a_gradient_of_a_scale_beyond_its_bound_is_refused():
     """In every block, by twice the bound either way; half of it passes. The bound is that of the oracle."""
     refused = 0

@@ -86,6 +86,7 @@ def test_the_gradient_errs_by_no_more_than_rounding_to_bf16_does(medium):
     torch.testing.assert_close(x.grad.double(), exact, rtol=2**-7, atol=2**-6)
 
 
+@pytest.mark.slow
 def test_torchs_newer_settings_do_not_stand_in_the_way():
     """They contradict the older one, which then raises when it is asked for; nothing is rounded."""
     program = (

@@ -72,6 +72,7 @@ assert grid == (7, 1, 1) and len(given) == len(kernel.params)
 """
 
 
+@pytest.mark.slow
 def test_kinds_are_told_apart_where_triton_tells_them_apart_and_each_is_asked_for_once():
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, timeout=300)

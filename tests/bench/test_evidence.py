@@ -49,6 +49,7 @@ def numbers(line):
     return {key: value for key, value in line.items() if key not in ("seconds", "date", "machine")}
 
 
+@pytest.mark.slow
 def test_every_run_has_a_line_and_is_not_repeated(tmp_path, monkeypatch):
     page = evidence.run(tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "evidence" / "tiny.jsonl").read_text().splitlines()]

@@ -99,6 +99,7 @@ def all_digests() -> list[str]:
     return [digest(make()) for make in VALUES.values()]
 
 
+@pytest.mark.slow
 def test_digests_differ_and_are_the_same_in_another_process():
     told = all_digests()
     assert len(set(told)) == len(VALUES) and told == all_digests()

@@ -69,7 +69,7 @@ def run_of(settings: RunSettings, corpus: Corpus, directory: Path, resume: bool 
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
-@pytest.mark.thinned(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "names"),
     [
@@ -112,6 +112,7 @@ def test_parts_of_a_batch_have_the_mean_loss_and_the_step_of_the_whole(corpus, t
     assert within.history.peak_bytes < 0.8 * lb.estimate(model_of(settings_of(None), corpus), WHOLE).peak_bytes
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("precision", ["bf16", "nvfp4:keep_blocks=0"])
 def test_a_run_that_stops_goes_on_by_its_plan_in_every_bit(corpus, tmp_path, follow, precision, monkeypatch):
     follow(checkpoint="block", bits=8, offload_states=True, micro_batches=2)

@@ -130,7 +130,7 @@ def quantized(recipe: str, data: torch.Tensor) -> nn.Module:
     return made
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_multiplies_transformed_operands(recipe):
     """The oracle: a QuantLinear of the plain recipe, made of the transformed weight, given the transformed input."""

@@ -34,7 +34,7 @@ WITH_LAYERS = [
 ]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "order, kind, switch",
     [("after", "trained", "1"), ("before", "unpickled", "1"), ("after", "quantized", "0")],

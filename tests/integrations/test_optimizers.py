@@ -43,6 +43,7 @@ def trainer(directory: Path, steps: int, cls: type = lb.optim.AdamW8bit) -> tran
     )
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("cls", [lb.optim.AdamW8bit, lb.optim.Lion4bit])
 def test_trainer_trains_and_resumes_in_every_bit(tmp_path, cls):
     straight = trainer(tmp_path / "straight", 6, cls)

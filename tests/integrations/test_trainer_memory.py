@@ -38,6 +38,7 @@ def trained(tmp_path, policy, own):
     return losses, [p.detach().clone() for p in model.parameters()], len(calls)
 
 
+@pytest.mark.slow
 def test_they_do_not_fight(tmp_path):
     losses, weights, once = trained(tmp_path, None, own=False)
     for policy, own in ((None, True), ("block", False), ("block", True), ("sqrt", True)):

@@ -67,7 +67,7 @@ def measured(model, batch, recipe=None, precision=None, optimizer="adamw", polic
     return found, found.peak_bytes - found.by_kind.get("other", 0)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize(("recipe", "precision", "optimizer", "policy", "parts"), CASES)
 def test_an_estimate_is_what_the_step_takes(recipe, precision, optimizer, policy, parts):
     model, batch = GPT(CONFIG), torch.randint(512, (4, 128))
@@ -81,6 +81,7 @@ def test_an_estimate_is_what_the_step_takes(recipe, precision, optimizer, policy
         assert told.by_kind[kind] == found.by_kind[kind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
 def test_optimizers_step_over_lists_where_the_device_has_kernels_for_them(optimizer, monkeypatch):
     """As torch's do on CUDA, with temporaries as large as all parameters."""

@@ -51,7 +51,7 @@ def test_every_op_has_an_estimate():
         assert lb.estimate(model, case.batch(), case.loss, optimizer=None, device="cpu").peak_bytes > 0, case.name
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("case", CASES[::11], ids=lambda case: case.name)
 def test_ops_hold_what_is_estimated(case):
     model, batch, peak = held(case)

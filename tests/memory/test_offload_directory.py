@@ -55,6 +55,7 @@ def killed_in_forward(where) -> int:
     return child
 
 
+@pytest.mark.slow
 def test_killed_processes_leave_what_the_next_one_removes_and_others_keep_theirs_until_they_end(tmp_path):
     command = [sys.executable, "-c", CHILD, str(tmp_path)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -141,6 +141,7 @@ def test_copies_and_masters_have_their_kinds():
     assert p.by_layer["Linear"]["weight copies"] == 2 * (512 * 512 + 512)
 
 
+@pytest.mark.slow
 def test_a_planted_leak_is_named_by_its_line():
     model = nn.Linear(64, 64)
     stepper = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -58,7 +58,7 @@ def states() -> tuple[object, ...]:
     return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("look", ["fit", "seconds", "rates", "bandwidth", "doctor"])
 def test_what_is_measured_draws_from_no_global_generator(look, tmp_path, monkeypatch):
     monkeypatch.setenv("LOWBIT_CACHE", str(tmp_path))

@@ -140,6 +140,7 @@ OF_FLOATS = params([REFERENCE, *kernels("scaled_mm"), *rounding("scaled_mm")])
 worked_out = functools.cache(Wanted)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("kernel", OF_FLOATS)
 def test_every_pair_of_schemes_shapes_and_dtypes(kernel: Kernel):
     check_kernel(kernel, covering()[:: 7 if kernel.variant.interpreted else 1], worked_out)
@@ -149,6 +150,7 @@ def chosen() -> tuple[ScaledMM, ...]:
     return samples(SPEC.name)[::4]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("kernel", OF_FLOATS)
 def test_the_samples_of_the_op(kernel: Kernel):
     check_kernel(kernel, chosen()[:: 12 if kernel.variant.interpreted else 1], worked_out)

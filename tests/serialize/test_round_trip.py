@@ -449,6 +449,7 @@ assert outcomes[-1] == "new" and len(outcomes) > 6, outcomes
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_killed_save_leaves_one_whole_model(tmp_path):
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=120)
