@@ -161,8 +161,8 @@ class Case:
         with lb.memory.profile(self.model) as profile:
             self.step()
         mapped = sum(size for kind, size in profile.by_kind.items() if kind in ("optimizer state", "master copies"))
-        others = profile.by_kind.get("other", 0)  # memory of the other cases
-        return profile.peak_bytes - others - (mapped if self.technique.mapped else 0)
+        other_bytes = profile.by_kind.get("other", 0)  # memory of the other cases
+        return profile.peak_bytes - other_bytes - (mapped if self.technique.mapped else 0)
 
 
 def run(directory: Path) -> Path:

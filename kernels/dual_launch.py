@@ -87,8 +87,8 @@ def quantize_both(call: QuantizeBoth, outs: tuple[Tensor, ...]) -> list[Launch]:
     assert tilings is not None
     arguments = {**shared, "tiles_c": tilings[0].cols.tiles, "rng_ptr": call.rng, "pitch": cols}
     for target, tiles, prefix in zip(targets, tilings, ("", "other_"), strict=True):
-        given = not target.scheme.global_scale and target.reduced(rows, cols) is not None
-        arguments |= _target_arguments(prefix, target, tiles, given, x.device)
+        is_reduced = not target.scheme.global_scale and target.reduced(rows, cols) is not None
+        arguments |= _target_arguments(prefix, target, tiles, is_reduced, x.device)
     return [*launches, Launch(dual.quantize_both, tilings[0].grid, arguments, _warps(tilings[0]))]
 
 

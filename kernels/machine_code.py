@@ -46,10 +46,10 @@ def _named(text: str) -> str:
     words = re.split(r"[.:]+", text)
     family = {"mma": "mma.sync"}.get(words[0], words[0])
     scaled = "block_scale" in words
-    found = [_TYPES[word] for word in words if word in _TYPES]
+    types = [_TYPES[word] for word in words if word in _TYPES]
     if family == "tcgen05" and "f16" in words:
-        found = ["bf16"]  # tcgen05 has one kind for both 16-bit formats; these kernels multiply bf16
-    operand = found[-1] if found else "?"
+        types = ["bf16"]  # tcgen05 has one kind for both 16-bit formats; these kernels multiply bf16
+    operand = types[-1] if types else "?"
     machine = _MACHINE[family].get(operand, _FLOATS[family])
     return f"{family}{' block-scaled' if scaled else ''} {operand} ({machine})"
 

@@ -215,10 +215,10 @@ class Sharing:
         """
         if self.strategy.parameters or not self.strategy.states:
             return peak
-        others = whole.parameters - self.part(whole.parameters) + whole.gradients - self.part(whole.gradients)
+        replicated = whole.parameters - self.part(whole.parameters) + whole.gradients - self.part(whole.gradients)
         buffers = self.part(whole.together) + whole.together + int(self.staged * whole.together)
         held = whole.parameters + whole.gradients + states
-        return max(peak + others, held + buffers)
+        return max(peak + replicated, held + buffers)
 
 
 def share_(model: nn.Module, sharing: Sharing) -> Whole:

@@ -259,9 +259,11 @@ class _Search:
             for cell in self.cells:
                 usage = self.predictor.plain(cell.cache, cell.part)
                 settings = ServingSettings(weights, cell.cache, cell.part)
-                others = usage.weights - self.floats
+                unquantized = usage.weights - self.floats
                 predictions.append(
-                    ServingPrediction(settings, cell.rest + size, others + size, usage.cache_bytes, loss + cell.loss)
+                    ServingPrediction(
+                        settings, cell.rest + size, unquantized + size, usage.cache_bytes, loss + cell.loss
+                    )
                 )
         return predictions
 
