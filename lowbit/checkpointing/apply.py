@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowbit.checkpointing.caches import place_of
+from lowbit.checkpointing.parts import BlockFunction
 from lowbit.checkpointing.policies import Choice, choose
-from lowbit.checkpointing.segment import Offload, Recomputed, Segment
+from lowbit.checkpointing.segment import Offload, Recomputed, RecomputedFunction, Segment
 from lowbit.memory.kept import Kept
 from lowbit.models.check import check_model
 from lowbit.models.wrap import unwrap_all, wrap, wrapped, wrapper_of
@@ -88,8 +89,13 @@ def checkpoint_(
     for group in groups:
         segment = Segment(len(group.modules), group.contexts, offload)
         for index, module in enumerate(group.modules):
-            wrap(module, Recomputed(names[id(module)], segment, index, numbered))
-    layers = {names[id(module)]: module for group in groups for module in group.modules}
+            if isinstance(module, BlockFunction):
+                path = f"{names[id(module.block)]}.{module.name}"
+                _replace_function(module, Recomputed(path, segment, index, numbered))
+            else:
+                wrap(module, Recomputed(names[id(module)], segment, index, numbered))
+    modules = [module for group in groups for module in group.modules if isinstance(module, nn.Module)]
+    layers = {names[id(module)]: module for module in modules}
     report = report_on("memory.checkpoint_", model, layers, "checkpointed")
     return activations.told(replace(report, notes=notes + _saves_little(model, layers.values())))
 
@@ -105,7 +111,14 @@ def uncheckpoint_(model: nn.Module) -> Report:
     """
     check_model(model)
     modules = {path: model.get_submodule(path) for path, _ in unwrap_all(model, "memory.uncheckpoint_", Recomputed)}
+    for block in model.modules():
+        functions = {name: value for name, value in vars(block).items() if isinstance(value, RecomputedFunction)}
+        vars(block).update({name: value.function for name, value in functions.items()})
     return report_on("memory.uncheckpoint_", model, modules, "restored")
+
+
+def _replace_function(place: BlockFunction, recomputed: Recomputed) -> None:
+    vars(place.block)[place.name] = RecomputedFunction(vars(place.block)[place.name], recomputed)
 
 
 def recomputing(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:

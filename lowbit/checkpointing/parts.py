@@ -5,18 +5,19 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from lowbit.models.wrap import plain_class
+from lowbit.nn.attention import MultiheadForward
 from lowbit.torch_private import AvgPoolNd, ConvNd, ConvTransposeNd, MaxPoolNd
 
-__all__ = ["PARTS", "find_part", "find_stages", "split_part"]
+__all__ = ["PARTS", "BlockFunction", "Segments", "find_part", "find_stages", "own_layers", "split_part"]
 
 #: Pattern of the names or class names of modules, by part of a block.
 PARTS = {
-    "attention": re.compile(r"attn|attention|(^|_)mha$", re.IGNORECASE),
+    "attention": re.compile(r"attn|attention|(^|_)(mha|att)(_|$)|(?-i:Att(?![a-z]))", re.IGNORECASE),
     "mlp": re.compile(r"mlp|ffn|(^|_)ff$|feed_?forward|moe|experts$|LayerFF|DenseActDense", re.IGNORECASE),
 }
 #: Feed-forward parts that are not one module: names of the consecutive children.
@@ -26,11 +27,26 @@ _MLP_CHILDREN = (
 #: Names of a part's normalization or dropout.
 _BESIDES = re.compile(r"norm|dropout|ln_", re.IGNORECASE)
 
-Segments = list[Sequence[nn.Module]]
+#: The layers that compute attention as a whole.
+_ATTENTION = (nn.MultiheadAttention, MultiheadForward)
+
+
+class BlockFunction(NamedTuple):
+    """A function that is an attribute of a block, such as ``activation`` of ``nn.TransformerEncoderLayer``."""
+
+    block: nn.Module
+    name: str
+
+
+Segments = list[Sequence[nn.Module | BlockFunction]]
 
 
 def find_part(block: nn.Module, part: str) -> Segments:
-    """Return the modules, or runs of consecutive modules, that are this ``part`` of a block. May be empty."""
+    """Return the modules, or runs of consecutive modules and functions, that are this ``part`` of a block.
+
+    They are found by name or class name. Attention is also found by an ``nn.MultiheadAttention`` inside. Beside
+    attention, a module with two or more layers is the feed-forward part if no name says so. May be empty.
+    """
     segments: Segments = []
     covered: set[str] = set()
     for path, module in block.named_modules():
@@ -40,22 +56,60 @@ def find_part(block: nn.Module, part: str) -> Segments:
         words = (name, plain_class(module).__name__)
         if _BESIDES.search(name) or "Norm" in words[1] or not _multiplies(module):
             continue
+        attends = _attends(module)
         if any(PARTS[other].search(words[1]) or PARTS[other].search(name) for other in PARTS if other != part):
             if not PARTS[part].search(words[1]):
                 covered.add(path)
                 continue
-        if any(PARTS[part].search(word) for word in words):
+        if any(PARTS[part].search(word) for word in words) or (attends and part == "attention"):
             segments.append([module])
             covered.add(path)
+        elif attends:
+            covered.add(path)
     if part == "mlp" and not segments:
-        children = dict(block.named_children())
-        rows = [row for row in _MLP_CHILDREN if all(name in children for name in row)]
-        segments += [[children[name] for name in row] for row in rows[:1]]
+        segments += _mlp_children(block) or _beside_attention(block)
     return segments
 
 
+def _attends(module: nn.Module) -> bool:
+    """Return whether a module that is called consists of ``nn.MultiheadAttention``, with one other layer at most."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return False
+    attention = [inner for inner in module.modules() if isinstance(inner, _ATTENTION)]
+    inside = {id(inner) for layer in attention for inner in layer.modules()}
+    return bool(attention) and sum(id(layer) not in inside for layer in _layers(module)) <= 1
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """Return the layers with weight matrices in a module."""
+    return [inner for inner in module.modules() if any(p.dim() > 1 for p in inner.parameters(recurse=False))]
+
+
+def _mlp_children(block: nn.Module) -> Segments:
+    """Return the consecutive children, with functions between them, of a row of ``_MLP_CHILDREN``."""
+    children: dict[str, nn.Module | BlockFunction] = dict(block.named_children())
+    # A copy of nn.TransformerDecoderLayer has a function beside its activation module, and calls the function.
+    functions = {name for row in _MLP_CHILDREN for name in row if callable(vars(block).get(name))}
+    children |= {name: BlockFunction(block, name) for name in functions}
+    rows = [row for row in _MLP_CHILDREN if all(name in children for name in row)]
+    return [[children[name] for name in row] for row in rows[:1]]
+
+
+def _beside_attention(block: nn.Module) -> Segments:
+    """Return the children with two or more layers, if the block has attention and they have none."""
+    attention = {id(module) for segment in find_part(block, "attention") for module in segment}
+    return [
+        [child]
+        for child in block.children()
+        if attention
+        and attention.isdisjoint(map(id, child.modules()))
+        and not isinstance(child, nn.ModuleList | nn.ModuleDict)
+        and len(_layers(child)) > 1
+    ]
+
+
 def split_part(block: nn.Module, part: str) -> tuple[list[str], list[str]]:
-    """Return the layers and the functions between them that form this ``part``, by name, if it includes functions."""
+    """Return the layers and the methods between them that form this ``part``, by name, if it includes methods."""
     children = {name for name, _ in block.named_children()}
     for row in _MLP_CHILDREN if part == "mlp" else ():
         layers = [name for name in row if name in children]
@@ -65,13 +119,18 @@ def split_part(block: nn.Module, part: str) -> tuple[list[str], list[str]]:
     return [], []
 
 
-def find_stages(model: nn.Module) -> Segments:
+def own_layers(block: nn.Module) -> list[str]:
+    """Return the names of the block's children that are single layers, which its own forward calls."""
+    return [name for name, child in block.named_children() if _layers(child) == [child]]
+
+
+def find_stages(model: nn.Module) -> list[Sequence[nn.Module]]:
     """Return the blocks of a convolutional net up to its last down-sampling.
 
     Layers directly in a Sequential are grouped up to each down-sampling. Single layers are excluded, because they have
     nothing to recompute.
     """
-    units: Segments = []
+    units: list[Sequence[nn.Module]] = []
     loose: list[nn.Module] = []
     for module in _units(model):
         leaf = not any(True for _ in module.children())

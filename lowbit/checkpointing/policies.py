@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lowbit.checkpointing.calls import Contexts
-from lowbit.checkpointing.parts import PARTS, find_part, find_stages, split_part
+from lowbit.checkpointing.parts import PARTS, BlockFunction, find_part, find_stages, own_layers, split_part
 from lowbit.checkpointing.selective import kept_products
 from lowbit.models.blocks import stacks
 from lowbit.models.names import matches, named, patterns_in, plain_name, shown, unmatched
@@ -28,15 +28,19 @@ __all__ = ["POLICIES", "Choice", "Chosen", "Policy", "choose"]
 Choice = Any
 
 
+#: Modules, and functions of blocks between them, that are recomputed together.
+Together = Sequence[nn.Module | BlockFunction]
+
+
 class Chosen(NamedTuple):
     """Modules that are recomputed together, and the contexts that save some of their results (None: save no result)."""
 
-    modules: tuple[nn.Module, ...]
+    modules: tuple[nn.Module | BlockFunction, ...]
     contexts: Contexts | None = None
 
 
 #: Returns the modules of one block that a policy recomputes. Those in one inner sequence are recomputed together.
-InBlock = Callable[[nn.Module], Sequence[Sequence[nn.Module]]]
+InBlock = Callable[[nn.Module], Sequence[Together]]
 
 
 class Policy(NamedTuple):
@@ -54,7 +58,7 @@ class Policy(NamedTuple):
         missing: Returns the error for a model in which ``choose`` selects nothing, or "" if that is no error.
     """
 
-    choose: Callable[..., Sequence[Sequence[nn.Module]]]
+    choose: Callable[..., Sequence[Together]]
     about: str
     argument: Callable[[str], Any] | None = None
     contexts: Contexts | None = None
@@ -167,11 +171,9 @@ def _divided(stack: list[nn.Module], parts: int) -> list[list[nn.Module]]:
     return [stack[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
-def _in_blocks(segments_of: InBlock, model: nn.Module) -> list[Sequence[nn.Module]]:
+def _in_blocks(segments_of: InBlock, model: nn.Module) -> list[Together]:
     segments = [segment for stack in _stacks(model) for block in stack for segment in segments_of(block)]
-    return list(
-        {tuple(map(id, segment)): segment for segment in segments}.values()
-    )  # hybrids share modules among blocks
+    return list({tuple(segment): segment for segment in segments}.values())  # hybrids share modules among blocks
 
 
 def _no_part(part: str, instead: str, model: nn.Module) -> str:
@@ -190,10 +192,13 @@ def _no_part(part: str, instead: str, model: nn.Module) -> str:
 def _why_missing(part: str, block: nn.Module) -> str:
     """Return why a block has no module for that part."""
     layers, functions = split_part(block, part)
+    own = own_layers(block)
+    if not functions and len(own) > 1:
+        return f"with such a name, but layers that the block's own forward calls ({', '.join(own)})"
     if not functions:
         return "with such a name"
     return (
-        f"but {', '.join(layers)} with a function between them, which must be a module (for a ReLU: "
+        f"but {', '.join(layers)} with a method between them, which must be a module (for a ReLU: "
         f"block.{functions[0]} = torch.nn.ReLU())"
     )
 

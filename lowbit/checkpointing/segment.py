@@ -24,7 +24,7 @@ from lowbit.offload.activations import Offloading, offload_activations
 from lowbit.torch_private import transforms_tensors
 from lowbit.user_warnings import warn
 
-__all__ = ["Offload", "Recomputed", "Segment"]
+__all__ = ["Offload", "Recomputed", "RecomputedFunction", "Segment"]
 
 
 class Offload:
@@ -141,6 +141,21 @@ class Recomputed(Wrapper):
                 f"{self.path!r} is checkpointed by memory.checkpoint_, which takes the place of transformers' gradient "
                 f"checkpointing; to use the latter, call memory.uncheckpoint_(model) first"
             )
+
+
+#: Stands for the module of a function, which has no parameters, buffers or mode.
+_NO_MODULE = nn.Module()
+
+
+@dataclass(frozen=True, eq=False)
+class RecomputedFunction:
+    """A function between checkpointed modules, in place of the attribute of the block that calls it."""
+
+    function: Callable[..., Any]
+    recomputed: Recomputed
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.recomputed(_NO_MODULE, self.function, *args, **kwargs)
 
 
 def _is_transformed(args: Any, kwargs: Any) -> bool:

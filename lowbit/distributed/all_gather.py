@@ -58,7 +58,7 @@ def all_gather_(model: nn.Module, bits: str | Scheme = "fp8", *, skip: Skip = DE
     the weight itself. If the recipe of a ``train.prepare_`` layer has the same weight scheme, the layer multiplies the
     gathered codes directly. Its results are then bit-identical to training without ``all_gather_``. Each process
     stores the codes of its rows between steps, one byte per element. A layer that shares its weight with a module that
-    is not converted is not converted either.
+    is not converted is not converted either. Weights of nn.MultiheadAttention are gathered in their own dtype.
 
     Args:
         model: The model.
@@ -165,6 +165,8 @@ def _scheme(bits: str | Scheme) -> Scheme:
 
 
 def _judged(names: list[str], module: nn.Module, scheme: Scheme) -> Verdict:
+    if isinstance(module, nn.MultiheadAttention):
+        return Verdict(reason="the weights of an nn.MultiheadAttention are gathered in their own dtype")
     if not isinstance(module, TrainLinear):
         verdict = plain_layers(only=(nn.Linear,), replaced=False)(names, module)
         if kind_of(module) is not None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lowbit.convert.engine import sync_fused_kernels
 from lowbit.models.wrap import change_class, derived, plain_class, replaced_forward
-from lowbit.nn.attention import MultiheadForward, QuantMultiheadAttention
+from lowbit.nn.attention import MultiheadForward
 from lowbit.tiled.attention_tiles import AttentionCall, attend, cast_by_autocast
 from lowbit.tiled.attention_weights import attend_with_weights
 
@@ -18,12 +18,12 @@ __all__ = ["is_switched", "multihead_layers", "put_back", "put_on"]
 
 
 def multihead_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers that run the forward of ``nn.MultiheadAttention``, including quantized ones, by path."""
+    """Return the layers that run the forward of ``nn.MultiheadAttention`` or ``MultiheadForward``, by path."""
     layers = {}
     for path, module in model.named_modules():
-        supported = isinstance(module, QuantMultiheadAttention) or is_switched(module) or (
+        supported = isinstance(module, MultiheadForward) or (
             isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward
-        )  # fmt: skip
+        )
         if supported and replaced_forward(module) is None:
             layers[path] = module
     return layers
@@ -75,14 +75,16 @@ class _Attend:
         return result
 
     def put_on(self, layer: nn.Module) -> None:
-        if isinstance(layer, QuantMultiheadAttention):
+        if is_switched(layer):
+            return
+        if isinstance(layer, MultiheadForward):
             layer.attend = self
-        elif not is_switched(layer):
+        else:
             change_class(layer, _without_scores(plain_class(layer)))
 
     def take_off(self, layer: nn.Module) -> None:
-        if isinstance(layer, QuantMultiheadAttention):
-            layer.attend = None
+        if not isinstance(layer, _WithoutScores):
+            del layer.attend
             return
         cls: Any = plain_class(layer)
         if "lowbit_computes_as" not in vars(cls):

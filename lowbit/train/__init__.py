@@ -1,10 +1,12 @@
 """Training in mixed and low precision: ``mixed_`` or ``prepare_`` a model, train it as usual, change it back."""
 
 from lowbit.train.activations import compress_activations_, uncompress_activations_
-from lowbit.train.linear import TrainLinear, convert_, prepare_, state
+from lowbit.train.attention import TrainMultiheadAttention
+from lowbit.train.linear import TrainLinear
 from lowbit.train.loss_scale import LossScaler
 from lowbit.train.mixed import mixed_, unmixed_
 from lowbit.train.nonfinite import find_nonfinite
+from lowbit.train.prepare import convert_, prepare_, state
 from lowbit.train.states import State
 from lowbit.train.watcher import Watch, watch
 
@@ -12,6 +14,7 @@ __all__ = [
     "LossScaler",
     "State",
     "TrainLinear",
+    "TrainMultiheadAttention",
     "Watch",
     "compress_activations_",
     "convert_",

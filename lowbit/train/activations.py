@@ -30,6 +30,8 @@ from lowbit.scaling import Scheme
 from lowbit.scaling import scheme as find_scheme
 from lowbit.tensor.quantized import Quantized
 from lowbit.torch_private import saved_tensors_hooks
+from lowbit.train.linear import TrainLayer
+from lowbit.train.states import State
 
 __all__ = ["ACTIVATIONS", "FUNCTIONS", "compress_activations_", "uncompress_activations_"]
 
@@ -124,7 +126,7 @@ def _computes(module: nn.Module) -> bool:
     """Whether the module's own forward may call functions of the table."""
     children = list(module.children())
     if not children:
-        return not isinstance(module, nn.Linear | nn.Embedding)
+        return not isinstance(module, nn.Linear | nn.Embedding | TrainLayer | State)
     return any(isinstance(child, nn.Linear) for child in children)
 
 

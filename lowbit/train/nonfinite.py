@@ -19,7 +19,7 @@ from lowbit.optim.watch import all_finite
 from lowbit.recipes import Cast
 from lowbit.tensor.quantized import Quantized
 from lowbit.torch_private import gradient_hooks, set_gradient_hooks
-from lowbit.train.linear import TrainLinear
+from lowbit.train.linear import TrainLayer
 from lowbit.train.states import State
 from lowbit.train.view import View
 from lowbit.train.watcher import observed
@@ -130,6 +130,11 @@ class _Marked(torch.autograd.Function):
 _marked = cast(Callable[[Tensor, Callable[[Tensor], None]], Tensor], _Marked.apply)
 
 
+def _is_weight(x: Tensor) -> bool:
+    """Whether a tensor is a parameter or a view of one. A hook of the parameter checks its gradient."""
+    return isinstance(x if x._base is None else x._base, nn.Parameter)
+
+
 class _Search:
     """The result of the search, and the hooks that check tensors."""
 
@@ -154,7 +159,7 @@ class _Search:
         """Check every module of ``model`` while active."""
         handles: list[RemovableHandle] = []
         modules = dict(model.named_modules())
-        layers = [module for module in modules.values() if isinstance(module, TrainLinear)]
+        layers = [module for module in modules.values() if isinstance(module, TrainLayer)]
         before = [layer.watcher for layer in layers]
         owned: set[int] = set()
         for path, module in modules.items():
@@ -182,7 +187,7 @@ class _Search:
                 self.check(x, path, module, "input", "input")
             for name, param in module.named_parameters(recurse=False):
                 self.check(param, path, module, name, "parameter")
-        if isinstance(module, TrainLinear):  # replaces a watcher of lowbit.train.watch
+        if isinstance(module, TrainLayer):  # replaces a watcher of lowbit.train.watch
             vars(module)["watcher"] = partial(self._view, path, module)
         if not torch.is_grad_enabled():
             return None
@@ -190,7 +195,7 @@ class _Search:
         marked: dict[int, Tensor] = {}
 
         def mark(x: Any) -> Any:
-            if not isinstance(x, Tensor) or not x.requires_grad:
+            if not isinstance(x, Tensor) or not x.requires_grad or _is_weight(x):
                 return x
             if id(x) not in marked:  # a tensor that is passed twice stays one tensor
                 marked[id(x)] = _marked(x, look)
@@ -221,7 +226,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
     """Run a step without in-backward optimizers, and restore gradients, buffers, random state and training states."""
     params = [(param, param.grad) for param in model.parameters()]
     hooked = [(p, hooks) for p in model.parameters() if (hooks := gradient_hooks(p))]
-    layers = [module for module in model.modules() if isinstance(module, TrainLinear)]
+    layers = [module for module in model.modules() if isinstance(module, TrainLayer)]
     states = {id(layer.state): layer.state for layer in layers if layer.state is not None}.values()
     saved = [(state, int(state.micro_batch), state.pending) for state in states]
     try:

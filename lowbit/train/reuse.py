@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lowbit.autograd import in_backward, transformed
-from lowbit.optim.shards import is_dtensor
 from lowbit.torch_private import is_fake, without_modes
 
 if TYPE_CHECKING:
@@ -40,9 +39,9 @@ class Reuse:
         self._expected = 0
         self._entry: _Entry | None = None
 
-    def step_done(self, weight: Tensor) -> None:
+    def step_done(self, sharded: bool) -> None:
         """Called after an optimizer step. If several optimizers step, the layer's forwards were before the first."""
-        self._expected = 0 if is_dtensor(weight) else self._uses or self._expected
+        self._expected = 0 if sharded else self._uses or self._expected
         self._uses, self._entry = 0, None
 
     def operands(self, weight: Tensor, make: Callable[[], WeightOperands]) -> WeightOperands | None:
@@ -71,7 +70,11 @@ class Reuse:
 
 
 class _Entry(NamedTuple):
-    """Operands with the identity of their weight: id, version, address, and a sample of its values."""
+    """Operands with the identity of their weight: id, version, address, and a sample of its values.
+
+    A view of a parameter, as nn.MultiheadAttention makes one per projection, is another tensor in each forward. Its
+    parameter has the id, and its address says which part of it the view is.
+    """
 
     weight: int
     version: int
@@ -81,16 +84,21 @@ class _Entry(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, operands: WeightOperands) -> _Entry:
-        return cls(id(weight), weight._version, _address(weight), _sample(weight), operands)
+        return cls(_owner(weight), weight._version, _address(weight), _sample(weight), operands)
 
     def is_of(self, weight: Tensor) -> bool:
-        same = (self.weight, self.version, self.address) == (id(weight), weight._version, _address(weight))
+        same = (self.weight, self.version, self.address) == (_owner(weight), weight._version, _address(weight))
         now = _sample(weight) if same else None
         return same and (now is None or (self.sample is not None and torch.equal(now, self.sample)))
 
 
+def _owner(weight: Tensor) -> int:
+    """The id of the weight, or of the tensor that it is a view of."""
+    return id(weight if weight._base is None else weight._base)
+
+
 def _address(weight: Tensor) -> int:
-    """Address of the weight's storage; 0 if it has none."""
+    """Address of the weight's first element; 0 if it has no storage."""
     return 0 if is_fake(weight) else weight.data_ptr()
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowbit.autograd import in_backward, uncompiled
+from lowbit.optim.shards import is_dtensor
 from lowbit.torch_private import after_backward
 
 __all__ = ["Layers", "follow_steps"]
@@ -50,10 +51,10 @@ class Layers:
 
         ``params``: the ids of the updated parameters; None: any may have changed.
         """
-        for layer in (reference() for reference in self._layers):
-            reuse = getattr(layer, "reuse", None)  # a layer that was converted back has none
-            if layer is not None and reuse is not None and (params is None or id(_weight(layer)) in params):
-                reuse.step_done(layer.weight)
+        for layer in self._alive():
+            for weight, reuse in layer.quantized_weights():
+                if params is None or id(weight) in params:
+                    reuse.step_done(sharded=any(map(is_dtensor, layer.parameters())))
 
     def leader(self) -> Tensor | None:
         """The parameter whose optimizer the State follows.
@@ -65,23 +66,21 @@ class Layers:
         return next((param for param in self._candidates() if param.requires_grad and param.is_leaf), None)
 
     def _candidates(self) -> Iterator[Tensor]:
-        for layer in (reference() for reference in self._layers):
-            weight = None if layer is None else _weight(layer)
-            if weight is not None:
-                yield weight
+        for layer in self._alive():
+            yield from (weight for weight, _ in layer.quantized_weights() if weight is not None)
         model = None if self._model is None else self._model()
         yield from () if model is None else model.parameters()
+
+    def _alive(self) -> Iterator[Any]:
+        """The layers that still exist and train in low precision: a layer that was converted back has no weights."""
+        layers = (reference() for reference in self._layers)
+        return (layer for layer in layers if hasattr(type(layer), "quantized_weights"))
 
     def __deepcopy__(self, memo: Any) -> Layers:
         return Layers()
 
     def __reduce__(self) -> tuple[type[Layers], tuple[()]]:
         return Layers, ()
-
-
-def _weight(layer: nn.Module) -> nn.Parameter | None:
-    """The weight as a parameter; None if a parametrization computes it, since no optimizer holds it then."""
-    return layer._parameters.get("weight")
 
 
 _followers: WeakSet[Any] = WeakSet()

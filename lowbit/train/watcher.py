@@ -25,7 +25,8 @@ from lowbit.recipes import Cast
 from lowbit.tables import aligned
 from lowbit.tensor.quantized import Quantized
 from lowbit.torch_private import functorch_level
-from lowbit.train.linear import TrainLinear, state
+from lowbit.train.linear import TrainLayer
+from lowbit.train.prepare import state
 from lowbit.train.rules import quantized
 from lowbit.train.view import View
 from lowbit.train.watch_plot import drawn
@@ -57,7 +58,7 @@ class Watch:
             raise ValueError(f"train.watch: every counts steps, an integer of at least 1, got {every!r}")
         model = getattr(model, "_orig_mod", model)  # a compiled model may also run uncompiled
         self.every, self._state = every, state(model)
-        self._layers = {name: module for name, module in model.named_modules() if isinstance(module, TrainLinear)}
+        self._layers = {name: module for name, module in model.named_modules() if isinstance(module, TrainLayer)}
         self._before: list[Row] = []
         self._sums: dict[tuple[int, str, str, str], Tensor] = {}
         self._first = self._state.counted
@@ -108,7 +109,7 @@ class Watch:
 
     def _set(self, watchers: dict[str, Callable[[View | None], View | None]]) -> None:
         for name, layer in self._layers.items():
-            if isinstance(layer, TrainLinear):  # not if convert_ has converted it
+            if isinstance(layer, TrainLayer):  # not if convert_ has converted it
                 vars(layer)["watcher"] = watchers.get(name)
 
     def _view(self, name: str, step: int, view: View | None) -> View | None:

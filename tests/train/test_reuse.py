@@ -66,7 +66,7 @@ def test_weights_are_encoded_once_a_step_and_no_bit_changes(recipe, checkpointed
             checkpoint_(one)
         for layer in one.modules():
             if one is other and isinstance(layer, lb.train.TrainLinear):
-                layer.reuse.step_done = lambda weight: None  # nothing is ever kept
+                layer.reuse.step_done = lambda sharded: None  # nothing is ever kept
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (net, other)]
     for number in range(3):
         with encodings(monkeypatch) as made:
