@@ -55,7 +55,9 @@ def calibrate(
     ] = Dtype.auto,
     skip: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Modules not to quantize; * is a wildcard. By default lm_head. Repeatable."),
+        typer.Option(
+            metavar="NAME", help="Modules not to quantize; * is a wildcard. By default the output layer. Repeatable."
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

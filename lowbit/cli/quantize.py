@@ -80,7 +80,9 @@ def quantize(
     ] = None,
     skip: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Modules not to quantize; * is a wildcard. By default lm_head. Repeatable."),
+        typer.Option(
+            metavar="NAME", help="Modules not to quantize; * is a wildcard. By default the output layer. Repeatable."
+        ),
     ] = None,
     method: Annotated[
         str | None,

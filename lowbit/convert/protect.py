@@ -9,13 +9,13 @@ from torch import nn
 from lowbit.convert.adapters import find
 from lowbit.convert.readers import read_layers
 from lowbit.convert.select import DEFAULT_SKIP, Protection, Skip, is_table, recipe_for
-from lowbit.models import find_input_layers
+from lowbit.models import find_input_layers, find_output_layers
 from lowbit.models.check import check_model
 from lowbit.models.names import matches, patterns_in, plain_name, spells
 from lowbit.models.ties import holders
 from lowbit.recipes import LayerRecipes
 
-__all__ = ["protections"]
+__all__ = ["output_layers_protected", "protections"]
 
 #: The least bits for layers that read raw input, unless the caller names them.
 _INPUT_LAYER_BITS = 8
@@ -30,7 +30,7 @@ def protections(
     """Return the patterns to skip, and a function that gives the Protection of a module, or None.
 
     Adapters and embeddings are protected always (embeddings without a reason in the report). Layers that read raw input
-    are protected from recipes below 8 bits unless ``skip`` is empty. The default ``skip`` protects ``lm_head``.
+    are protected from recipes below 8 bits unless ``skip`` is empty. The default ``skip`` protects output layers.
 
     With ``unties``, output layers tied to an embedding are protected unless ``skip`` is empty. So are layers whose
     weight the model reads itself, even if a pattern names them.
@@ -54,7 +54,7 @@ def protections(
         guards.append(_raw_input(model, recipes))
     if default:
         skip = ()
-        guards.append(_output_layer)
+        guards.append(output_layers_protected(model, DEFAULT_SKIP))
 
     def protect(name: str, module: nn.Module) -> Protection | None:
         return next((reason for guard in guards if (reason := guard(name, module)) is not None), None)
@@ -87,10 +87,26 @@ def _table(name: str, module: nn.Module) -> Protection | None:
     return Protection(name.split(".")[-1], "") if is_table(module) and find(module).adapter is not None else None
 
 
-def _output_layer(name: str, module: nn.Module) -> Protection | None:
-    word = next((word for word in DEFAULT_SKIP if matches(word, name, module)), None)
-    reason = f"an output layer stays in high precision; skip=() or a recipe for '*{word}' converts it"
-    return None if word is None else Protection(word, reason)
+def output_layers_protected(model: nn.Module, skip: Skip) -> Callable[[str, nn.Module], Protection | None]:
+    """With the default ``skip``, protects ``lm_head`` and the layers of ``find_output_layers``.
+
+    The latter are converted if the model has no other layer to convert.
+    """
+    if skip is not DEFAULT_SKIP:
+        return lambda name, module: None
+    convertible = [m for m in model.modules() if not is_table(m) and find(m).adapter is not None]
+    roles = {id(layer) for layer in find_output_layers(model).values()}
+    if all(id(module) in roles for module in convertible):
+        roles = set()
+
+    def protect(name: str, module: nn.Module) -> Protection | None:
+        word = next((word for word in DEFAULT_SKIP if matches(word, name, module)), None)
+        if word is None and id(module) in roles:
+            word = name.rpartition(".")[2]
+        reason = f"an output layer stays in high precision; skip=() or a recipe for '*{word}' converts it"
+        return None if word is None else Protection(word, reason)
+
+    return protect
 
 
 def _raw_input(model: nn.Module, recipes: LayerRecipes) -> Callable[[str, nn.Module], Protection | None]:

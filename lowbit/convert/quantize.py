@@ -46,7 +46,8 @@ def quantize_(
     These layers are skipped unless a pattern of per-layer recipes spells out their name:
 
     - LoRA and other adapters (``lora_*``, ``modules_to_save``, peft's classes), and embeddings.
-    - ``lm_head``, if ``skip`` is not given.
+    - Output layers, if ``skip`` is not given: ``lm_head``, and the last Linears according to
+      ``lowbit.models.find_output_layers``, whatever their names.
     - Output layers tied to an embedding. ``skip=()`` converts them, as a copy.
     - Below 8 bits, layers that read raw input such as pixels. ``skip=()`` converts them.
 

@@ -24,7 +24,8 @@ __all__ = [
     "nothing_found", "plain_layers", "recipe_for", "select",
 ]  # fmt: skip
 
-#: The default of ``skip``: the output projection of language models.
+#: The default of ``skip``: the output projection of language models. ``lowbit.convert.protect`` adds output layers with
+#: other names.
 DEFAULT_SKIP = ("lm_head",)
 
 #: The type of ``skip``: a pattern of ``lowbit.models.names``, or several.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lowbit.autograd import transformed
 from lowbit.convert.adapters import find
+from lowbit.convert.protect import output_layers_protected
 from lowbit.convert.select import DEFAULT_SKIP, Skip, Verdict, nothing_found, plain_layers, select
 from lowbit.dist_utils import gather_flat, processes
 from lowbit.functional import quantize
@@ -74,7 +75,8 @@ def all_gather_(model: nn.Module, bits: str | Scheme = "fp8", *, skip: Skip = DE
         ValueError: Weights are sharded already, or a layer's recipe quantizes its weight with another scheme.
     """
     scheme = _scheme(bits)
-    selection = select(model, lambda names, module: _judged(names, module, scheme), skip=skip)
+    protect = output_layers_protected(model, skip)
+    selection = select(model, lambda names, module: _judged(names, module, scheme), skip=skip, protect=protect)
     layers = {name: chosen.module for name, chosen in selection.chosen.items()}
     converted, owners = set(map(id, layers.values())), holders(model)
     for name, layer in list(layers.items()):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lowbit.models import find_output_layers
 from lowbit.models.ties import tensor_bytes
 
 __all__ = ["PEERS", "Peer", "bytes_of", "find"]
@@ -35,10 +36,11 @@ _MODULES = {"optimum-quanto": "optimum.quanto"}
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """Parent, name and layer of all Linear layers except ``lm_head``, which lowbit skips too."""
+    """Parent, name and layer of all Linear layers except output layers, which lowbit skips too."""
+    outputs = {id(layer) for layer in find_output_layers(model).values()}
     for path, module in list(model.named_modules()):
         for name, layer in list(module.named_children()):
-            if type(layer) is nn.Linear and "lm_head" not in f"{path}.{name}":
+            if type(layer) is nn.Linear and id(layer) not in outputs and "lm_head" not in f"{path}.{name}":
                 yield module, name, layer
 
 

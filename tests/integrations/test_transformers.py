@@ -356,9 +356,10 @@ def test_weights_that_no_checkpoint_has_are_drawn_and_then_quantized(tmp_path):
     cls = transformers.LlamaForSequenceClassification
     torch.manual_seed(1)
     expected = cls.from_pretrained(tmp_path)
-    lb.quantize_(expected, "int8")
+    recipes = {"*": "int8", "score": "int8"}
+    lb.quantize_(expected, recipes)
     torch.manual_seed(1)
-    loaded = cls.from_pretrained(tmp_path, quantization_config=LowbitConfig("int8"))
+    loaded = cls.from_pretrained(tmp_path, quantization_config=LowbitConfig(recipes))
     assert "score" in quantized_layers(loaded)
     assert all(torch.equal(v, loaded.state_dict()[k]) for k, v in expected.state_dict().items())
 
