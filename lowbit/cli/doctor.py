@@ -73,6 +73,7 @@ def examine() -> dict[str, Any]:
     from lowbit.backends import registry
     from lowbit.backends.cpu import processor
     from lowbit.backends.native import build_notice
+    from lowbit.memory import system_memory
 
     native, notice = processor(), build_notice()
     backends = _backends()
@@ -104,11 +105,13 @@ def examine() -> dict[str, Any]:
         "machine": {
             "system": platform.platform(),
             "cpu": cpu_name(),
+            "memory": str(system_memory()),
             "cores": os.cpu_count(),
             "threads of torch": torch.get_num_threads(),
             "torch sees": torch.backends.cpu.get_cpu_capability(),
             **native,
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+            **({"memory of the gpu": str(system_memory("cuda"))} if torch.cuda.is_available() else {}),
         },
         "backends": backends,
         "settings": {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lowbit.cli.console import errors, out, print_json
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.machine import multiplies
-from lowbit.plan.checklist import checklist
+from lowbit.memory import checklist
 from lowbit.serialize.huggingface import is_directory, without_weights
 from lowbit.tiled.fused_loss import can_fuse_loss
 

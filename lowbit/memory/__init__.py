@@ -1,17 +1,18 @@
 """Training within a memory limit: measurement of a step's memory, and the functions that reduce it. See docs/memory.md.
 
-The package itself measures: ``profile``, ``allocated_peak``, ``saved_bytes`` and the estimator of ``lb.estimate``. It
-also exports the techniques of ``lowbit.checkpointing``, ``lowbit.offload`` and ``lowbit.tiled``. These build on it, so
-they are imported on first use.
+The package itself measures: ``profile``, ``allocated_peak``, ``saved_bytes``, ``system_memory`` and the estimator of
+``lb.estimate``. ``clear`` frees unused memory. The package also exports ``checklist`` and the techniques of
+``lowbit.checkpointing``, ``lowbit.offload`` and ``lowbit.tiled``. These build on it, so they are imported on first use.
 """
 
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
+from lowbit.memory.clearing import Cleared, clear
 from lowbit.memory.estimator import Estimate
 from lowbit.memory.measure import allocated_peak, saved_bytes
 from lowbit.memory.profiler import Leak, Profile, Snapshot, profile
-from lowbit.memory.rss import peak_bytes, reset_peak
+from lowbit.memory.rss import SystemMemory, peak_bytes, reset_peak, system_memory
 from lowbit.memory.usage import MemoryEvent, Usage
 from lowbit.models import find_blocks
 from lowbit.models.losses import usual_loss
@@ -19,6 +20,7 @@ from lowbit.models.losses import usual_loss
 if TYPE_CHECKING:
     from lowbit.checkpointing import checkpoint_, uncheckpoint_
     from lowbit.offload import offload_activations, stream_blocks_, unstream_
+    from lowbit.plan.checklist import Advice, Checklist, checklist
     from lowbit.plan.checkpoints import CheckpointPlan, plan_checkpoints
     from lowbit.plan.step_estimate import estimate
     from lowbit.tiled import (
@@ -33,19 +35,25 @@ if TYPE_CHECKING:
     from lowbit.train.micro_batches import accumulation_weights, micro_batches
 
 __all__ = [
+    "Advice",
+    "Checklist",
     "CheckpointPlan",
+    "Cleared",
     "Estimate",
     "Leak",
     "MemoryEvent",
     "Profile",
     "Snapshot",
+    "SystemMemory",
     "Usage",
     "accumulation_weights",
     "allocated_peak",
     "attention",
     "attention_",
     "attention_backends",
+    "checklist",
     "checkpoint_",
+    "clear",
     "estimate",
     "find_blocks",
     "fuse_loss_",
@@ -58,6 +66,7 @@ __all__ = [
     "reset_peak",
     "saved_bytes",
     "stream_blocks_",
+    "system_memory",
     "unattention_",
     "uncheckpoint_",
     "unfuse_loss_",
@@ -67,11 +76,14 @@ __all__ = [
 
 #: Modules of the names that build on this package.
 _ABOVE = {
+    "Advice": "lowbit.plan.checklist",
     "CheckpointPlan": "lowbit.plan.checkpoints",
+    "Checklist": "lowbit.plan.checklist",
     "accumulation_weights": "lowbit.train.micro_batches",
     "attention": "lowbit.tiled",
     "attention_": "lowbit.tiled",
     "attention_backends": "lowbit.tiled",
+    "checklist": "lowbit.plan.checklist",
     "checkpoint_": "lowbit.checkpointing",
     "estimate": "lowbit.plan.step_estimate",
     "fuse_loss_": "lowbit.tiled",

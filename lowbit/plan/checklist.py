@@ -1,4 +1,4 @@
-"""Advice for a model that runs out of memory: the bytes that each technique saves, and the time that it costs.
+"""``lb.memory.checklist``: the bytes that each technique saves for a model, and the time that it costs.
 
 Techniques that ``lb.estimate`` supports are estimated like the plain step. The savings of the others are computed from
 the kinds of bytes at the plain peak.
@@ -16,6 +16,7 @@ from torch import nn
 
 from lowbit.distributed.strategies import STRATEGIES
 from lowbit.memory.estimator import Estimate
+from lowbit.memory.rss import SystemMemory, system_memory
 from lowbit.plan.settings import TrainingSettings, prepare_model_
 from lowbit.plan.step_estimate import estimate
 from lowbit.plan.subject import Loss, Subject
@@ -67,70 +68,87 @@ class Advised(NamedTuple):
 
     Attributes:
         name: Name of the technique.
-        code: A line of code that applies it.
+        call: A line of code that applies it.
         measure: Returns its effect.
-        how: Source of its figures: an estimate, or a sum of kinds at the plain peak.
+        source: Source of its figures: an estimate, or a sum of kinds at the plain peak.
     """
 
     name: str
-    code: str
+    call: str
     measure: Measure
-    how: str = "estimated"
+    source: str = "estimated"
 
 
 class Advice(NamedTuple):
-    """The effect of a technique on a model.
+    """The effect of a technique on a model, a row of a ``Checklist``.
 
     Attributes:
-        name: Name of the technique.
-        saves: Bytes that it saves at the peak.
+        technique: Name of the technique.
+        call: A line of code that applies it.
+        saves: Bytes that it saves at the peak; 0 if it has no effect.
+        peak_bytes: Peak of the step with it.
         time: Time that it adds, as a fraction of the plain step.
-        code: A line of code that applies it.
-        how: Source of the figures.
-        note: Why it has no effect, or "".
+        source: Source of the figures.
+        reason: Why it has no effect on this model, or "".
     """
 
-    name: str
+    technique: str
+    call: str
     saves: int
+    peak_bytes: int
     time: float
-    code: str
-    how: str
-    note: str = ""
+    source: str
+    reason: str = ""
+
+    @property
+    def applies(self) -> bool:
+        """Whether it lowers the peak of this model."""
+        return not self.reason
 
 
 class Checklist:
-    """Advice, sorted by bytes saved per time. ``plain`` is the estimate of the plain step. ``print`` shows a table."""
+    """The result of ``checklist``. ``print`` shows a table.
 
-    def __init__(self, plain: Estimate, advice: list[Advice]) -> None:
-        self.plain, self.advice = plain, advice
+    Attributes:
+        plain: Estimate of the plain step.
+        rows: Advice, sorted by bytes saved per time; rows without an effect are last.
+        system: Memory of the device when the checklist was made.
+    """
+
+    def __init__(self, plain: Estimate, rows: list[Advice], system: SystemMemory) -> None:
+        self.plain, self.rows, self.system = plain, rows, system
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON data."""
-        return {"plain": self.plain.as_dict(), "advice": [row._asdict() for row in self.advice]}
+        return {
+            "plain": self.plain.as_dict(), "rows": [row._asdict() for row in self.rows],
+            "system": self.system._asdict(),
+        }  # fmt: skip
 
     def __str__(self) -> str:
-        rows = [("technique", "peak", "in percent", "time", "source", "code or reason")]
+        table = [("technique", "peak", "in percent", "time", "source", "call or reason")]
         peak = max(self.plain.peak_bytes, 1)
-        for row in self.advice:
-            figures = ("-", "-", "-") if row.note else (
+        for row in self.rows:
+            figures = ("-", "-", "-") if not row.applies else (
                 amount_changed(-row.saves), share_changed(-row.saves / peak), share_changed(row.time)
             )  # fmt: skip
-            rows.append((row.name, *figures, row.how, row.note or row.code))
-        return aligned(rows, (1, 2, 3))
+            table.append((row.technique, *figures, row.source, row.reason or row.call))
+        return f"{aligned(table, (1, 2, 3))}\n\nmemory of {self.system.device}: {self.system}"
 
 
 def checklist(
     model: nn.Module,
     batch: Any,
     loss: Loss = None,
+    *,
     optimizer: Any = "adamw",
     precision: str | None = None,
     recipe: str | None = None,
 ) -> Checklist:
-    """Estimate the bytes that each technique of ``ADVISED`` saves at the peak of a training step, and its added time.
+    """Estimate the bytes that each technique saves at the peak of a training step, and the time that it adds.
 
-    Nothing is computed, and ``model`` does not change. Times follow from the arithmetic and traffic rates of this
-    machine, and are for comparison only.
+    The step itself does not run, and ``model`` does not change. Times follow from the arithmetic and traffic rates of
+    this machine, and are for comparison only. ``lowbit doctor --memory`` prints the result.
 
     Args:
         model: Module to train; may be on the meta device.
@@ -141,7 +159,7 @@ def checklist(
         recipe: Recipe, as for ``lb.estimate``.
 
     Returns:
-        The checklist; techniques without effect are last.
+        The checklist, with one row per technique.
 
     Raises:
         ValueError: As ``lb.estimate``.
@@ -150,9 +168,8 @@ def checklist(
     step = Step(Subject(model, batch, loss), optimizer, precision, recipe)
     plain = step.estimated()
     rows = [_advice(technique, step, plain) for technique in ADVISED]
-    return Checklist(
-        plain, sorted((row for row in rows if not row.note), key=_rank) + [row for row in rows if row.note]
-    )
+    useful = sorted((row for row in rows if row.applies), key=_rank)
+    return Checklist(plain, [*useful, *(row for row in rows if not row.applies)], system_memory(plain.device))
 
 
 def _rank(row: Advice) -> float:
@@ -161,15 +178,18 @@ def _rank(row: Advice) -> float:
 
 
 def _advice(technique: Advised, step: Step, plain: Estimate) -> Advice:
-    name, code, how = technique.name, technique.code, technique.how
+    def row(saves: int, time: float, reason: str = "") -> Advice:
+        name, call, _, source = technique
+        return Advice(name, call, saves, plain.peak_bytes - saves, time, source, reason)
+
     try:
         effect = technique.measure(step, plain)
     except NotHere as reason:
-        return Advice(name, 0, 0.0, code, how, str(reason))
+        return row(0, 0.0, str(reason))
     time = effect.seconds / max(plain.seconds, 1e-12)
     if effect.saves <= 0:
-        return Advice(name, 0, time, code, how, f"it does not lower the peak, which is in {plain.peak_event}")
-    return Advice(name, effect.saves, time, code, how)
+        return row(0, time, f"it does not lower the peak, which is in {plain.peak_event}")
+    return row(effect.saves, time)
 
 
 # -- sources of the figures -------------------------------------------------------------------------------------------
@@ -250,6 +270,11 @@ def _freed(step: Step, plain: Estimate) -> Effect:
     return Effect(_sum(plain, ("gradients",)), 0.0)
 
 
+def _cleared(step: Step, plain: Estimate) -> Effect:
+    """Say why ``clear`` is not ranked: the peak does not include the memory that it frees."""
+    raise NotHere(f"{_CLEAR}: it frees unused memory of the process, which is not part of the peak")
+
+
 def _sharded(strategy: str) -> Measure:
     """Shard the parameters, gradients and states at the plain peak."""
 
@@ -272,6 +297,9 @@ def _sum(plain: Estimate, kinds: tuple[str, ...]) -> int:
 
 _STATES = ("optimizer state", "master copies")
 
+#: A call without an effect on the peak, which is shown with its reason.
+_CLEAR = "lb.memory.clear()"
+
 #: Number of processes in the advice on sharding.
 _PROCESSES = 8
 
@@ -283,8 +311,8 @@ def _advised(technique: Technique) -> Advised:
     if "offload_activations" in changes:
         return Advised(name, code, _offloaded("activations"), "sum of activations")
     if "strategy" in changes:
-        how = f"sum of weights, gradients, states; {_PROCESSES} processes"
-        return Advised(name, code, _sharded(changes["strategy"]), how)
+        source = f"sum of weights, gradients, states; {_PROCESSES} processes"
+        return Advised(name, code, _sharded(changes["strategy"]), source)
     return Advised(name, code, _estimated(technique))
 
 
@@ -292,4 +320,5 @@ ADVISED = (
     Advised("half the batch", "DataLoader(..., batch_size=B // 2)", _half),
     Advised("steps in backward", "lb.optim.in_backward_(model, lb.optim.AdamW)", _freed, "sum of gradients"),
     *(_advised(technique) for technique in techniques() if technique.code and not technique.needs),
+    Advised("clear", _CLEAR, _cleared, "cache of the process"),
 )

@@ -12,9 +12,10 @@ from torch import nn
 
 import lowbit as lb
 from lowbit.demo.gpt import GPT, GPTConfig
-from lowbit.memory import checkpoint_, profile, usual_loss
+from lowbit.distributed import STRATEGIES
+from lowbit.memory import checklist, checkpoint_, profile, system_memory, usual_loss
 from lowbit.optim.names import find_optimizer
-from lowbit.plan.checklist import ADVISED, checklist
+from lowbit.plan.checklist import ADVISED
 
 CONFIG = GPTConfig(vocab=256, layers=3, heads=2, dim=128, hidden=256)
 
@@ -39,10 +40,10 @@ def peak(change, batch, optimizer="adamw"):
 def test_what_is_said_is_what_is_saved():
     batch = torch.randint(256, (8, 128))
     found = checklist(GPT(CONFIG), batch)
-    said = {row.name: row for row in found.advice}
+    said = {row.technique: row for row in found.rows}
     assert said.keys() == {technique.name for technique in ADVISED}
-    plain = peak(lambda model: None, batch)
-    assert found.plain.peak_bytes == pytest.approx(plain, rel=0.005)
+    plain_peak = found.plain.peak_bytes
+    assert plain_peak == pytest.approx(peak(lambda model: None, batch), rel=0.005)
     real = {
         "half the batch": peak(lambda model: None, batch[:4]),
         "block": peak(checkpoint_, batch),
@@ -51,7 +52,7 @@ def test_what_is_said_is_what_is_saved():
         "adamw8bit": peak(lambda model: None, batch, "adamw8bit"),
     }
     for name, held in real.items():
-        assert plain - said[name].saves == pytest.approx(held, rel=0.01), name
+        assert said[name].peak_bytes == plain_peak - said[name].saves == pytest.approx(held, rel=0.01), name
     assert said["disk"].saves == found.plain.by_kind["optimizer state"]
     assert said["block"].time > said["attention"].time > 0
     assert said["half the batch"].time < -0.3
@@ -63,20 +64,44 @@ def test_what_does_nothing_comes_last_with_its_reason():
     """A model of one large matrix, whose peak is in the optimizer's step or the end of backward."""
     model = nn.Sequential(nn.Linear(1024, 1024))
     found = checklist(model, torch.zeros(1, 1024), precision="bf16", optimizer="adamw8bit")
-    notes = {row.name: row.note for row in found.advice}
+    notes = {row.technique: row.reason for row in found.rows}
     assert notes["bf16"] == "precision is already bf16"
     assert "already low-bit" in notes["adamw8bit"]
     assert notes["half the batch"] == "the batch has one row"
     assert "no ModuleList" in notes["block"]
-    useful = [bool(row.note) for row in found.advice]
-    assert useful == sorted(useful)
+    useful = [row.applies for row in found.rows]
+    assert useful == sorted(useful, reverse=True)
     assert json.dumps(found.as_dict()) and "precision is already bf16" in str(found)
+
+
+def test_shards_and_clear_and_the_systems_memory_are_rows():
+    """Each process of eight has an eighth of the states with ``zero1``, and of all with ``zero3``."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = checklist(model, torch.zeros(2, 64), optimizer="adamw32bit")
+    rows = {row.technique: row for row in found.rows}
+    assert {name for name, row in STRATEGIES.items() if row.states} <= rows.keys()
+    kinds = found.plain.by_kind
+    states = kinds["optimizer state"]
+    assert rows["zero1"].saves == states - -(-states // 8)
+    assert rows["zero1"].call == 'lb.distributed.shard_(model, optimizer, "zero1")'
+    assert not rows["clear"].applies and "lb.memory.clear()" in rows["clear"].reason
+    assert found.system.device == "cpu" and f"memory of cpu: {found.system}" in str(found)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_memory_of_the_host_is_the_kernels():
+    psutil = pytest.importorskip("psutil")
+    found, there = system_memory(), psutil.virtual_memory()
+    assert found.total == there.total and 0 < found.free <= found.total
+    assert found.free == pytest.approx(there.available, rel=0.2)
+    assert found.process == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
 
 
 @pytest.mark.slow
 def test_the_command(run, tmp_path, monkeypatch):
     said = json.loads(run("doctor", "--memory", "demo", "--batch", "2", "--length", "32", "--json"))
-    assert said["plain"]["peak_bytes"] > 0 and len(said["advice"]) == len(ADVISED)
+    assert said["plain"]["peak_bytes"] > 0 and len(said["rows"]) == len(ADVISED)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine_to_fit.py").write_text(
         "import torch\n\ndef made():\n    return torch.nn.Linear(4, 4), torch.zeros(2, 4)\n"
