@@ -32,7 +32,7 @@ from lowbit.models.check import check_model
 from lowbit.models.losses import usual_loss
 from lowbit.torch_private import FakeTensor, current_node, graph_task, has_foreach_kernels
 
-__all__ = ["Estimate", "Recomputation", "Seen", "can_run", "estimate_step", "scalar"]
+__all__ = ["Estimate", "Recomputation", "Seen", "can_run", "check_trainable", "estimate_step", "scalar"]
 
 #: Runs forward and backward of a model and a batch; the last argument is the loss of output and batch.
 Accumulate = Callable[[nn.Module, Any, Callable[[Any, Any], Tensor]], object]
@@ -218,7 +218,7 @@ def estimate_step(
         ValueError: The model has no estimate, or its forward reads tensor values.
         TypeError: ``model`` is not a module, or ``batch`` is not a batch.
     """
-    _check_model(model, device)
+    check_trainable(model, device)
     with torch.inference_mode(False), torch.enable_grad(), fake_tensors() as fake:
         fake_copy = fake_model(model, fake, device)
         target = next((p.device for p in fake_copy.parameters()), torch.device(device or "cpu"))
@@ -233,8 +233,8 @@ def estimate_step(
 
 
 # -- supported models --------------------------------------------------------------------------------------------------
-def _check_model(model: Any, device: torch.device | str | None) -> None:
-    """Raise TypeError or ValueError for a model that has no estimate, or a device that does not exist."""
+def check_trainable(model: Any, device: torch.device | str | None) -> None:
+    """Raise TypeError or ValueError for a model that cannot be estimated, or a device that does not exist."""
     check_model(model)
     for combination, has in WITHOUT_ESTIMATE.items():
         if has(model):
@@ -430,10 +430,10 @@ def _read(ledger: Ledger, seen: Seen, measured: Mapping[int, Footprint]) -> tupl
     births = [piece.born for piece in pieces]
     kinds = kinds_of(ledger.ops, births, deaths, [piece.kind for piece in pieces], times)
     rows = zip(pieces, sizes, kinds, births, deaths, strict=True)
-    holdings = [Holding(size, kind, piece.layer, born, died) for piece, size, kind, born, died in rows]
+    holdings = [Holding(size, kind, piece.layer, born, died, born) for piece, size, kind, born, died in rows]
     for number, listed in seen.table.items():
         size = measured[number].scratch if number in measured else listed
-        holdings.append(Holding(size, "temporaries", ledger.ops[number].layer, number, number + 0.25))
+        holdings.append(Holding(size, "temporaries", ledger.ops[number].layer, number, number + 0.25, number))
     return ledger.ops, times, holdings
 
 

@@ -39,12 +39,14 @@ class Snapshot(NamedTuple):
         name: As passed to ``Profile.snapshot``.
         allocated: Bytes held when it was taken.
         peak: Most bytes held since the profile began or the peak was reset. Known after the profile has ended.
-        resident: Resident bytes of the process; on CUDA the bytes reserved by the allocator.
+        reserved: Bytes that torch's CUDA allocator had reserved. None on a CPU, whose allocator reserves nothing.
+        resident: Resident bytes of the process, in host memory.
     """
 
     name: str
     allocated: int
     peak: int
+    reserved: int | None
     resident: int
 
 
@@ -73,19 +75,51 @@ class _Allocation(NamedTuple):
 
 
 class Profile(Usage):
-    """A memory profile, as made by ``profile``. Its results can be read after its ``with`` block has ended."""
+    """A memory profile, as made by ``profile``. Its results can be read after its ``with`` block or ``stop``.
+
+    Attributes:
+        reserved_bytes: Most bytes that torch's CUDA allocator had reserved, since the last ``reset_peak``. None on a
+            CPU, whose allocator reserves nothing.
+    """
+
+    reserved_bytes: int | None
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.device, self._model = device, model
         self._begun = self._ended = False
-        self._marks: list[tuple[str, int, int, int]] = []
+        self._marks: list[tuple[int, Snapshot]] = []
         self._resets: list[int] = []
         self._steps: list[int] = []
 
     # -- while it runs -------------------------------------------------------------------------------------------
+    def start(self) -> Profile:
+        """Start the profile without a ``with`` block, until ``stop``. Call both in the same thread.
+
+        Returns:
+            The profile.
+
+        Raises:
+            RuntimeError: The profile runs or has run already, or another profiler runs.
+        """
+        return self.__enter__()
+
+    def stop(self) -> Profile:
+        """End the profile.
+
+        Returns:
+            The profile, whose results can now be read.
+
+        Raises:
+            RuntimeError: The profile is not running.
+        """
+        self._require_open("stop")
+        self.__exit__(None, None, None)
+        return self
+
     def __enter__(self) -> Profile:
         if self._begun:
-            raise RuntimeError("memory.profile: this profile has run already; create another: memory.profile(model)")
+            state = "has run already" if self._ended else "is running already"
+            raise RuntimeError(f"memory.profile: this profile {state}; create another: memory.profile(model)")
         if profiling():
             raise RuntimeError(refusal("profile profiler", "memory.profile"))
         self._begun = True
@@ -98,6 +132,7 @@ class Profile(Usage):
             entered.enter_context(self._ledger)
             self._ledger.baseline()
             entered.pop_all()  # __exit__ ends them
+        self._reserved_since = self._reserved_now()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -121,9 +156,13 @@ class Profile(Usage):
             RuntimeError: The profile is not running.
         """
         self._require_open("snapshot")
-        resident = torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else rss.resident_bytes()
-        self._marks.append((name, len(self._ledger.ops), self._ledger.live, resident))
-        return Snapshot(name, self._ledger.live, self._ledger.live, resident)
+        live = self._ledger.live
+        taken = Snapshot(name, live, live, self._reserved_now(), rss.resident_bytes())
+        self._marks.append((len(self._ledger.ops), taken))
+        return taken
+
+    def _reserved_now(self) -> int | None:
+        return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else None
 
     def reset_peak(self) -> None:
         """Start measuring the peak again from now; ``peak_bytes`` and all that depends on it ignore earlier ops.
@@ -133,6 +172,7 @@ class Profile(Usage):
         """
         self._require_open("reset_peak")
         self._resets.append(len(self._ledger.ops))
+        self._reserved_since = self._reserved_now()
 
     def step(self) -> None:
         """Mark the end of a training step for ``leaks``.
@@ -146,25 +186,26 @@ class Profile(Usage):
         self._steps.append(len(self._ledger.ops))
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_ops", "_times", "_holdings", "_since", "_pieces", "_step_ends"):
+        if name in ("_ops", "_times", "_holdings", "_since", "_pieces", "_step_ends", "reserved_bytes"):
             raise RuntimeError(
-                "memory.Profile: results are available after the with block has ended; within it, call p.snapshot(name)"
+                "memory.Profile: results are available after the with block or stop(); before, call p.snapshot(name)"
             )
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def _require_open(self, method: str) -> None:
         if not self._begun or self._ended:
-            raise RuntimeError(f"memory.Profile.{method}: the profile is not running; call it within its with block")
+            raise RuntimeError(
+                f"memory.Profile.{method}: the profile is not running; call it within its with block, or after start()"
+            )
 
     # -- afterwards ----------------------------------------------------------------------------------------------
     @property
     def snapshots(self) -> list[Snapshot]:
         """The snapshots, in order."""
         snapshots = []
-        for name, number, allocated, resident in self._marks:
+        for number, taken in self._marks:
             first = max((reset for reset in self._resets if reset <= number), default=0)
-            peak = int(self._peaks[first:number].max(initial=allocated))
-            snapshots.append(Snapshot(name, allocated, peak, resident))
+            snapshots.append(taken._replace(peak=int(self._peaks[first:number].max(initial=taken.allocated))))
         return snapshots
 
     def leaks(self) -> list[Leak]:
@@ -199,11 +240,17 @@ class Profile(Usage):
 
     def __str__(self) -> str:
         parts = [self.table()]
+        if self.reserved_bytes is not None:
+            parts.append(f"reserved by torch's allocator: {amount(self.reserved_bytes)} at most")
         if self._marks:
-            rows = [(s.name, amount(s.allocated), amount(s.peak), amount(s.resident)) for s in self.snapshots]
-            held = "reserved" if self.device.type == "cuda" else "resident"
-            parts.append(aligned([("snapshot", "allocated", "peak until then", held), *rows], (1, 2, 3)))
+            rows = [(s.name, *("" if size is None else amount(size) for size in s[1:])) for s in self.snapshots]
+            head = ("snapshot", "allocated", "peak until then", "reserved", "resident")
+            parts.append(aligned([head, *rows], (1, 2, 3, 4)))
         return "\n\n".join(parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all results as plain values, for JSON."""
+        return {**super().as_dict(), "reserved_bytes": self.reserved_bytes}
 
     # -- the allocator's events --------------------------------------------------------------------------------------
     def _read(self) -> None:
@@ -213,22 +260,33 @@ class Profile(Usage):
         begins: dict[int, int] = {}
         ends: dict[int, int] = {}
         changes: list[tuple[int, int, int]] = []
+        reserved: list[tuple[int, int]] = []
         kind = self.device.type
         for node in _nodes(results.experimental_event_tree()):
             if node.tag.name == "Allocation":
                 fields = node.extra_fields
                 if str(fields.device).startswith(kind):
                     changes.append((node.start_time_ns, fields.ptr, fields.alloc_size))
+                    reserved.append((node.start_time_ns, fields.total_reserved))
             elif node.name.startswith(_MARK):
                 number = int(node.name[len(_MARK) :])
                 begins[number], ends[number] = node.start_time_ns, node.end_time_ns
         ops = self._ledger.ops
         changes.sort(key=lambda change: change[0])
         origin = min([*(change[0] for change in changes[:1]), *begins.values()], default=0)
+        self.reserved_bytes = self._most_reserved(reserved, begins)
         times = [begins[n] - origin + 1 for n in range(len(ops))]
         after = [ends[n] - origin + 1 for n in range(len(ops))]
         allocations = _allocations(changes, origin - 1)
         self._build(times, after, allocations)
+
+    def _most_reserved(self, sizes: list[tuple[int, int]], begins: dict[int, int]) -> int | None:
+        """Return the largest of the reserved bytes, pairs of time and size, since the last ``reset_peak``."""
+        if self._reserved_since is None:
+            return None
+        first = max(self._resets, default=0)
+        begin = begins.get(first, math.inf) if first else -math.inf
+        return max([self._reserved_since, *(size for time, size in sizes if time >= begin)])
 
     def _build(self, times: list[int], after: list[int], allocations: dict[int, list[_Allocation]]) -> None:
         """Match storages of the ledger with allocations of the allocator."""
@@ -251,7 +309,10 @@ class Profile(Usage):
                 layer = owner.layer if owner else ops[op].layer if ops else OUTSIDE
                 rows.append((span.bytes, span.born, min(span.died, freed), op, owner.kind if owner else None, layer))
         kinds = kinds_of(ops, [r[3] for r in rows], [r[2] for r in rows], [r[4] for r in rows], times) if ops else []
-        holdings = [Holding(r[0], kind, r[5], r[1], r[2]) for r, kind in zip(rows, kinds, strict=False)]
+        holdings = [
+            Holding(size, kind, layer, born, died, op if op >= 0 and times[op] <= born <= after[op] else -1)
+            for (size, born, died, op, _, layer), kind in zip(rows, kinds, strict=False)
+        ]
         Usage.__init__(self, ops, times, holdings, since=max(self._resets, default=0))
 
 
@@ -289,9 +350,10 @@ def profile(
     """Profile the memory of ``with memory.profile(model) as p:``, or of ``step(batch)``.
 
     Afterwards ``p.peak_bytes``, ``p.by_kind``, ``p.by_layer``, ``p.by_phase``, ``p.peak_event`` and ``p.timeline``
-    contain the allocated memory, by purpose and over time. ``print(p)`` shows a table, ``p.plot(path)`` draws a plot
-    and ``p.save(path)`` writes JSON. ``p.leaks()`` names lines of code whose tensors accumulate. Within the block,
-    ``p.snapshot(name)`` records the live tensors and ``p.reset_peak()`` restarts the peak.
+    contain the allocated memory, by purpose and over time. ``p.by_op`` has the bytes that each op allocated.
+    ``print(p)`` shows a table, ``p.plot(path)`` draws a plot and ``p.save(path)`` writes JSON. ``p.leaks()`` names
+    lines of code whose tensors accumulate. Within the block, ``p.snapshot(name)`` records the live tensors and
+    ``p.reset_peak()`` restarts the peak. ``p.start()`` and ``p.stop()`` replace the block.
 
     Sizes are bytes of torch's allocator on the device, including scratch memory that kernels allocate through it. The
     process uses more: malloc rounds up, libraries allocate their own memory, and freed pages are returned late. With
@@ -309,7 +371,7 @@ def profile(
         device: ``"cpu"`` or a CUDA device; by default that of the parameters.
 
     Returns:
-        A profile. Without ``step`` it is a context manager; with ``step`` it has ended.
+        A profile. Without ``step`` it is a context manager, or begins with ``start``. With ``step`` it has ended.
 
     Raises:
         TypeError: ``model`` is not a module.

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from lowbit.files import write_atomically
+from lowbit.memory.by_op import BEFORE, BETWEEN, OpTable
 from lowbit.memory.ledger import KINDS, OUTSIDE, Op
-from lowbit.sizes import amount
+from lowbit.sizes import amount, budget_in
 from lowbit.tables import aligned
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Holding(NamedTuple):
         layer: Path of the layer that made it.
         born: When it was allocated, in the unit of the times of ops.
         died: When it was freed; inf if never.
+        op: Number of the op that allocated it, or -1 if none did.
     """
 
     bytes: int
@@ -56,6 +58,7 @@ class Holding(NamedTuple):
     layer: str
     born: float
     died: float
+    op: int = -1
 
 
 class MemoryEvent(NamedTuple):
@@ -154,6 +157,17 @@ class Usage:
         """Most bytes held at a time."""
         return sum(holding.bytes for holding in self._at(self._peak_time))
 
+    def fits(self, budget: str | int) -> bool:
+        """Return whether the peak is at most ``budget``.
+
+        Args:
+            budget: Bytes, or a size such as ``"24GiB"``.
+
+        Raises:
+            ValueError: ``budget`` is no size, or has no unit.
+        """
+        return self.peak_bytes <= budget_in(budget, "memory.Usage.fits", shares=False).of(0)
+
     @property
     def by_kind(self) -> dict[str, int]:
         """Bytes of each kind at the peak, largest first. They sum to ``peak_bytes``."""
@@ -171,6 +185,29 @@ class Usage:
         return {
             name: dict(k.most_common()) for name, k in sorted(layers.items(), key=lambda row: -sum(row[1].values()))
         }
+
+    @property
+    def by_op(self) -> OpTable:
+        """Bytes by op, most allocated bytes first. ``print`` shows a table.
+
+        ``allocated`` is the sum over all calls, with scratch memory of kernels. ``at_peak`` sums to ``peak_bytes`` over
+        the rows. ``(before)`` has the memory that existed before the first op, or before the last ``reset_peak``.
+        ``(between ops)`` has allocations outside of all ops.
+        """
+        begin = 0.0 if self._since == 0 else self._times[self._since] if self._since < len(self._times) else math.inf
+        named = [(self._allocated_by(holding, begin), holding) for holding in self._holdings]
+        peak = self._peak_time
+        return OpTable.of(
+            (op.name for op in self.ops),
+            [(name, holding.bytes) for name, holding in named if name != BEFORE],
+            [(name, holding.bytes) for name, holding in named if holding.born <= peak < holding.died],
+        )
+
+    def _allocated_by(self, holding: Holding, begin: float) -> str:
+        """Return the name of the op that allocated ``holding``; ops before the time ``begin`` count as ``BEFORE``."""
+        if holding.op >= self._since:
+            return self._ops[holding.op].name
+        return BEFORE if holding.op >= 0 or holding.born <= begin else BETWEEN
 
     @property
     def peak_event(self) -> MemoryEvent:
@@ -227,6 +264,7 @@ class Usage:
             "by_kind": self.by_kind,
             "by_layer": self.by_layer,
             "by_phase": self.by_phase,
+            "by_op": {name: row._asdict() for name, row in self.by_op.items()},
             "timeline": [peak_event._asdict() for peak_event in self.timeline],
         }
 
