@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from lowbit.memory.repeated import tensors_of
 from lowbit.torch_private import FakeTensor, current_node, graph_task, sequence_number
 
-__all__ = ["KINDS", "OUTSIDE", "Ledger", "Op", "Piece"]
+__all__ = ["KINDS", "MASTER_STATES", "OUTSIDE", "Ledger", "Op", "Piece"]
 
 #: Purposes of memory; see ``lowbit.memory.Usage``.
 KINDS = (
@@ -38,7 +38,7 @@ KINDS = (
 OUTSIDE = "(outside)"
 
 #: Entries of optimizer states that are copies of parameters, by lowbit and other libraries.
-_MASTERS = frozenset({"master", "masters", "master_param", "master_weight", "master_params"})
+MASTER_STATES = frozenset({"master", "masters", "master_param", "master_weight", "master_params"})
 
 #: A tensor computed from these kinds only is a weight copy, such as a cast or quantized values.
 _OF_WEIGHTS = frozenset({"parameters", "buffers", "weight copies"})
@@ -242,7 +242,7 @@ class Ledger(TorchDispatchMode):
         for parameter, state in optimizer.state.items():
             layer = self._of_parameter.get(id(parameter), OUTSIDE)
             for name, value in state.items() if isinstance(state, dict) else ():
-                self.claim(value, "master copies" if name in _MASTERS else "optimizer state", layer)
+                self.claim(value, "master copies" if name in MASTER_STATES else "optimizer state", layer)
         if count:
             self._stepping = False
             self._steps.setdefault(id(optimizer), []).append(len(self.ops))

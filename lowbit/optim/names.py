@@ -15,7 +15,7 @@ from lowbit.optim.lion import Lion
 from lowbit.optim.muon import Muon
 from lowbit.optim.sgd import SGD
 
-__all__ = ["FAMILIES", "OPTIMIZERS", "NamedOptimizer", "find_optimizer"]
+__all__ = ["FAMILIES", "OPTIMIZERS", "NamedOptimizer", "find_optimizer", "with_masters"]
 
 
 @dataclass(frozen=True)
@@ -65,3 +65,16 @@ def find_optimizer(name: str) -> NamedOptimizer:
             f"unknown optimizer {name!r}{did_you_mean(name, OPTIMIZERS)}; known are {', '.join(OPTIMIZERS)}"
         )
     return OPTIMIZERS[name]
+
+
+def with_masters(name: str, master: str) -> Callable[..., torch.optim.Optimizer]:
+    """Return a function that creates this optimizer with masters of 16-bit parameters.
+
+    torch's optimizers have none, so lowbit's optimizer with states in 32 bits replaces them.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
+    row = find_optimizer(name)
+    low_bit = name if name.endswith("bit") else f"{row.family}32bit"
+    return partial(OPTIMIZERS[low_bit].make, master=master)

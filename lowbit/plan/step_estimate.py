@@ -1,16 +1,17 @@
-"""``lb.estimate``: memory and time of a training step, without running it."""
+"""``lb.estimate``: memory and time of a training step, or the memory that does not depend on a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from lowbit.checkpointing.apply import checkpoint_
 from lowbit.memory.estimator import Accumulate, Estimate, MakeOptimizer, estimate_step
-from lowbit.optim.names import find_optimizer
+from lowbit.optim.names import find_optimizer, with_masters
+from lowbit.plan.static_estimate import StaticEstimate, model_of_size, static_estimate
 from lowbit.recipes import Recipe
 from lowbit.train import mixed_, prepare_
 from lowbit.train.mixed import PRECISIONS
@@ -18,6 +19,19 @@ from lowbit.train.mixed import PRECISIONS
 __all__ = ["estimate"]
 
 
+@overload
+def estimate(
+    model: nn.Module | None = None,
+    *,
+    parameters: float | None = None,
+    recipe: str | Recipe | Mapping[str, Any] | None = None,
+    optimizer: str | MakeOptimizer | None = "adamw",
+    precision: str | None = None,
+    master: str | None = None,
+    prepare: Callable[[nn.Module], object] | None = None,
+    device: torch.device | str | None = None,
+) -> StaticEstimate: ...
+@overload
 def estimate(
     model: nn.Module,
     batch: Any,
@@ -27,12 +41,33 @@ def estimate(
     checkpoint: Any = None,
     *,
     precision: str | None = None,
+    master: str | None = None,
     prepare: Callable[[nn.Module], object] | None = None,
     micro_batches: int = 1,
     device: torch.device | str | None = None,
     accumulate: Accumulate | None = None,
-) -> Estimate:
+) -> Estimate: ...
+def estimate(
+    model: nn.Module | None = None,
+    batch: Any = None,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    recipe: str | Recipe | Mapping[str, Any] | None = None,
+    optimizer: str | MakeOptimizer | None = "adamw",
+    checkpoint: Any = None,
+    *,
+    parameters: float | None = None,
+    precision: str | None = None,
+    master: str | None = None,
+    prepare: Callable[[nn.Module], object] | None = None,
+    micro_batches: int = 1,
+    device: torch.device | str | None = None,
+    accumulate: Accumulate | None = None,
+) -> Estimate | StaticEstimate:
     """Estimate the memory and the time of a step that trains ``model`` on ``batch``.
+
+    Without a batch, return the memory that does not depend on it: parameters, gradients, optimizer states, masters and
+    buffers. No forward runs, so this is fast for large models on meta. ``parameters=7e9`` gives the same for a number
+    of parameters instead of a model, as if they were one matrix. Activations are not included.
 
     The step runs on tensors without data, and ``model`` does not change. The estimate is of the second step, when the
     optimizer states already exist. Sizes are bytes of torch's allocator.
@@ -47,45 +82,63 @@ def estimate(
 
     Args:
         model: Module with parameters that require gradients. May be on the meta device.
+        parameters: Number of parameters, instead of a model and a batch.
         batch: Tensor, tuple of arguments or dict of keyword arguments, real or on meta. Only shapes matter, and the
             values of integers and masks that forward reads.
         loss: ``loss(output, batch)``, a scalar. By default ``lb.memory.usual_loss``.
         recipe: Recipe for ``lb.train.prepare_``.
         optimizer: Name (``"adamw"``, ``"adamw8bit"``), function that creates one from parameters, or None for no step.
         checkpoint: Policy for ``lb.memory.checkpoint_``.
-        precision: ``"bf16"`` or ``"fp16"``, as for ``lb.train.mixed_``.
+        precision: ``"bf16"`` or ``"fp16"``, as for ``lb.train.mixed_``. The parameters stay in fp32, unless ``master``
+            is given.
+        master: ``"fp32"``, ``"residual"`` or ``"stochastic"``: the masters of ``lb.optim`` for parameters in 16 bits.
+            With ``precision``, matrices become working copies in 16 bits. Needs an optimizer by name.
         prepare: ``prepare(model)``, called last on the copy of the model, for other changes.
         micro_batches: Number of times that ``batch`` is accumulated before the optimizer step.
         device: Device of the training. By default the parameters' device, and ``cpu`` for parameters on meta.
         accumulate: ``accumulate(model, batch, loss)`` to run instead of forward and backward.
 
     Returns:
-        An Estimate with ``peak_bytes``, ``peak_event``, ``by_kind``, ``by_layer``, ``by_phase``, ``timeline`` and
-        ``seconds``. ``print`` shows a table.
+        An Estimate with ``peak_bytes``, ``peak_event``, ``by_kind``, ``by_layer``, ``by_op``, ``by_phase``,
+        ``timeline`` and ``seconds``. Without a batch, a StaticEstimate with ``total_bytes`` and ``by_kind``. Both have
+        ``fits("24GiB")``, and ``print`` shows a table.
 
     Raises:
         ValueError: Forward reads tensor values, as data-dependent routing does (profile a real step instead). The model
             cannot be copied, or is wrapped, sharded or streamed (see "What cannot be combined" in docs/memory.md). A
-            setting is invalid.
+            setting is invalid, or is for a step and there is no batch.
         TypeError: ``model``, ``batch`` or a function has another type.
     """
     _check(loss, optimizer, precision, prepare, micro_batches)
+    if batch is None or parameters is not None:
+        of_step = {"loss": loss, "checkpoint": checkpoint, "accumulate": accumulate}
+        _check_static(
+            model, parameters, batch, {**of_step, "micro_batches": micro_batches if micro_batches > 1 else None}
+        )
+    make = _maker(optimizer, master)
 
     def prepared(copied: nn.Module) -> None:
         if recipe is not None:
             prepare_(copied, recipe)
         if precision in PRECISIONS:
-            mixed_(copied, precision)
+            mixed_(copied, precision, working_copies=master is not None)
+        elif master is not None:
+            _require_short(copied, master)
         if checkpoint is not None:
             checkpoint_(copied, checkpoint)
         if prepare is not None:
             prepare(copied)
 
+    if parameters is not None:
+        return static_estimate(model_of_size(parameters), make, prepared, device, counters=False)
+    assert model is not None
+    if batch is None:
+        return static_estimate(model, make, prepared, device)
     return estimate_step(
         model,
         batch,
         loss,
-        optimizer=find_optimizer(optimizer).make if isinstance(optimizer, str) else optimizer,
+        optimizer=make,
         prepare=prepared,
         micro_batches=micro_batches,
         device=device,
@@ -108,3 +161,37 @@ def _check(loss: Any, optimizer: Any, precision: Any, prepare: Any, micro_batche
         named = name == "optimizer" and isinstance(value, str)
         if value is not None and not callable(value) and not named:
             raise TypeError(f"estimate: {name} must be {expectation}, or None, got {type(value).__name__}")
+
+
+def _check_static(model: Any, parameters: Any, batch: Any, of_step: Mapping[str, Any]) -> None:
+    """Raise ValueError for arguments that do not go together without a model or a batch."""
+    if (model is None) == (parameters is None):
+        raise ValueError(
+            "estimate: expected a model or parameters=, a number such as 7e9, got "
+            + ("neither" if model is None else "both; leave one out")
+        )
+    if batch is not None:
+        raise ValueError("estimate: parameters= has no forward to run on a batch; pass a model, or leave the batch out")
+    given = [name for name, value in of_step.items() if value is not None]
+    if given:
+        remedy = "pass a batch" if parameters is None else "pass a model and a batch"
+        raise ValueError(f"estimate: {', '.join(given)} changes only a step, and there is no batch; {remedy}")
+
+
+def _maker(optimizer: str | MakeOptimizer | None, master: str | None) -> MakeOptimizer | None:
+    if master is not None and not isinstance(optimizer, str):
+        raise ValueError(
+            f"estimate: master={master!r} needs an optimizer by name, got {optimizer!r}; pass master to the optimizer "
+            f"in your function, and working copies by prepare=lambda model: lb.train.mixed_(model, working_copies=True)"
+        )
+    if not isinstance(optimizer, str):
+        return optimizer
+    return find_optimizer(optimizer).make if master is None else with_masters(optimizer, master)
+
+
+def _require_short(model: nn.Module, master: str) -> None:
+    if not any(p.requires_grad and p.dtype in PRECISIONS.values() for p in model.parameters()):
+        raise ValueError(
+            f"estimate: master={master!r} is for trained parameters in 16 bits, and there are none; pass "
+            f"precision='bf16'"
+        )
