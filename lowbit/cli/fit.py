@@ -15,16 +15,18 @@ from torch import nn
 from lowbit.backends.cpu import processor
 from lowbit.cli.console import errors, out, print_json, resumable
 from lowbit.cli.memory import find
-from lowbit.files import exclusive, write_atomically
+from lowbit.files import exclusive, write_atomically, write_json
 from lowbit.machine import provenance
 from lowbit.plan import TrainingPlan
 from lowbit.plan import fit as plan_training
-from lowbit.plan.ladder import Climb, climb, report, rungs_of
+from lowbit.plan.ladder import Climb, climb, climb_own, report, rungs_of
 from lowbit.plan.ladder.limits import LIMITS
+from lowbit.plan.ladder.own import NUMBERS
+from lowbit.plan.subject import Subject
 from lowbit.progress import bar
 from lowbit.serialize.huggingface import is_directory
 from lowbit.sizes import budget_in
-from lowbit.tables import rich_table
+from lowbit.tables import markdown, rich_table
 
 EPILOG = """
 **Examples**
@@ -44,9 +46,14 @@ EPILOG = """
 `lowbit fit --ladder --memory 8GiB --device cuda` — on a GPU
 
 `lowbit fit --ladder --memory 300MiB --gpus 4 --quick` — also a model sharded over 2 and 4 processes
+
+`lowbit fit --ladder my_module:my_function --memory 2GiB` — the same techniques on your own model, estimated
 """
 
-_LADDER = "Measure memory-saving techniques one by one, each in a process with a hard memory limit."
+_LADDER = (
+    "Measure memory-saving techniques one by one, each in a process with a hard memory limit. With MODEL, estimate "
+    "them on that model instead."
+)
 _MODEL = (
     "demo, a Hugging Face model directory (config.json), or MODULE:FUNCTION. The function returns (model, batch) or "
     "(model, batch, loss); loss(output, batch) is needed if the model does not return its loss."
@@ -58,8 +65,8 @@ _GPUS = "Number of processes; each must fit the budget. With --ladder: the large
 _LINK = "Bandwidth between processes, such as 25GB/s."
 
 #: Options that apply only to some uses, by parameter name.
-_OF_MODEL = {"rows": "--rows", "length": "--length", "require": "--require", "exclude": "--exclude", "link": "--link"}
 _OF_BATCH = {"rows": "--rows", "length": "--length"}
+_OF_PLAN = {"require": "--require", "exclude": "--exclude", "link": "--link"}
 _OF_LADDER = {"search": "--search", "quick": "--quick", "device": "--device"}
 
 
@@ -86,10 +93,14 @@ def fit(
 
     The plan chooses precision, optimizer, checkpointing, micro-batches and offload before anything is trained.
     """
+    if ladder and model is not None:
+        _refuse(context, {**_OF_LADDER, "gpus": "--gpus"}, "applies to the ladder's own models, not to MODEL")
+        _refuse(context, _OF_PLAN, "applies to a plan, not to --ladder")
+        _check_batch_options(context, model)
+        _climb_own(model, memory, rows, length, directory, json)
+        return
     if ladder:
-        if model is not None:
-            raise ValueError(f"lowbit fit --ladder uses its own models, got {model!r}; remove the model or --ladder")
-        _refuse(context, _OF_MODEL, "applies to lowbit fit MODEL, and --ladder uses its own models")
+        _refuse(context, {**_OF_BATCH, **_OF_PLAN}, "applies to lowbit fit MODEL, and --ladder uses its own models")
         _climb("2GiB" if memory is None else memory, gpus, directory, search, quick, device, json)
         return
     if model is None:
@@ -98,8 +109,7 @@ def fit(
             "--memory 2GiB); see lowbit fit --help"
         )
     _refuse(context, _OF_LADDER, "applies only to lowbit fit --ladder")
-    if ":" in model and not is_directory(Path(model)):
-        _refuse(context, _OF_BATCH, f"sets the batch that lowbit creates, but {model} returns its own batch")
+    _check_batch_options(context, model)
     if memory is None:
         raise ValueError(
             f"lowbit fit {model} expects a budget: --memory 6GiB, or a share of plain training, --memory 60%"
@@ -120,6 +130,12 @@ def _refuse(context: typer.Context, options: dict[str, str], why: str) -> None:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             raise ValueError(f"{option} {why}; leave it out")
+
+
+def _check_batch_options(context: typer.Context, model: str) -> None:
+    """Raise ValueError for options of the batch if the model's function returns its own."""
+    if ":" in model and not is_directory(Path(model)):
+        _refuse(context, _OF_BATCH, f"sets the batch that lowbit creates, but {model} returns its own batch")
 
 
 # -- a plan ------------------------------------------------------------------------------------------------------------
@@ -229,3 +245,30 @@ def _climb(memory: str, gpus: int, directory: Path | None, search: int, quick: b
         out.print(line, soft_wrap=True)
     if path is not None:
         errors.print(f"report: {path}", soft_wrap=True)
+
+
+def _climb_own(name: str, memory: str | None, rows: int, length: int, directory: Path | None, json: bool) -> None:
+    if memory is not None:
+        budget_in(memory, "--memory")  # raises before the model is loaded
+    model, batch, loss = find(name, rows, length, "MODEL")
+    with bar("estimating") as progress:
+        climbed = climb_own(Subject(model, batch, loss), memory, progress=progress)
+    head, table = climbed.table()
+    if directory is not None:
+        origin = provenance(shlex.join(["lowbit", *sys.argv[1:]]), kernels=processor())
+        lines = [
+            f"# Memory techniques on {name}, estimated", "", markdown(head, table, NUMBERS), "",
+            *(f"- {line}" for line in climbed.remarks()), "",
+            "## How it was made", "", *(f"- {key}: {value}" for key, value in origin.items()),
+        ]  # fmt: skip
+        write_json(directory / "ladder.json", {**climbed.as_dict(), "made": origin})
+        write_atomically(directory / "ladder.md", lambda file: file.write("\n".join(lines).encode() + b"\n"))
+    if json:
+        print_json(climbed.as_dict())
+        return
+    out.print(f"{name}: each rung adds to the rungs above it that lower the peak; all rows are estimates")
+    out.print(rich_table(head, table, NUMBERS))
+    for line in climbed.remarks():
+        out.print(line, soft_wrap=True)
+    if directory is not None:
+        errors.print(f"report: {directory / 'ladder.md'}", soft_wrap=True)

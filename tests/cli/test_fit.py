@@ -158,7 +158,11 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(mine, tmp_path, monkeypatc
         (("demo", "--memory", "1GiB", "--quick"), "--quick applies only to lowbit fit --ladder; leave it out"),
         (("demo", "--memory", "1GiB", "--search", "6"), "--search applies only to lowbit fit --ladder; leave it out"),
         (("demo", "--memory", "1GiB", "--device", "cpu"), "--device applies only to lowbit fit --ladder; leave it out"),
-        (("demo", "--ladder"), "uses its own models, got 'demo'"),
+        (("demo", "--ladder", "--quick"), "--quick applies to the ladder's own models, not to MODEL; leave it out"),
+        (("demo", "--ladder", "--gpus", "2"), "--gpus applies to the ladder's own models, not to MODEL"),
+        (("demo", "--ladder", "--exclude", "disk"), "--exclude applies to a plan, not to --ladder"),
+        (("mine_to_plan:made", "--ladder", "--rows", "4"), "--rows sets the batch that lowbit creates, but"),
+        (("mine_to_plan:made", "--ladder", "--memory", "much"), "'much' is no size"),
         (("--ladder", "--require", "bf16"), "--require applies to lowbit fit MODEL"),
         (("--ladder", "--rows", "8"), "--rows applies to lowbit fit MODEL"),
         (
@@ -231,3 +235,20 @@ def test_out_has_report_numbers_and_cells(run, ruled, tmp_path):
     sizes = [row["largest"]["parameters"] for row in data["rungs"] if row["kept"]]
     assert sizes == sorted(set(sizes)), "each rung that halves what is held trains a larger model"
     assert "| fp32 |" in (tmp_path / "ladder.md").read_text() and list((tmp_path / "cells").glob("fp32-size*.json"))
+
+
+@pytest.mark.slow
+def test_the_rungs_on_a_model_of_ones_own(run, mine, tmp_path):
+    """Two Linear layers and no repeated blocks: checkpoints and streaming do not apply."""
+    text = run("fit", "--ladder", mine, "--memory", "60%", "--out", str(tmp_path / "out"))
+    data = json.loads((tmp_path / "out" / "ladder.json").read_text())
+    rows = {row["name"]: row for row in data["rungs"]}
+    assert list(rows) == [rung.name for rung in RUNGS]
+    first = rows["fp32"]["prediction"]["peak_bytes"]
+    assert data["budget"] == int(0.6 * first)
+    model, batch = sys.modules["mine_to_plan"].made()
+    assert first == pytest.approx(lb.estimate(model, batch).peak_bytes, rel=0.02)
+    assert rows["block"]["prediction"] is None and "no ModuleList" in rows["block"]["reason"]
+    assert rows["bf16"]["kept"] and rows["bf16"]["prediction"]["settings"]["precision"] == "bf16"
+    assert "Left out: " in text and "fits" in text
+    assert "| fp32 |" in (tmp_path / "out" / "ladder.md").read_text()

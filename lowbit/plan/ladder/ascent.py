@@ -20,12 +20,12 @@ from lowbit.plan.ladder.shape import Shape, first_above, textbook
 from lowbit.plan.settings import TrainingSettings
 from lowbit.progress import Progress
 
-__all__ = ["Climb", "Ladder", "Row", "climb", "largest"]
+__all__ = ["LOWER", "Climb", "Ladder", "Row", "climb", "largest"]
 
 #: Relative tolerance of losses with another order of sums: half a bf16 ulp.
 _CLOSE = 2.0**-8
 #: Higher rungs include a rung only if it lowers the peak below this fraction of the previous peak.
-_LOWER = 0.99
+LOWER = 0.99
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _row(asked: Climb, rung: Rung, shape: Shape, below: Row | None) -> Row:
     if not limited.fits:
         whole = _measured(asked, rung, replace(cell, budget=None)) if _has_room(cell) else None
     base = None if below is None else below.whole
-    kept = base is None or whole is None or whole.peak < _LOWER * base.peak
+    kept = base is None or whole is None or whole.peak < LOWER * base.peak
     row = Row(rung, settings, limited, whole, kept, _alike(rung, whole, base))
     if not asked.search or not kept:
         return row

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lowbit.plan.settings import TrainingSettings
+from lowbit.plan.subject import Subject
 from lowbit.plan.techniques import STRATEGY, TECHNIQUES, techniques
 
 __all__ = ["RUNGS", "Rung", "rungs_of"]
@@ -24,6 +25,8 @@ class Rung:
     """Description."""
     losses: Literal["equal", "close", "own"] = "own"
     """Effect on losses compared with the rung below, as ``Technique.results``."""
+    why_not: Callable[[Subject], str | None] = lambda subject: None
+    """Returns why it has no effect on a subject, as the end of a sentence; None if it has an effect."""
 
     def on(self, below: TrainingSettings) -> TrainingSettings:
         """Return the settings ``below`` with the changes of this rung."""
@@ -34,7 +37,11 @@ def _rung(number: int) -> Rung:
     rows = [technique for technique in techniques() if technique.rung == number]
     (results,) = {row.results for row in rows}
     changes = {name: value for row in rows for name, value in {**row.needs, **row.changes}.items()}
-    return Rung(", ".join(row.name for row in rows), changes, "; ".join(row.about for row in rows), results)
+
+    def why_not(subject: Subject) -> str | None:
+        return next((reason for row in rows if (reason := row.why_not(subject)) is not None), None)
+
+    return Rung(", ".join(row.name for row in rows), changes, "; ".join(row.about for row in rows), results, why_not)
 
 
 RUNGS = tuple(map(_rung, sorted({technique.rung for technique in techniques() if technique.rung is not None})))
