@@ -186,17 +186,13 @@ def swap(model: nn.Module, new: dict[int, nn.Module]) -> None:
 
 
 def sync_fused_kernels(model: nn.Module) -> None:
-    """Switch off the fused inference kernels of containers with lowbit layers or lowbit attention; restore others.
-
-    The kernels do not support parameters of several dtypes either.
-    """
+    """Switch off the fused inference kernels of containers with lowbit layers or lowbit attention; restore others."""
     for module in model.modules():
         for container, (switch, off) in _FUSED.items():
             if not isinstance(module, container):
                 continue
             remembered = f"_lowbit_{switch}"
-            several = len({parameter.dtype for parameter in module.parameters()}) > 1
-            if several or any(kind(inner) is not None or hasattr(inner, "attend") for inner in module.modules()):
+            if any(kind(inner) is not None or hasattr(inner, "attend") for inner in module.modules()):
                 vars(module).setdefault(remembered, getattr(module, switch))
                 setattr(module, switch, off)
             elif remembered in vars(module):

@@ -18,7 +18,6 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from lowbit.convert.engine import sync_fused_kernels
 from lowbit.machine import float_precision, multiplies
 from lowbit.models.check import check_model
 from lowbit.models.ties import model_bytes, tensor_bytes
@@ -188,7 +187,6 @@ def mixed_(
     wrap(model, Mixed(precision, remainders, wide, _LSTMsWithoutOneDNN if lacks else nullcontext))
     if wide:
         _widen_gradients(model)
-    sync_fused_kernels(model)
     notes = ("floats in 16 bits come back in fp32", *slowness)
     report = _report("train.mixed_", model, sizes, f"multiply in {precision}")
     return replace(report, recipe=precision, left=left, notes=notes)
@@ -225,7 +223,6 @@ def unmixed_(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     for param in model.parameters() if mixed.fp32_gradients else ():
         if param.requires_grad and param.dtype in PRECISIONS.values():
             param.grad, param.grad_dtype = None, param.dtype
-    sync_fused_kernels(model)
     return _report("train.unmixed_", model, sizes, "multiply in their own dtype")
 
 

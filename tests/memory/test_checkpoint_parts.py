@@ -162,6 +162,7 @@ def assert_less_in_the_same_bits(model: nn.Module, policy: str) -> None:
         assert saved_bytes(lambda net=other: net(x), other) == saved[1]
 
 
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 @pytest.mark.parametrize("activation", [F.relu, F.gelu, nn.GELU], ids=["relu", "gelu", "GELU"])
 @pytest.mark.parametrize("policy", ["attention", "mlp"])
@@ -188,6 +189,7 @@ def test_the_parts_of_layers_of_torch(kind):
     assert all(model.get_submodule(name).activation is F.relu for name in layers)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("policy", ["attention", "mlp"])
 @pytest.mark.parametrize("kind", BY_HAND)
 def test_blocks_by_hand(kind, policy):
@@ -216,6 +218,7 @@ def test_a_function_is_restored_by_another_policy():
 
 
 # -- the other techniques ---------------------------------------------------------------------------------------------
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("kind", [*TORCHS, *BY_HAND, "flat"])
 def test_compressed_activations_save_less_and_keep_losses(kind):
     torch.manual_seed(0)
@@ -248,7 +251,7 @@ def test_mixed_precision_is_that_of_autocast(kind, copies):
     squares(model(x), None).backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     model.eval()
-    with torch.no_grad():
-        assert model(x).dtype == torch.float32
+    with torch.no_grad():  # torch's fused kernels of encoders compute in other precisions
+        torch.testing.assert_close(model(x), y.float(), rtol=0.05, atol=0.05)
     lb.train.unmixed_(model)
     assert torch.equal(model.train()(x), plain(x))
