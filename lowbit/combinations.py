@@ -30,6 +30,11 @@ class Combination(NamedTuple):
 _IN_BACKWARD = "an optimizer that steps in the backward pass (lb.optim.in_backward_)"
 
 COMBINATIONS = {
+    "fused loss fully_shard": Combination(
+        "lb.memory.fuse_loss_ of a hand-written model", "fully_shard",
+        "it frees the weight of the last layer before the loss reads it",
+        "call lowbit.memory.unfuse_loss_(model), or train with DistributedDataParallel or ZeRO-1",
+    ),
     "in_backward ddp": Combination(
         _IN_BACKWARD, "DistributedDataParallel",
         "the step would run before gradients are reduced over processes",

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._autograd import DeviceType
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserved_version
+from torch.distributed._composable_state import _module_state_mapping
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as ConvNd
@@ -64,8 +65,10 @@ __all__ = [
     "has_foreach_kernels",
     "int_mm",
     "is_fake",
+    "is_fully_sharded",
     "local_part",
     "make_subclass",
+    "make_wrapper_subclass",
     "multiplies_bf16",
     "pop_saved_tensors_hooks",
     "preserved_version",
@@ -102,6 +105,10 @@ below_torch_dispatch: Callable[[], AbstractContextManager[Any]] = torch._C._Disa
 
 make_subclass: Callable[..., Any] = Tensor._make_subclass
 """``make_subclass(cls, tensor, requires_grad=False, ...)``: a tensor of a subclass with the same storage."""
+
+make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+"""``make_wrapper_subclass(cls, size, strides=, dtype=, device=, storage_size=)``: a tensor of a subclass without
+memory."""
 
 refuse_data_pointer: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
 """Make a tensor raise if a kernel requests its data pointer for writing, as fake tensors do."""
@@ -187,6 +194,14 @@ def local_part(param: Any) -> Tensor:
 def set_local_part(param: Any, part: Tensor) -> None:
     """Replaces this process's shard of a DTensor."""
     param._local_tensor = part
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` gathers parameters of this module, by itself or with a module around it."""
+    states = [state for ref in _module_state_mapping.values() if (state := ref()) is not None]
+    groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]
+    groups += [vars(state).get("_fsdp_param_group") for state in states]  # torch 2.10 has one group per state
+    return any(param._module_info.module is module for group in groups if group for param in group.fsdp_params)
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------

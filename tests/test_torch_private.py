@@ -159,3 +159,29 @@ def test_shards_of_this_process(tmp_path):
         assert private.local_part(param).tolist() == [0.0] * 4
     finally:
         dist.destroy_process_group()
+
+
+def test_a_wrapper_subclass_has_a_shape_and_no_memory():
+    class Empty(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise NotImplementedError
+
+    made = private.make_wrapper_subclass(
+        Empty, (2, 3), strides=(1, 2), dtype=torch.bfloat16, device="cpu", storage_size=0
+    )
+    assert type(made) is Empty and made.shape == (2, 3) and made.stride() == (1, 2) and made.dtype == torch.bfloat16
+    assert made.untyped_storage().nbytes() == 0
+
+
+def test_modules_under_fully_shard_are_known(tmp_path):
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    assert not private.is_fully_sharded(model[0])
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        assert private.is_fully_sharded(model[0]) and not private.is_fully_sharded(model[1])
+    finally:
+        torch.distributed.destroy_process_group()

@@ -17,7 +17,7 @@ from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.machine import multiplies
 from lowbit.memory import checklist
 from lowbit.serialize.huggingface import is_directory, without_weights
-from lowbit.tiled.fused_loss import can_fuse_loss
+from lowbit.tiled.fused_loss import takes_labels
 
 __all__ = ["find", "report"]
 
@@ -100,4 +100,4 @@ def _batch_of(model: Any, rows: int, length: int, prefix: str) -> dict[str, Any]
     if getattr(config, "is_encoder_decoder", False):
         labels = "labels" in inspect.signature(type(model).forward).parameters
         return {"input_ids": ids, "labels" if labels else "decoder_input_ids": ids}
-    return {"input_ids": ids, "labels": ids} if can_fuse_loss(model) else {"input_ids": ids}
+    return {"input_ids": ids, "labels": ids} if takes_labels(model) else {"input_ids": ids}

@@ -80,13 +80,24 @@ class _Scalars(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def answer_without_data(model: nn.Module, prepare: Callable[[nn.Module], object], batch: Any) -> Any:
-    """Return the output of a fake copy of ``model``, changed by ``prepare``, for a fake ``batch``. None if it fails."""
-    with torch.inference_mode(False), fake_tensors() as mode:
+def answer_without_data(
+    model: nn.Module,
+    prepare: Callable[[nn.Module], object],
+    batch: Any,
+    loss: Callable[[Any, Any], Any] | None = None,
+) -> Any:
+    """Return the output of a fake copy of ``model``, changed by ``prepare``, for a fake ``batch``. None if it fails.
+
+    With ``loss``, a function of output and batch, return its result instead. The batch may then contain more than the
+    forward accepts.
+    """
+    with torch.inference_mode(False), torch.enable_grad(), fake_tensors() as mode:
         fake_copy = fake_model(model, mode, None)
         prepare(fake_copy)
         try:
-            return call(fake_copy, fake_batch(batch, mode, None))
+            inputs = fake_batch(batch, mode, None)
+            output = call(fake_copy, inputs, rest=loss is not None)
+            return output if loss is None else loss(output, inputs)
         except Exception:  # the model's code may raise anything
             return None
 

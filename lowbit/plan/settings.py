@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from lowbit.dist_utils import processes
 from lowbit.distributed.strategies import STRATEGIES, shard_
 from lowbit.models.batches import call
 from lowbit.optim.names import FAMILIES
-from lowbit.tiled.fused_loss import fusing_libraries
+from lowbit.tiled.causal_loss import fusing_libraries
 from lowbit.train import compress_activations_, mixed_, prepare_
 from lowbit.user_warnings import warn
 
@@ -35,7 +35,7 @@ class TrainingSettings:
     attention: bool = False
     """Whether attention is computed without allocating the scores (``lb.memory.attention_``)."""
     fused_loss: bool = False
-    """Whether a Hugging Face model computes its loss without allocating the logits (``lb.memory.fuse_loss_``)."""
+    """Whether the loss is computed without allocating the logits (``lb.memory.fuse_loss_``)."""
     precision: str | None = None
     """Precision of matmuls and of their stored weights (``lb.train.mixed_``); None keeps the model's."""
     optimizer: str = "adamw"
@@ -66,6 +66,8 @@ class TrainingSettings:
     """Whether the model comes with trainable 16-bit matrices, so that the optimizer needs ``master``."""
     loaded: str = "fp32"
     """Precision of the weights that the model comes with."""
+    loss_outside: bool = field(default=False, compare=False)
+    """Whether a fused loss is not that of a Hugging Face causal model, so that it may be computed after forward."""
 
     @property
     def fully(self) -> bool:

@@ -25,7 +25,7 @@ from lowbit.optim import offload_, unoffload_
 from lowbit.optim.names import FAMILIES
 from lowbit.plan.settings import TrainingSettings, make_optimizer, policy_of, prepare_model_
 from lowbit.plan.subject import Subject
-from lowbit.tiled.fused_loss import answers_without_logits
+from lowbit.tiled.fused_loss import why_not_fused
 from lowbit.tiled.model_attention import attends_without_scores
 from lowbit.torch_private import BatchNorm
 from lowbit.train.micro_batches import micro_batches, samples
@@ -294,9 +294,8 @@ TECHNIQUES: dict[str, tuple[Technique, ...]] = {
         Technique("own loss", {}, "the loss as the model implements it"),
         Technique("fused loss", {"fused_loss": True},
                   "fused last layer and loss, without allocating the logits", "close",
-                  why_not=_unless(
-                      lambda subject: subject.loss is None and answers_without_logits(subject.model, subject.batch),
-                      "it supports only causal Hugging Face models that are called with labels"),
+                  why_not=lambda subject: why_not_fused(subject.model, subject.batch, subject.loss),
+                  conflicts={"fused loss fully_shard": lambda settings: settings.fully and settings.loss_outside},
                   code="lb.memory.fuse_loss_(model)"),
     ),
     "optimizer": (

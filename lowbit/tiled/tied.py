@@ -6,8 +6,10 @@ large as the weight. Here the first gradient becomes the sum, and rows are added
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowbit.torch_private import graph_task, is_fake
 
-__all__ = ["Lookups", "Tie", "can_share"]
+__all__ = ["Lookups", "Tie", "Ties", "can_share"]
 
 #: Number of row blocks that are added one after another. Temporary memory is one block.
 _BLOCKS = 32
@@ -47,6 +49,28 @@ class Tie:
         return _Lookup.apply(  # type: ignore[no-any-return,no-untyped-call]
             self.weight, self.token, ids, padding_idx, by_frequency, self
         )
+
+
+class Ties(threading.local):
+    """The tie of a weight in each thread. Forwards share it until backward begins."""
+
+    def __init__(self) -> None:
+        self._last: Callable[[], Tie | None] = lambda: None
+
+    def __reduce__(self) -> Any:
+        return Ties, ()
+
+    @overload
+    def of(self, weight: Tensor) -> Tie: ...
+    @overload
+    def of(self, weight: Tensor, create: bool) -> Tie | None: ...
+    def of(self, weight: Tensor, create: bool = True) -> Tie | None:
+        """Return the tie of ``weight``. If there is none, return a new one, or None without ``create``."""
+        tie = self._last()
+        if tie is None or not tie.serves(weight):
+            tie = Tie(weight) if create else None
+            self._last = self._last if tie is None else weakref.ref(tie)
+        return tie
 
 
 class Lookups(TorchFunctionMode):

@@ -13,6 +13,7 @@ from torch import nn
 import lowbit as lb
 from lowbit.models.wrap import wrappers
 from lowbit.plan.settings import TrainingSettings, prepare_model_
+from lowbit.tiled.head_call import watched_calls
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -171,8 +172,6 @@ def test_adapters_mixed_precision_and_checkpoints_go_with_it():
     ("make", "why"),
     [
         (lambda: nn.Linear(3, 3), "got Linear; call lowbit.memory.linear_cross_entropy"),
-        (lambda: transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1,
-            num_attention_heads=1, intermediate_size=8)), "got BertForMaskedLM"),
         (lambda: quantized(made("llama").float()), r"the last layer of \w+ is a lowbit\S+QuantLinear"),
     ],
 )  # fmt: skip
@@ -183,7 +182,14 @@ def test_other_models_are_refused(make, why):
 
 def t5():
     config = transformers.T5Config(
-        vocab_size=160, d_model=48, d_kv=8, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0
+        vocab_size=160,
+        d_model=48,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        dropout_rate=0.0,
+        num_heads=4,
+        decoder_start_token_id=0,
     )
     return transformers.T5ForConditionalGeneration(config).train()
 
@@ -195,15 +201,43 @@ def bart():
     return transformers.BartForConditionalGeneration(config).train()
 
 
-@pytest.mark.parametrize("make", [t5, bart])
-def test_models_that_compute_their_loss_themselves_are_refused(make):
-    """Which they hold transformers' loss for causal models, too."""
-    model, labels = make(), IDS % 16
-    with pytest.raises(ValueError, match="computes its loss in its forward"):
-        lb.memory.fuse_loss_(model)
-    assert not any(wrappers(module) for module in model.modules())
-    with pytest.raises(ValueError, match="'fused loss' does nothing for this"):
-        lb.fit(model, {"input_ids": IDS % 160, "labels": labels}, "100%", require=("fused loss",))
+def bert():
+    config = transformers.BertConfig(
+        vocab_size=160, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    return transformers.BertForMaskedLM(config).train()
+
+
+@pytest.mark.parametrize("make", [t5, bert])
+def test_models_that_compute_their_loss_in_their_forward_return_logits_that_are_not_computed(make):
+    torch.manual_seed(0)
+    model, labels = make().double(), LABELS.clamp(max=159)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0
+    plain = model(input_ids=IDS % 160, labels=labels).loss
+    expected = torch.autograd.grad(plain, list(model.parameters()), allow_unused=True)
+    lb.memory.fuse_loss_(model)
+    with watched_calls() as calls:
+        output = model(input_ids=IDS % 160, labels=labels)
+    assert [(call.fused, call.reader) for call in calls] == [(True, None)]
+    torch.testing.assert_close(output.loss, plain, rtol=1e-12, atol=0)
+    found = torch.autograd.grad(output.loss, list(model.parameters()), allow_unused=True)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-13)
+    assert output.logits.shape == (2, 40, 160)
+
+
+def test_a_model_that_adds_to_its_logits_before_the_loss_computes_them():
+    model, labels = bart().eval(), LABELS.clamp(max=159)
+    for module in (model, model.lm_head):
+        module.training = True
+    plain = model(input_ids=IDS % 160, labels=labels).loss
+    lb.memory.fuse_loss_(model)
+    with pytest.warns(UserWarning, match="add reads the logits of 'lm_head' before"):
+        assert torch.equal(model(input_ids=IDS % 160, labels=labels).loss, plain)
+    lb.memory.unfuse_loss_(model)
+    with pytest.raises(ValueError, match="add reads its output, and not"):
+        lb.memory.fuse_loss_(model, batch={"input_ids": IDS % 160, "labels": labels})
 
 
 def test_threads_do_not_disturb_each_other():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.models.wrap import unwrap, wrapper_of, wrappers
-from lowbit.tiled.fused_loss import FusedEmbedding
+from lowbit.tiled.causal_loss import FusedEmbedding
 
 transformers = pytest.importorskip("transformers", minversion="5")
 

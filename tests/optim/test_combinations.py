@@ -200,7 +200,15 @@ def explain(tmp_path):
     raise ValueError(" ".join(answer.output.split()))
 
 
+def fused_and_sharded(tmp_path, group):
+    model = network()
+    lb.memory.fuse_loss_(model, head="3.0")
+    sharded, _ = lb.distributed.shard_(model, lb.optim.AdamW(model.parameters()), "zero3")
+    sharded(torch.ones(2, 64))
+
+
 RUNS = {
+    "fused loss fully_shard": (fused_and_sharded,),
     "checkpoint func": tuple(map(func, FUNC)),
     "tied blocks": TIED,
     "memory strategy": (settings(memory="60%", strategy="ddp"),),

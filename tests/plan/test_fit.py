@@ -198,7 +198,7 @@ def test_a_model_that_writes_into_results_of_products_keeps_them():
 def test_a_choice_that_does_nothing_here_is_refused_where_it_is_asked_for(llama):
     model, batch = llama
     for other, given, loss in (
-        (GPT(CONFIG), BATCH, None),
+        (GPT(CONFIG), BATCH, lambda output, batch: output.square().mean()),
         (model, batch, lambda output, batch: output.loss),
         (model, {"input_ids": batch["input_ids"]}, None),
         (model.eval(), batch, None),

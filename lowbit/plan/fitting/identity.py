@@ -67,10 +67,10 @@ class Identity(NamedTuple):
                 f"plan.apply_: the plan is for the loss function {self.loss}, which is not in the file; pass it: "
                 f"plan.apply_(model, loss=...)"
             )
-        if loss is not None and settings.fused_loss:
+        if self.loss is None and loss is not None and settings.fused_loss:
             raise ValueError(
-                "plan.apply_: expected no loss, because with 'fused loss' the model returns its own loss and no "
-                "logits; to use your loss, plan with it: lb.fit(model, batch, budget, loss)"
+                "plan.apply_: expected no loss, because the plan has 'fused loss' for the default loss; to use your "
+                "loss, plan with it: lb.fit(model, batch, budget, loss)"
             )
 
 

@@ -44,7 +44,7 @@ from lowbit.plan.settings import (
 from lowbit.plan.subject import Subject
 from lowbit.plan.techniques import techniques
 from lowbit.sizes import budget_in
-from lowbit.tiled.fused_loss import has_causal_loss
+from lowbit.tiled.causal_loss import has_causal_loss
 from lowbit.train.micro_batches import micro_batches
 from lowbit.user_warnings import warn
 

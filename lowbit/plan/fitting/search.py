@@ -36,6 +36,7 @@ from lowbit.plan.subject import Subject
 from lowbit.plan.techniques import LAST, MICRO_BATCHES, PLANNED, Technique, conflict, defaults, loaded
 from lowbit.progress import Progress, reporting
 from lowbit.sizes import amount, budget_in
+from lowbit.tiled.fused_loss import takes_labels
 
 __all__ = ["fit", "fits"]
 
@@ -228,7 +229,10 @@ class _Search:
             for policy in (choice.changes.get("checkpoint") for choice in checkpoints if choice.name != PLANNED)
             if predictor.applies(policy)
         ]
-        weights: dict[str, Any] = {"bf16_params": has_half(predictor.model), "loaded": loaded(predictor.model)}
+        weights: dict[str, Any] = {
+            "bf16_params": has_half(predictor.model), "loaded": loaded(predictor.model),
+            "loss_outside": not takes_labels(predictor.model),
+        }  # fmt: skip
         computing = [rows.pop(name) for name in list(rows) if not defaults(name).keys().isdisjoint(ARITHMETIC)]
         arithmetics = [replace(settings, **weights) for settings in combinations(computing)]
         self._placements = [group.of(settings) for settings in combinations(rows.values())]
