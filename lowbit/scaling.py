@@ -338,7 +338,11 @@ def _build(text: str, format: Format, scaling: Scaling, options: list[str]) -> S
     if full and (affine or format.kind != "integer"):
         raise fail("'full' is for signed integers without a zero point: affine ones use their whole range already")
     if full and scale_format.name == "e8m0":
-        raise fail("'full' needs signed scales, and e8m0 has no sign; use fp32, bf16, fp16 or e4m3 scales")
+        nearest = _canonical(format, scaling, ["e8m0"] if scale_options else [])
+        raise fail(
+            f"'full' needs signed scales, and e8m0 has no sign; leave out 'full': {nearest} already uses the codes "
+            f"{format.qmin} to {format.qmax}; or use fp32, bf16, fp16 or e4m3 scales"
+        )
     default = scale_format.roundings[0]
     name = _canonical(format, scaling, [o for o in _OPTIONS if o in options and o not in (default, "T")])
     return Scheme(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import lowbit as lb
 from lowbit import recipes, scaling
 from lowbit.formats import FORMATS
 from lowbit.scaling import SHORT_NAMES, Scheme, scheme
@@ -155,7 +158,8 @@ def test_canonical_names(text, name, block, stored):
         ("nvfp4:global_row:T", "'global_row' needs blocks of one row, and those of nvfp4 have 16"),
         ("int8:col:e4m3:global_row", "'global_row' needs blocks of one row, and those of col have all"),
         ("e2m1b9:group32:e4m3", "a global scale could overflow for e2m1b9, whose maximum is below 1"),
-        ("int4:mx:full", "e8m0 has no sign"),
+        ("int4:mx:full", "e8m0 has no sign; leave out 'full': int4:mx already uses the codes -8 to 7"),
+        ("int8:tensor:e8m0:ceil:full", "leave out 'full': int8:tensor:e8m0 already uses the codes -128 to 127"),
         ("uint4:row:affine:full", "affine ones use their whole range already"),
         ("fp8_e4m3:row:full", "'full' is for signed integers"),
         ("e8m0:row", "elements cannot have the format e8m0"),
@@ -167,6 +171,17 @@ def test_errors_say_what_is_wrong(text, message):
     with pytest.raises(ValueError) as caught:
         scheme(text)
     assert message in str(caught.value)
+
+
+@given(st.integers(-126, 120), st.floats(1.0, 2.0, exclude_max=True, width=32))
+def test_power_of_two_scales_use_the_least_code_without_full(exponent, fraction):
+    """As the error says: the scale is the least power of two in whose 128 multiples the amax fits."""
+    amax = math.ldexp(fraction, exponent)
+    q = lb.quantize(torch.tensor([[-amax, amax]]), "int8:tensor:e8m0")
+    step = math.ldexp(1.0, int(q.scale) - 127)
+    assert step == 2.0**-127 or amax / 128 < step <= amax / 64
+    codes = q.codes.view(torch.int8).flatten().tolist()
+    assert codes == [max(round(-amax / step), -128), min(round(amax / step), 127)]
 
 
 def test_a_scheme_that_is_no_text():

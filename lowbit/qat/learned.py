@@ -54,6 +54,16 @@ def _fp8(raw: Tensor, dtype: torch.dtype) -> Tensor:
     return encode(raw.abs().clamp(min=find("fp8_e4m3").min_subnormal).copysign(raw), "fp8_e4m3")
 
 
+def _constant(raw: Tensor) -> Tensor:
+    """The same fp32 numbers without a gradient.
+
+    ``ExportedProgram.run_decompositions`` removes ``detach`` from an exported graph, but not a view of the bits.
+    """
+    if torch.compiler.is_exporting():
+        return raw.view(torch.int32).view(torch.float32)
+    return raw.detach()
+
+
 #: Conversions by scale format. Parameters for E8M0 are binary logarithms.
 _NUMBER = _Kind(lambda stored: stored.float(), _rounded, lambda raw: 1.0)
 _KINDS: dict[str, _Kind] = {
@@ -84,10 +94,10 @@ class Learned(NamedTuple):
 
     def scales(self, scheme: Scheme) -> Scales:
         """The scales and zero points as ``scheme`` stores them."""
-        stored = _KINDS[scheme.scale_format.name].stored(self.scale.detach(), scale_dtype(scheme))
+        stored = _KINDS[scheme.scale_format.name].stored(_constant(self.scale), scale_dtype(scheme))
         zero = self.zero_point
         if zero is not None:
-            zero = zero.detach().round().clamp(scheme.format.qmin, scheme.format.qmax).to(zero_dtype(scheme))
+            zero = _constant(zero).round().clamp(scheme.format.qmin, scheme.format.qmax).to(zero_dtype(scheme))
         return Scales(stored, zero, self.global_scale)
 
     def gradients(self, scheme: Scheme, grad: Tensor, factor: float) -> tuple[Tensor, Tensor | None]:
