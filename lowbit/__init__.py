@@ -40,6 +40,7 @@ from lowbit.functional import (
     linear,
     pack,
     quantize,
+    round_to,
     scaled_mm,
     unpack,
 )
@@ -103,6 +104,7 @@ __all__ = [
     "recipe",
     "register_method",
     "register_recipe",
+    "round_to",
     "save_model",
     "scaled_mm",
     "scheme",

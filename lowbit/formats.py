@@ -248,7 +248,10 @@ class Format:
 
     def require_codes(self, what: str) -> None:
         if self.bits > 8:
-            raise ValueError(f"{what}: {self.name} has {self.bits} bits; only formats of at most 8 bits have codes")
+            raise ValueError(
+                f"{what}: {self.name} has {self.bits} bits; only formats of at most 8 bits have codes; "
+                f"lowbit.round_to rounds values to {self.name}"
+            )
 
 
 def _float(name: str, exponent: int, mantissa: int, bias: int, nan: str = "none", **more: str) -> Format:

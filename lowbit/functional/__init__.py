@@ -14,8 +14,9 @@ from lowbit.functional.matmul import scaled_mm
 from lowbit.functional.optim import adamw_
 from lowbit.functional.quantizers import fake_quantize, quantize
 from lowbit.functional.rotation import hadamard
+from lowbit.functional.values import round_to
 
 __all__ = [
-    "adamw_", "decode", "encode", "explain", "fake_quantize", "hadamard", "linear", "pack", "quantize", "scaled_mm",
-    "unpack",
+    "adamw_", "decode", "encode", "explain", "fake_quantize", "hadamard", "linear", "pack", "quantize", "round_to",
+    "scaled_mm", "unpack",
 ]  # fmt: skip
