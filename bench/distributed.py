@@ -122,9 +122,13 @@ def _gathered(case: Gather, corpus: Corpus, rank: int) -> int:
 #: A larger model for memory, relative to which the pages of libraries are few.
 LARGER = GPTConfig(vocab=2048, layers=4, heads=4, dim=256, hidden=704)
 PLANNED = (
-    *(TrainingSettings(gpus=PROCESSES, strategy=strategy) for strategy in ("ddp", "zero1", "zero2", "zero3")),
+    *(
+        TrainingSettings(gpus=PROCESSES, strategy=strategy)
+        for strategy in ("ddp", "zero1", "zero2-replicated", "zero2", "zero3")
+    ),
     TrainingSettings(gpus=PROCESSES, strategy="ddp", precision="bf16"),
     TrainingSettings(gpus=PROCESSES, strategy="zero1", precision="bf16"),
+    TrainingSettings(gpus=PROCESSES, strategy="zero2-replicated", checkpoint="block", micro_batches=2),
     TrainingSettings(gpus=PROCESSES, strategy="zero2", checkpoint="block"),
     TrainingSettings(gpus=PROCESSES, strategy="zero3", checkpoint="block", micro_batches=2),
 )
@@ -153,7 +157,7 @@ def _peaks() -> list[int]:
     libc = ctypes.CDLL(None)
     for option, value in ((-3, 1 << 16), (-1, 1 << 16), (-8, 1)):  # return freed memory to the system immediately
         libc.mallopt(option, value)
-    for settings in (PLANNED[4], PLANNED[-1]):  # one-time allocations of libraries
+    for settings in (PLANNED[5], PLANNED[-1]):  # one-time allocations of libraries
         _held(settings)
     return [_held(settings) for settings in PLANNED]
 

@@ -70,15 +70,15 @@ COMBINATIONS = {
         "use fully_shard(..., offload_policy=CPUOffloadPolicy())",
     ),
     "offload shard": Combination(
-        "lb.optim.offload_", "lb.distributed.shard_ by zero1, zero2, zero3 or hsdp", "states are sharded instead",
+        "lb.optim.offload_", "lb.distributed.shard_ by zero1 to hsdp", "states are sharded instead",
         "call lb.optim.unoffload_ first; shard_(..., offload=True) keeps shards in host memory",
     ),
     "tied blocks": Combination(
         "a weight that several blocks share, or a block and the rest of the model",
         "lb.distributed.shard_ by zero2, zero3 or hsdp",
         "each block is gathered and freed separately, and would free the weight of the other",
-        "use strategy='ddp' or 'zero1', or pass blocks=[...] with a module that contains all users of the weight "
-        "(blocks=[]: the whole model)",
+        "use strategy='ddp', 'zero1' or 'zero2-replicated', or pass blocks=[...] with a module that contains all users "
+        "of the weight (blocks=[]: the whole model)",
     ),
     "offload gradients torch clip": Combination(
         "lb.optim.offload_(gradients=True) on CUDA", "torch.nn.utils.clip_grad_norm_",
@@ -87,7 +87,7 @@ COMBINATIONS = {
     "offload activations shard": Combination(
         "lb.memory.offload_activations", "lb.distributed.shard_ by zero2, zero3 or hsdp",
         "plans do not predict the memory of FSDP2's all-gathers while activations are loaded",
-        "use strategy='ddp' or 'zero1', or keep activations in memory",
+        "use strategy='ddp', 'zero1' or 'zero2-replicated', or keep activations in memory",
     ),
     "stream processes": Combination(
         "lb.memory.stream_blocks_", "a plan for several processes", "each process would move the whole model",

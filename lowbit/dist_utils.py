@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["everywhere", "exchange_device", "gather_flat", "gathered", "processes"]
+__all__ = ["everywhere", "exchange_device", "gather_flat", "gathered", "processes", "scatter_flat"]
 
 
 def processes() -> int:
@@ -47,3 +47,10 @@ def gather_flat(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
     gather(out, x, group=group)
     return out
+
+
+def scatter_flat(out: Tensor, x: Tensor, group: dist.ProcessGroup | None = None) -> dist.Work | None:
+    """Begin to fill ``out`` with this process' part of the sum of the flat ``x``; wait for the returned work."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+    work: dist.Work | None = scatter(out, x, group=group, async_op=True)
+    return work

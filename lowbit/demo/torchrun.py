@@ -58,7 +58,8 @@ def waits_of(strategy: str) -> Waits:
     row = distributed.STRATEGIES[strategy]
     if not row.parameters:
         update = "the all-gather of parameters" if row.states else "the all-reduce of magnitudes"
-        return Waits("the broadcast of buffers", "the all-reduce of gradients", update)
+        reduce = "the reduce-scatter of gradients" if row.gradients else "the all-reduce of gradients"
+        return Waits("the broadcast of buffers", reduce, update)
     gather, reduce = "the all-gather of parameters", "the reduce-scatter of gradients"
     backward = f"{gather} or {reduce}" if row.gathered == "a block" else reduce
     return Waits(gather, backward, "the all-reduce of the norm of gradients")

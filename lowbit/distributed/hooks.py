@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowbit.dist_utils import gather_flat
+from lowbit.distributed.replicated import ShardedGradients
 from lowbit.functional import quantize
 from lowbit.ops.spec import as_rows
 from lowbit.scaling import Scheme, scheme_8bit
@@ -85,12 +86,15 @@ def _attach(model: nn.Module, rows: _Rows, error_feedback: bool, caller: str) ->
         state = _Buckets(rows, model.process_group, error_feedback)
         model.register_comm_hook(state, lambda state, bucket: state.mean(bucket))  # type: ignore[no-untyped-call]
         return model
+    if isinstance(model, ShardedGradients):
+        model.scatter_with(lambda: _Scatter(rows, error_feedback).of_rows)
+        return model
     from torch.distributed.fsdp import FSDPModule  # takes seconds
 
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
         raise ValueError(
-            f"distributed.{caller}: expected a DistributedDataParallel or fully_shard model, got "
+            f"distributed.{caller}: expected a model of shard_, DistributedDataParallel or fully_shard, got "
             f"{type(model).__name__}; call lowbit.distributed.shard_ first"
         )
     for module in sharded:
@@ -212,7 +216,7 @@ def _on_side_stream(x: Tensor) -> Iterator[None]:
 
 # -- fully_shard ------------------------------------------------------------------------------------------------------
 class _Scatter:
-    """The argument of ``set_custom_reduce_scatter`` of torch.distributed.fsdp, one per module."""
+    """The argument of ``set_custom_reduce_scatter`` of torch.distributed.fsdp, one per module or bucket."""
 
     def __init__(self, rows: _Rows, error_feedback: bool) -> None:
         self.sum = _Sum(rows, error_feedback)
@@ -233,3 +237,7 @@ class _Scatter:
                 f"set_gradient_divide_factor"
             )
         output_tensor.copy_(self.sum.scattered(input_tensor, group, average))
+
+    def of_rows(self, output: Tensor, rows: Tensor, group: dist.ProcessGroup) -> None:
+        """Fill ``output`` with this process' part of the mean of ``rows``, one per process."""
+        self(output, rows.view(-1), group, dist.ReduceOp.AVG)

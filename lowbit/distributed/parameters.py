@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from lowbit.models.replicas import is_replicating
 from lowbit.optim.base import Optimizer
 from lowbit.optim.plain import without_hooks
 
@@ -20,14 +21,13 @@ __all__ = ["begin_with", "named", "set_states", "states_of", "tree_of", "unwrapp
 
 
 def named(model: nn.Module) -> dict[Tensor, str]:
-    """The first name of each parameter, without the wrapper's prefix (DistributedDataParallel or DataParallel)."""
+    """The first name of each parameter, without the prefix of a wrapper."""
     return {parameter: name for name, parameter in unwrapped(model).named_parameters()}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel or DataParallel, else the model itself."""
-    wraps = isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel)
-    inner: nn.Module = model.module if wraps else model  # type: ignore[assignment]
+    """The model inside DistributedDataParallel, DataParallel or ShardedGradients, else the model itself."""
+    inner: nn.Module = model.module if is_replicating(model) else model  # type: ignore[assignment]
     return inner
 
 

@@ -11,28 +11,19 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lowbit.combinations import refusal
-from lowbit.distributed.all_gather import encoded_, gathered_layers
-from lowbit.distributed.parameters import begin_with, named, states_of
+from lowbit.distributed.all_gather import gathered_layers
+from lowbit.distributed.arguments import Arguments, bucket_in, check_options, prefetch_in
+from lowbit.distributed.fully import fully_shard_
+from lowbit.distributed.parameters import named
+from lowbit.distributed.replicated import ShardedGradients
 from lowbit.distributed.zero import share_states_
-from lowbit.models.blocks import find_blocks
 from lowbit.name_tables import did_you_mean
 from lowbit.optim.offload import OFFLOADED
 
 __all__ = ["STRATEGIES", "Strategy", "shard_"]
-
-
-class Arguments(NamedTuple):
-    """Arguments of ``shard_``."""
-
-    blocks: list[nn.Module] | None
-    group_size: int | None
-    precision: torch.dtype | None
-    reduce: torch.dtype | None
-    offload: bool
-    options: dict[str, Any]
 
 
 class Strategy(NamedTuple):
@@ -93,6 +84,8 @@ def shard_(
     precision: torch.dtype | None = None,
     reduce: torch.dtype | None = None,
     offload: bool = False,
+    prefetch: int | None = None,
+    bucket: str | int | None = None,
     **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Prepare ``model`` and ``optimizer`` for distributed training with a sharding strategy.
@@ -104,8 +97,8 @@ def shard_(
     Args:
         model: The model.
         optimizer: An optimizer of the model's parameters. It keeps its states.
-        strategy: Name of a row of ``STRATEGIES``: ``"dp"``, ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"`` or
-            ``"hsdp"``.
+        strategy: Name of a row of ``STRATEGIES``: ``"dp"``, ``"ddp"``, ``"zero1"``, ``"zero2-replicated"``,
+            ``"zero2"``, ``"zero3"`` or ``"hsdp"``.
         blocks: Modules that are gathered one at a time, for ``zero2``, ``zero3`` and ``hsdp``. Default: ``find_blocks``
             of the model.
         group_size: Number of processes within which ``hsdp`` shards. Default: the processes of one machine.
@@ -114,13 +107,22 @@ def shard_(
         reduce: Dtype in which gradients are summed (``MixedPrecisionPolicy``), for ``zero2``, ``zero3`` and ``hsdp``.
         offload: Whether to store the shards of parameters, gradients and states in host memory (``CPUOffloadPolicy``),
             for ``zero2``, ``zero3`` and ``hsdp``.
-        options: Extra keyword arguments for DistributedDataParallel, DataParallel or ``fully_shard``.
+        prefetch: Number of blocks that are gathered ahead of the computing block, in forward and in backward, for
+            ``zero2``, ``zero3`` and ``hsdp``. Each needs the memory of its full parameters. Blocks must run in the
+            order of ``blocks``. Default: torch's, the next block in backward.
+        bucket: Size of the buckets in which gradients are reduced, and updated parameters gathered: bytes, or a size
+            such as ``"25MB"``, for ``ddp``, ``zero1`` and ``zero2-replicated``. Default: 25 MiB for gradients, 32 MiB
+            for parameters. ``zero2-replicated`` uses at most an eighth of the gradients.
+        options: Extra keyword arguments for DistributedDataParallel (``ddp``, ``zero1``), DataParallel (``dp``) or
+            ``fully_shard`` (``zero2``, ``zero3``, ``hsdp``); ``find_unused_parameters`` and ``broadcast_buffers`` as
+            in DistributedDataParallel for ``zero2-replicated``.
 
     Returns:
         The model to call in place of ``model``, and the same optimizer.
 
     Raises:
-        ValueError: The strategy is unknown, an argument is for other strategies, or there is no process group.
+        ValueError: The strategy or an option is unknown, an argument is for other strategies, or there is no process
+            group.
         ValueError: The optimizer has parameters that the model does not have.
     """
     if strategy not in STRATEGIES:
@@ -129,7 +131,9 @@ def shard_(
             f"distributed.shard_: unknown strategy {strategy!r}{did_you_mean(strategy, known)}; use one of {known}"
         )
     row = STRATEGIES[strategy]
-    sharding = {"blocks": blocks, "precision": precision, "reduce": reduce, "offload": offload or None}
+    sharding = {
+        "blocks": blocks, "precision": precision, "reduce": reduce, "offload": offload or None, "prefetch": prefetch,
+    }  # fmt: skip
     unsupported = [name for name, value in sharding.items() if value is not None]
     if unsupported and not row.parameters:
         raise ValueError(
@@ -138,12 +142,20 @@ def shard_(
         )
     if group_size is not None and not row.grouped:
         raise ValueError(f"distributed.shard_: group_size is for {_GROUPED}, got strategy={strategy!r}; do not pass it")
+    if bucket is not None and (row.parameters or row.one_process):
+        raise ValueError(
+            f"distributed.shard_: bucket is for {_BUCKETS}, got strategy={strategy!r}; do not pass it. fully_shard "
+            f"reduces the gradients of one block at a time, see blocks"
+        )
     if not row.parameters and gathered_layers(model):
         raise ValueError(
             f"distributed.shard_: all_gather_ is for strategies that gather weights, {_FULLY}, got "
             f"strategy={strategy!r}; use one of them, or a model without all_gather_"
         )
-    arguments = Arguments(None if blocks is None else list(blocks), group_size, precision, reduce, offload, options)
+    arguments = Arguments(
+        None if blocks is None else list(blocks), group_size, precision, reduce, offload,
+        None if prefetch is None else prefetch_in(prefetch), None if bucket is None else bucket_in(bucket), options,
+    )  # fmt: skip
     if row.one_process:
         return row.shard(model, optimizer, arguments), optimizer
     if not (dist.is_available() and dist.is_initialized()):
@@ -167,24 +179,36 @@ def shard_(
 
 # -- by strategy -----------------------------------------------------------------------------------------------------
 def _dp(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: Arguments) -> nn.Module:
+    check_options(nn.DataParallel, arguments.options, ("module",))
     return nn.DataParallel(model, **arguments.options)
 
 
 def _ddp(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: Arguments) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(model, **arguments.options)
+    wrapper = nn.parallel.DistributedDataParallel
+    check_options(wrapper, arguments.options, ("module",))
+    bucket = {} if arguments.bucket is None else {"bucket_cap_mb": arguments.bucket / 2**20}
+    return wrapper(model, **bucket, **arguments.options)  # type: ignore[arg-type]
 
 
 def _zero1(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: Arguments) -> nn.Module:
-    share_states_(model, optimizer, _mesh(model, (dist.get_world_size(),), ("shard",)))
+    check_options(nn.parallel.DistributedDataParallel, arguments.options, ("module",))
+    share_states_(model, optimizer, _mesh(model, (dist.get_world_size(),), ("shard",)), arguments.bucket)
     return _ddp(model, optimizer, arguments)
 
 
+def _zero2_replicated(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: Arguments) -> nn.Module:
+    check_options(ShardedGradients, arguments.options, ("module", "mesh", "bucket"))
+    mesh = _mesh(model, (dist.get_world_size(),), ("shard",))
+    share_states_(model, optimizer, mesh, arguments.bucket)
+    return ShardedGradients(model, mesh, arguments.bucket, **arguments.options)
+
+
 def _zero2(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: Arguments) -> nn.Module:
-    return _fully(model, optimizer, arguments, _mesh(model, (dist.get_world_size(),), ("shard",)), False)
+    return fully_shard_(model, optimizer, arguments, _mesh(model, (dist.get_world_size(),), ("shard",)), False)
 
 
 def _zero3(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: Arguments) -> nn.Module:
-    return _fully(model, optimizer, arguments, _mesh(model, (dist.get_world_size(),), ("shard",)), True)
+    return fully_shard_(model, optimizer, arguments, _mesh(model, (dist.get_world_size(),), ("shard",)), True)
 
 
 def _hsdp(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: Arguments) -> nn.Module:
@@ -194,7 +218,7 @@ def _hsdp(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: Argumen
             f"distributed.shard_: hsdp needs groups of equal size, got group_size={arguments.group_size} for {count} "
             f"processes; give a divisor of {count} (with torchrun, the default is the processes of one machine)"
         )
-    return _fully(model, optimizer, arguments, _mesh(model, (count // size, size), ("replicate", "shard")), True)
+    return fully_shard_(model, optimizer, arguments, _mesh(model, (count // size, size), ("replicate", "shard")), True)
 
 
 def _mesh(model: nn.Module, sizes: tuple[int, ...], names: tuple[str, ...]) -> Any:
@@ -202,94 +226,6 @@ def _mesh(model: nn.Module, sizes: tuple[int, ...], names: tuple[str, ...]) -> A
 
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     return init_device_mesh(device, sizes, mesh_dim_names=names)
-
-
-def _fully(
-    model: nn.Module, optimizer: torch.optim.Optimizer, arguments: Arguments, mesh: Any, reshard_after_forward: bool
-) -> nn.Module:
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard  # takes seconds
-
-    options = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, **arguments.options}
-    if arguments.precision is not None or arguments.reduce is not None:
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=arguments.precision, reduce_dtype=arguments.reduce)
-    if arguments.offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    units = list(dict.fromkeys((*(find_blocks(model) if arguments.blocks is None else arguments.blocks), model)))
-    _refuse_shared(units, model)
-    states = states_of(model, optimizer)
-    before = dict(model.named_parameters(remove_duplicate=False))
-    if gathered_layers(model) and type(options["reshard_after_forward"]) is int:
-        raise ValueError(
-            f"distributed.shard_: backward gathers weights of all_gather_ from all processes again, got "
-            f"reshard_after_forward={options['reshard_after_forward']}; give True or False"
-        )
-    gathered = encoded_(model)
-    for block in units:
-        for module in _of_other_dtypes(block, model):
-            fully_shard(module, **options)
-        fully_shard(block, **options)
-    after = dict(model.named_parameters(remove_duplicate=False))
-    new: dict[Tensor, Tensor] = {old: after[name] for name, old in before.items()}
-    for group in optimizer.param_groups:
-        group["params"] = [new[parameter] for parameter in group["params"]]
-    begin_with(optimizer, new, model, states)
-    if gathered.weights:
-        optimizer.register_step_post_hook(gathered.stepped)
-    return model
-
-
-def _refuse_shared(units: list[nn.Module], model: nn.Module) -> None:
-    """Raise ValueError for a parameter of two units, because each unit is gathered and freed separately."""
-    owner: dict[Tensor, nn.Module] = {}
-    for unit in units:
-        for parameter in dict.fromkeys(p for module in _inside(unit, set(units)) for p in module._parameters.values()):
-            if parameter is None:
-                continue
-            if owner.setdefault(parameter, unit) is not unit:
-                tied = [name for name, other in model.named_parameters(remove_duplicate=False) if other is parameter]
-                raise ValueError(f"{refusal('tied blocks', 'distributed.shard_')} ({', '.join(tied)})")
-
-
-def _inside(unit: nn.Module, units: set[nn.Module]) -> list[nn.Module]:
-    """The modules of a unit, without those of other units inside it."""
-    modules, pending = dict[nn.Module, None](), [unit]
-    while pending:
-        module = pending.pop()
-        if module not in modules:
-            modules[module] = None
-            pending += [child for child in module.children() if child not in units]
-    return list(modules)
-
-
-def _of_other_dtypes(block: nn.Module, model: nn.Module) -> list[nn.Module]:
-    """Modules of a block to shard separately, because ``fully_shard`` trains parameters of one dtype.
-
-    Their parameters have another dtype than most of the block, such as fp32 norms in a block of bf16 working copies.
-
-    Raises:
-        ValueError: The parameters of one module have several dtypes.
-    """
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
-
-    sizes: dict[torch.dtype, int] = {}
-    dtypes: dict[nn.Module, set[torch.dtype]] = {}
-    for module in block.modules():
-        if isinstance(module, FSDPModule):
-            continue
-        trained = [p for p in module.parameters(recurse=False) if p.requires_grad and not isinstance(p, DTensor)]
-        dtypes[module] = {p.dtype for p in trained}
-        for parameter in trained:
-            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.nbytes
-        if len(dtypes[module]) > 1:
-            name = next(name for name, other in model.named_modules() if other is module)
-            raise ValueError(
-                f"distributed.shard_: fully_shard gathers parameters of one dtype, but {name or 'the model'} "
-                f"({type(module).__name__}) has {', '.join(sorted(map(str, dtypes[module])))}; keep parameters in fp32 "
-                "and pass precision=torch.bfloat16 (mixed_: working_copies=False), or use strategy='ddp' or 'zero1'"
-            )
-    most = max(sizes, key=lambda dtype: sizes[dtype], default=None)
-    return [module for module, module_dtypes in dtypes.items() if module_dtypes - {most} and module is not block]
 
 
 STRATEGIES = {
@@ -304,13 +240,16 @@ STRATEGIES = {
             True, True, True, "all", (1, 1, 0), _zero2),
         Strategy("zero3", "everything is sharded; each block gathers its parameters in forward and in backward "
             "(fully_shard)", True, True, True, "a block", (1, 2, 0), _zero3),
+        Strategy("zero2-replicated", "gradients and optimizer states are sharded (stage 2 of DeepSpeed)",
+            False, True, True, "", (0, 1, 1), _zero2_replicated),
         Strategy("hsdp", "zero3 within groups of processes; gradients are summed over groups",
             True, True, True, "a block", (1, 2, 0), _hsdp, grouped=True),
     )
 }  # fmt: skip
 
-#: Names for errors: the strategies that shard parameters, and those that have a ``group_size``.
+#: Names for errors: the strategies that shard parameters, those that have a ``group_size``, and those with buckets.
 _FULLY, _GROUPED = (
     ", ".join(name for name, strategy in STRATEGIES.items() if getattr(strategy, field))
     for field in ("parameters", "grouped")
 )
+_BUCKETS = ", ".join(name for name, row in STRATEGIES.items() if not (row.parameters or row.one_process))

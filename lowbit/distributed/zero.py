@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor, Shard
 from lowbit.dist_utils import gather_flat
 from lowbit.distributed.parameters import begin_with, named, states_of, tree_of
 from lowbit.optim.plain import WeakMethod, plain_step, replace_step_, require_own_step
+from lowbit.optim.shards import is_dtensor, local
 
-__all__ = ["BUCKET_BYTES", "SHARES", "Shares", "share_states_"]
+__all__ = ["BUCKET_BYTES", "SHARES", "Shares", "as_shard", "rows_of", "rows_per_process", "share_states_"]
 
 #: The attribute of an optimizer with its ``Shares``.
 SHARES = "_lowbit_shares"
@@ -33,13 +34,17 @@ BUCKET_BYTES = 32 << 20
 _OF_STATES = ("state_dict", "load_state_dict", "stored_states", "torch_state_dict")
 
 
-def share_states_(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
+def share_states_(
+    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, bucket: int | None = None
+) -> None:
     """Make ``optimizer`` step this process' share of each parameter of ``model``, in place.
+
+    Shares are gathered in buckets of ``bucket`` bytes, by default ``BUCKET_BYTES``.
 
     Between steps its groups have the full parameters, so that scaling, clipping and ``zero_grad`` see full gradients.
     """
     require_own_step(optimizer, "distributed.shard_")
-    shares = Shares(model, optimizer, mesh)
+    shares = Shares(model, optimizer, mesh, bucket or BUCKET_BYTES)
     setattr(optimizer, SHARES, shares)
     replace_step_(optimizer, shares.step, "distributed.shard_")
     for name in _OF_STATES:
@@ -55,9 +60,9 @@ class Shares:
         model: A module with the shares, by the names of the parameters.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, bucket: int) -> None:
         names, states = named(model), states_of(model, optimizer)
-        self.mesh, self._stepped = mesh, False
+        self.mesh, self._bucket, self._stepped = mesh, bucket, False
         self.pairs = [(p, _share(p, mesh)) for group in optimizer.param_groups for p in group["params"]]
         self.model = tree_of({names[parameter]: share for parameter, share in self.pairs})
         with self.stepped(optimizer):
@@ -86,47 +91,55 @@ class Shares:
         pairs = [(parameter, share) for parameter, share in self.pairs if parameter.grad is not None]
         try:
             for parameter, share in pairs:
-                share.grad = _dtensor(_rows(parameter.grad, self.mesh), share)
+                share.grad = _shared(parameter.grad, share, self.mesh)
             with self.stepped(optimizer):
                 plain_step(optimizer)
         finally:
             for _, share in pairs:
                 share.grad = None
-        for bucket in _buckets([parameter for parameter, _ in pairs]):
+        for bucket in _buckets([parameter for parameter, _ in pairs], self._bucket):
             _gather(bucket, self.mesh)
 
 
 # -- shares -----------------------------------------------------------------------------------------------------------
-def _rows(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+def rows_per_process(tensor: Tensor, count: int) -> int:
+    """The rows in the share of the first of ``count`` processes. The last ones may have fewer, or none."""
+    return -(-(len(tensor) if tensor.dim() else 1) // count)
+
+
+def rows_of(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """A view of this process' rows. A scalar belongs to the first process."""
     rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
-    each = -(-len(rows) // mesh.size())
+    each = rows_per_process(tensor, mesh.size())
     return rows[mesh.get_local_rank() * each : (mesh.get_local_rank() + 1) * each]
 
 
-def _share(parameter: Tensor, mesh: DeviceMesh) -> nn.Parameter:
-    shape = tuple(parameter.shape) or (1,)
+def as_shard(rows: Tensor, shape: Sequence[int], mesh: DeviceMesh) -> DTensor:
+    """A DTensor of this shape, from this process' rows."""
     strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    share = DTensor.from_local(
-        _rows(parameter.detach(), mesh), mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=strides
-    )
+    return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=strides)
+
+
+def _share(parameter: Tensor, mesh: DeviceMesh) -> nn.Parameter:
+    share = as_shard(rows_of(parameter.detach(), mesh), tuple(parameter.shape) or (1,), mesh)
     return nn.Parameter(share, requires_grad=parameter.requires_grad)
 
 
-def _dtensor(rows: Tensor, like: Any) -> DTensor:
-    return DTensor.from_local(
-        rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+def _shared(gradient: Tensor, share: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The gradient of a share; ``gradient`` is whole, or sharded by ``zero2-replicated``."""
+    if is_dtensor(gradient) and gradient.dim():
+        return gradient
+    return as_shard(rows_of(local(gradient), mesh), share.shape, mesh)
 
 
-def _buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The parameters in buckets with one dtype and device each."""
+def _buckets(parameters: Sequence[Tensor], limit: int) -> list[list[Tensor]]:
+    """The parameters in buckets of up to ``limit`` bytes, with one dtype and device each."""
     buckets: list[list[Tensor]] = []
     size = 0
     for parameter in sorted(parameters, key=lambda parameter: (str(parameter.dtype), str(parameter.device))):
         last = buckets[-1][0] if buckets else None
         fits = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
-        if not fits or size + parameter.nbytes > BUCKET_BYTES:
+        if not fits or size + parameter.nbytes > limit:
             buckets.append([])
             size = 0
         buckets[-1].append(parameter)
@@ -137,10 +150,10 @@ def _buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
 def _gather(bucket: list[Tensor], mesh: DeviceMesh) -> None:
     """All-gather the rows of these parameters at once; every process sends as many bytes as the first."""
     count = mesh.size()
-    sizes = [-(-max(1, len(p) if p.dim() else 1) // count) * (p[0].numel() if p.dim() else 1) for p in bucket]
+    sizes = [max(1, rows_per_process(p, count)) * p.shape[1:].numel() for p in bucket]
     sent = bucket[0].new_zeros(sum(sizes))
     for parameter, target in zip(bucket, sent.split(sizes), strict=True):
-        rows = _rows(parameter, mesh)
+        rows = rows_of(parameter, mesh)
         target[: rows.numel()].copy_(rows.reshape(-1))
     gathered = gather_flat(sent, mesh.get_group()).view(count, -1)
     for parameter, parts in zip(bucket, gathered.split(sizes, 1), strict=True):

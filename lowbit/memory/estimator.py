@@ -30,6 +30,7 @@ from lowbit.memory.usage import Holding, Usage, kinds_of
 from lowbit.models.batches import call
 from lowbit.models.check import check_model
 from lowbit.models.losses import usual_loss
+from lowbit.models.replicas import Replicas
 from lowbit.torch_private import FakeTensor, current_node, graph_task, has_foreach_kernels
 
 __all__ = ["Estimate", "Recomputation", "Seen", "can_run", "check_trainable", "estimate_step", "scalar"]
@@ -260,7 +261,11 @@ def can_run(model: nn.Module, device: torch.device) -> bool:
 
 def _exchanges_gradients(model: nn.Module) -> bool:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # which takes seconds to import
-    wrappers = (nn.parallel.DistributedDataParallel, *(() if fsdp is None else (fsdp.FullyShardedDataParallel,)))
+    wrappers = (
+        nn.parallel.DistributedDataParallel,
+        Replicas,
+        *(() if fsdp is None else (fsdp.FullyShardedDataParallel,)),
+    )
     return any(isinstance(module, wrappers) for module in model.modules())
 
 

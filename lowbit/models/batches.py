@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from lowbit.models.replicas import is_replicating
+
 __all__ = ["arguments", "batches_in", "call", "copied", "feed", "given", "kinds", "mask_of", "tokens_of"]
 
 Tree = TypeVar("Tree")
@@ -130,9 +132,8 @@ def _parameters(model: nn.Module) -> list[Parameter]:
 
 
 def _wrapped(model: nn.Module) -> nn.Module | None:
-    """The model inside DistributedDataParallel, DataParallel or torch.compile."""
-    parallel = isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel)
-    inner = model.module if parallel else getattr(model, "_orig_mod", None)
+    """The model inside a wrapper of replicas, such as DistributedDataParallel, or inside torch.compile."""
+    inner = model.module if is_replicating(model) else getattr(model, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else None
 
 

@@ -128,7 +128,8 @@ def sharded(
     """Return model and optimizer, sharded with ``lb.distributed.shard_`` if the settings have several processes."""
     if settings.gpus == 1:
         return model, optimizer
-    options: dict[str, Any] = {} if settings.fully else {"gradient_as_bucket_view": True}
+    # Gradients that are not sharded are views of the buckets of DistributedDataParallel, not copies.
+    options: dict[str, Any] = {} if STRATEGIES[settings.strategy].gradients else {"gradient_as_bucket_view": True}
     if settings.group_size is not None:
         options["group_size"] = settings.group_size
     return shard_(model, optimizer, settings.strategy, **options)

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from lowbit.machine import float_precision, multiplies
 from lowbit.models.check import check_model
+from lowbit.models.replicas import Replicas
 from lowbit.models.ties import model_bytes, tensor_bytes
 from lowbit.models.wrap import Wrapper, unwrap, wrap, wrapper_of
 from lowbit.optim import Optimizer, masters
@@ -329,9 +330,9 @@ def _require_plain(model: nn.Module, params: list[Tensor]) -> None:
             "train.mixed_: expected plain parameters for working_copies and fp32_gradients, got shards (DTensor); call "
             "mixed_ before fully_shard, or leave the options to its MixedPrecisionPolicy(reduce_dtype=torch.float32)"
         )
-    if params and isinstance(model, nn.parallel.DistributedDataParallel):
+    if params and isinstance(model, nn.parallel.DistributedDataParallel | Replicas):
         raise ValueError(
-            "train.mixed_: DistributedDataParallel has laid out gradients in the dtype that parameters had; call "
+            f"train.mixed_: {type(model).__name__} has laid out gradients in the dtype that parameters had; call "
             "mixed_ with working_copies before it"
         )
 

@@ -175,7 +175,7 @@ def test_a_process_that_is_killed_while_it_saves_has_lost_nothing(tmp_path: Path
 # -- what follows an optimizer ----------------------------------------------------------------------------------------
 def _followed(rank: int, path: str) -> None:
     meet(rank, path)
-    for strategy in ("ddp", "zero1", "zero2", "zero3"):
+    for strategy in ("ddp", "zero1", "zero2-replicated", "zero2", "zero3"):
         model = network()
         lb.train.prepare_(model, "int8-stochastic", skip=())
         state, called = lb.train.state(model), []

@@ -232,7 +232,7 @@ def test_a_folded_network_is_freed_at_once():
     check(stem, runs(lb.fold_, torch.randn(2, 3, 1, 1)))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])  # torch's fully_shard itself makes cycles
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2-replicated"])  # torch's fully_shard itself makes cycles
 @pytest.mark.filterwarnings("ignore")
 def test_a_sharded_network_is_freed_at_once(strategy, tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)

@@ -29,7 +29,7 @@ from lowbit.plan.subject import Subject
 CONFIG = GPTConfig(vocab=2048, layers=4, heads=4, dim=256, hidden=704)
 TINY = GPTConfig(vocab=64, layers=3, heads=2, dim=32, hidden=64)
 BATCH = torch.randint(2048, (4, 64), generator=torch.Generator().manual_seed(0))
-SHARDING = ("ddp", "zero1", "zero2", "zero3")
+SHARDING = ("ddp", "zero1", "zero2", "zero3", "zero2-replicated")
 PLAIN = ("fp32", "adamw", "everything kept", "memory", "activations in memory")
 
 #: What is measured.
@@ -37,6 +37,8 @@ MEASURED = (
     *(TrainingSettings(gpus=2, strategy=strategy) for strategy in SHARDING),
     TrainingSettings(gpus=2, strategy="ddp", precision="bf16"),
     TrainingSettings(gpus=2, strategy="zero1", precision="bf16"),
+    TrainingSettings(gpus=2, strategy="zero2-replicated", precision="bf16"),
+    TrainingSettings(gpus=2, strategy="zero2-replicated", checkpoint="block", micro_batches=2),
     TrainingSettings(gpus=2, strategy="zero2", checkpoint="block"),
     TrainingSettings(gpus=2, strategy="zero3", checkpoint="block", micro_batches=2),
 )
@@ -63,7 +65,7 @@ def _measure(rank: int, path: str) -> None:
     libc = ctypes.CDLL(None)
     for option, value in ((-3, 1 << 16), (-1, 1 << 16), (-8, 1)):  # memory goes back to the system as it is freed
         libc.mallopt(option, value)
-    for settings in (MEASURED[4], MEASURED[-1]):  # what libraries load and keep
+    for settings in (MEASURED[len(SHARDING)], MEASURED[-1]):  # what libraries load and keep
         _held(settings, CONFIG)
     found = []
     for settings in MEASURED:
@@ -100,7 +102,13 @@ def test_more_processes_hold_less_each_and_a_way_that_shares_more_too():
 
 # -- time -------------------------------------------------------------------------------------------------------------
 def test_exchanges_take_their_bytes_and_overlap_with_backward():
-    for strategy, seconds, after in (("ddp", 1.0, 0), ("zero1", 1.0, 0.5), ("zero2", 1.0, 0), ("zero3", 1.5, 0)):
+    for strategy, seconds, after in (
+        ("ddp", 1.0, 0),
+        ("zero1", 1.0, 0.5),
+        ("zero2-replicated", 0.5, 0.5),
+        ("zero2", 1.0, 0),
+        ("zero3", 1.5, 0),
+    ):
         settings = TrainingSettings(gpus=2, strategy=strategy)
         assert exchange_seconds(settings, 10**9, 0.0, 1e9, overlaps=False) == pytest.approx(seconds + after)
         parts = TrainingSettings(gpus=2, strategy=strategy, micro_batches=2)

@@ -7,7 +7,8 @@ in the rest of this interval.
 Source: torch/distributed/fsdp/_fully_shard of torch 2.13: ``FSDPParamGroup.unshard`` and ``wait_for_unshard`` (a
 gather buffer besides the parameters to which it is copied, kept in forward until the next unit is gathered),
 ``pre_backward`` (gathers the next unit while one computes), ``foreach_reduce`` (gradients, and a copy to send);
-reducer.cpp of DistributedDataParallel (buckets, which are the gradients with ``gradient_as_bucket_view``).
+reducer.cpp of DistributedDataParallel (buckets, which are the gradients with ``gradient_as_bucket_view``);
+lowbit/distributed/replicated.py (a bucket that fills, one that is sent, and the shards).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.checkpointing.block_table import blocks_of, parts_of
+from lowbit.distributed.replicated import bucket_bytes
 from lowbit.distributed.strategies import STRATEGIES, Strategy
 from lowbit.distributed.zero import BUCKET_BYTES
 from lowbit.memory.estimator import Estimate
@@ -92,7 +94,9 @@ class Sharing:
     # -- forward and backward --------------------------------------------------------------------------------------
     def applied(self, usage: Estimate) -> Estimate:
         """Return ``usage``, an estimate of forward and backward without an optimizer, for one of the processes."""
-        return usage.holding(self._fully(usage) if self.strategy.parameters else self._in_buckets(usage))
+        if self.strategy.parameters:
+            return usage.holding(self._fully(usage))
+        return usage.holding(self._scattered(usage) if self.strategy.gradients else self._in_buckets(usage))
 
     def _in_buckets(self, usage: Estimate) -> Iterator[Holding]:
         """Yield holdings with gradient buckets: they always exist, and each gradient is copied to its bucket."""
@@ -103,6 +107,27 @@ class Sharing:
                 holding = holding._replace(kind="temporaries", died=min(holding.died, holding.born + 1.25))
             yield holding
         yield Holding(size, "gradients", OUTSIDE, -1, math.inf)
+
+    def _scattered(self, usage: Estimate) -> Iterator[Holding]:
+        """Yield holdings with gradients that are copied to a bucket, reduced to shards and freed during backward."""
+        parts = parts_of(usage)
+        found: list[list[Holding]] = [[] for _ in parts]
+        for holding in usage.holdings:
+            accumulated = _accumulates(usage, holding)
+            if holding.kind == "gradients" or accumulated:
+                found[next(index for index, part in enumerate(parts) if holding.born <= part[-1])].append(holding)
+                holding = holding._replace(kind="temporaries", died=min(holding.died, holding.born + 1.25))
+            yield holding
+        limit = bucket_bytes(sum(holding.bytes for holding in found[0]))
+        for number, (part, gradients) in enumerate(zip(parts, found, strict=True)):
+            buckets = list(_in_order(gradients, limit))
+            full = [bucket[-1].born + _SENDING for bucket in buckets]
+            for bucket, sent, landed in zip(buckets, full, [*full[1:], part[-1] + _REDUCED], strict=True):
+                size = sum(holding.bytes for holding in bucket)
+                yield Holding(size, "temporaries", OUTSIDE, bucket[0].born, landed)
+                yield Holding(int(self.staged * size), "temporaries", OUTSIDE, sent, landed)
+                kind, until = ("temporaries", landed) if number else ("gradients", math.inf)
+                yield Holding(self.part(size), kind, OUTSIDE, sent, until)
 
     def _fully(self, usage: Estimate) -> Iterator[Holding]:
         parts = parts_of(usage)
@@ -215,9 +240,10 @@ class Sharing:
         """
         if self.strategy.parameters or not self.strategy.states:
             return peak
-        replicated = whole.parameters - self.part(whole.parameters) + whole.gradients - self.part(whole.gradients)
+        gradients = self.part(whole.gradients) if self.strategy.gradients else whole.gradients
+        replicated = whole.parameters - self.part(whole.parameters) + gradients - self.part(whole.gradients)
         buffers = self.part(whole.together) + whole.together + int(self.staged * whole.together)
-        held = whole.parameters + whole.gradients + states
+        held = whole.parameters + gradients + states
         return max(peak + replicated, held + buffers)
 
 
@@ -251,6 +277,18 @@ def _accumulates(usage: Estimate, holding: Holding) -> bool:
         return False
     last = usage.ops[int(holding.died)]
     return last.phase == "backward" and last.layer == OUTSIDE and last.name == "aten.add_.Tensor"
+
+
+def _in_order(gradients: Sequence[Holding], limit: int) -> Iterator[list[Holding]]:
+    """Yield buckets of gradients, in the order in which they are computed."""
+    bucket: list[Holding] = []
+    for holding in sorted(gradients, key=lambda holding: holding.born):
+        if bucket and sum(one.bytes for one in bucket) + holding.bytes > limit:
+            yield bucket
+            bucket = []
+        bucket.append(holding)
+    if bucket:
+        yield bucket
 
 
 def unit_of(layer: str, units: Container[str]) -> str:
