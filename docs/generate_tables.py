@@ -18,6 +18,7 @@ from typing import Any
 from lowbit.bench import llama7b, loss_tables
 from lowbit.checkpointing.policies import POLICIES
 from lowbit.combinations import COMBINATIONS
+from lowbit.distributed.deepspeed.keys import KEYS as DEEPSPEED
 from lowbit.evaluate import models
 from lowbit.evaluate.cell import FLOATS, Request
 from lowbit.evaluate.peers import PEERS
@@ -83,6 +84,17 @@ def scalings() -> str:
         return f"`{pattern}`", f"`{example}`" if example != pattern else "", block, scale
 
     return markdown(("scaling", "example", "block, rows x cols", "scale"), (row(name) for name in SCALINGS))
+
+
+def deepspeed() -> str:
+    """Return the keys of DeepSpeed configurations; keys with the same counterpart share a row."""
+    keys: dict[str, list[str]] = {}
+    for key, row in DEEPSPEED.items():
+        keys.setdefault(row.about, []).append(f"`{key}`")
+    return markdown(
+        ("DeepSpeed", "here"),
+        ((", ".join(names).replace("zero_optimization.", ""), about) for about, names in keys.items()),
+    )
 
 
 def short_names() -> str:
@@ -497,6 +509,7 @@ TABLES: dict[str, Callable[[], str]] = {
         formats,
         scalings,
         short_names,
+        deepspeed,
         recipes,
         recipe_options,
         ops,

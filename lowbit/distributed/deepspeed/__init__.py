@@ -1,0 +1,63 @@
+"""``from_deepspeed``: a DeepSpeed configuration in the terms of lowbit."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lowbit.distributed.deepspeed.keys import AUTO, KEYS, priority
+from lowbit.distributed.deepspeed.result import FromDeepSpeed
+from lowbit.name_tables import did_you_mean
+
+__all__ = ["FromDeepSpeed", "from_deepspeed"]
+
+#: Keys whose values are translated together: arguments of optimizers and schedulers.
+_WHOLE = ("optimizer.params", "scheduler.params")
+
+
+def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -> FromDeepSpeed:
+    """Translate a DeepSpeed configuration.
+
+    Args:
+        config: The configuration, or the path of its JSON file.
+
+    Returns:
+        The strategy and the arguments of lowbit's calls. Its ``unsupported`` lists every key without a counterpart.
+
+    Raises:
+        ValueError: The file is no JSON object, or a value is not one of DeepSpeed's.
+    """
+    if isinstance(config, str | os.PathLike):
+        try:
+            config = json.loads(Path(config).read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"from_deepspeed: {os.fspath(config)!r} is no JSON file: {error}") from None  # type: ignore[arg-type]
+    if not isinstance(config, Mapping):
+        raise ValueError(f"from_deepspeed: expected a JSON object (dict) or its path, got {type(config).__name__}")
+    found = FromDeepSpeed()
+    given = dict(_leaves(config))
+    auto = tuple(key for key, value in given.items() if value == AUTO)
+    values = {key: value for key, value in given.items() if value != AUTO}
+    found.auto = auto
+    for key in sorted(values, key=priority):
+        row = KEYS.get(key) or KEYS.get(f"{key.partition('.')[0]}.*")
+        if row is None:
+            found.unsupported[key] = f"unknown key{did_you_mean(key, KEYS)}"
+            continue
+        reason = row.translate(found, values[key], values)
+        if reason:
+            found.unsupported[key] = reason
+    return found
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values. The arguments of optimizers and schedulers are one value."""
+    for key, value in config.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and path not in _WHOLE:
+            yield from _leaves(value, f"{path}.")
+        else:
+            yield path, value
