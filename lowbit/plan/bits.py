@@ -1,9 +1,9 @@
-"""Sensitivity of layers to recipes, and the choice of recipes with the least loss for a model size."""
+"""Sensitivity of layers to recipes, and the choice of recipes with the least loss for a model size or a time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,9 @@ __all__ = ["FLOAT", "Option", "Score", "Sensitivity", "allocate"]
 FLOAT = "float"
 
 _HEAD = ("layer", "recipe", "bits", "SQNR dB: weight", "input", "output", "loss")
+
+#: A recipe counts as faster if it saves more than this share of the time, because measured times vary.
+_NOISE = 0.05
 
 #: Most layers in a plot, so that every name is readable.
 _MOST_DRAWN = 40
@@ -45,6 +48,8 @@ class Score:
     """SQNR of the input in dB; inf without error."""
     output: float
     """SQNR of the output in dB; inf without error."""
+    seconds: float | None = None
+    """Measured seconds of the layer in one batch; None without ``sensitivity(time=True)``."""
 
     @property
     def bits(self) -> float:
@@ -66,8 +71,12 @@ class Sensitivity:
     """Meaning of ``Score.loss``: the model's ``"loss"``, or the relative error of the layer's ``"output"``."""
     others: int
     """Bytes of all other tensors of the model."""
+    plain_seconds: dict[str, float] | None = None
+    """Measured seconds of each layer in high precision; None without ``sensitivity(time=True)``."""
 
-    def choose(self, bits: float | None = None, size: int | None = None) -> dict[str, Recipe | None]:
+    def choose(
+        self, bits: float | None = None, size: int | None = None, time: float | str | bool | None = None
+    ) -> dict[str, Recipe | None]:
         """Return the recipe of each layer, for ``quantize_`` and ``calibrate``, with the least sum of losses.
 
         The dict has layers with longer paths last. The path of one layer may be the end of another layer's path, and
@@ -75,37 +84,67 @@ class Sensitivity:
 
         Args:
             bits: Largest average number of bits per weight of these layers, scales included.
-            size: Largest size of the whole model in bytes. Pass either ``bits`` or ``size``.
+            size: Largest size of the whole model in bytes.
+            time: Largest time of these layers relative to the layers in high precision, such as ``"0.8x"`` or 0.8.
+                True gives each layer its fastest recipe. Layers that no recipe makes faster by more than 5% then stay
+                in high precision, if None is one of the recipes. Needs ``sensitivity(time=True)``.
 
         Raises:
-            ValueError: If neither or both are given, or one that is not finite; if no choice is small enough.
+            ValueError: Unless exactly one limit is given, and it is finite; if no choice is small or fast enough; for
+                ``time`` if no times were measured.
         """
-        limits = [limit for limit in (bits, size) if limit is not None]
-        if len(limits) != 1 or not math.isfinite(limits[0]):
+        if sum(limit is not None for limit in (bits, size, time)) != 1 or not _finite(bits, size, time):
             raise ValueError(
-                f"choose: expected bits per weight, such as bits=4.5, or the size of the model in bytes; got "
-                f"bits={bits} and size={size}"
+                f"choose: expected bits per weight, such as bits=4.5, or the size of the model in bytes, or "
+                f"time='0.8x'; got bits={bits}, size={size} and time={time!r}"
             )
-        weights = sum(next(iter(rows.values())).weights for rows in self.scores.values())
-        budget = math.floor(bits * weights / 8) if bits is not None else int(size or 0) - self.others
+        if time is not None:
+            chosen = self._chosen_by_time(time)
+        else:
+            chosen = self._chosen_by_bytes(bits, size)
         names = list(self.recipes)
-        options = [
+        recipe_of = {name: names[index] for group, index in zip(self.groups, chosen, strict=True) for name in group}
+        return {name: self.recipes[recipe_of[name]] for name in sorted(self.scores, key=lambda name: name.count("."))}
+
+    def _options(self, cost: Callable[[Score], int]) -> list[list[Option]]:
+        """The options of each group in the order of the recipes."""
+        return [
             [
-                Option(sum(self.scores[n][r].bytes for n in group), math.fsum(self.scores[n][r].loss for n in group))
-                for r in names
+                Option(sum(cost(self.scores[n][r]) for n in group), math.fsum(self.scores[n][r].loss for n in group))
+                for r in self.recipes
             ]
             for group in self.groups
         ]
+
+    def _chosen_by_bytes(self, bits: float | None, size: int | None) -> list[int]:
+        weights = sum(next(iter(rows.values())).weights for rows in self.scores.values())
+        budget = math.floor(bits * weights / 8) if bits is not None else int(size or 0) - self.others
+        options = self._options(lambda score: score.bytes)
         try:
-            chosen = allocate(options, budget)
+            return allocate(options, budget)
         except ValueError:
             least = sum(min(option.cost for option in row) for row in options)
             raise ValueError(
                 f"choose: the smallest choice needs {8 * least / weights:.3f} bits per weight, "
                 f"{amount(least + self.others)} in total; ask for as much, or add a smaller recipe"
             ) from None
-        recipe_of = {name: names[index] for group, index in zip(self.groups, chosen, strict=True) for name in group}
-        return {name: self.recipes[recipe_of[name]] for name in sorted(self.scores, key=lambda name: name.count("."))}
+
+    def _chosen_by_time(self, time: float | str | bool) -> list[int]:
+        if self.plain_seconds is None:
+            raise ValueError("choose: no times were measured; pass time=True to lowbit.sensitivity")
+        options = self._options(lambda score: _nanoseconds(score.seconds or 0.0))
+        if time is True:
+            plain = list(self.recipes).index(FLOAT) if FLOAT in self.recipes else None
+            return [_fastest(row, plain) for row in options]
+        whole = sum(_nanoseconds(seconds) for seconds in self.plain_seconds.values())
+        try:
+            return allocate(options, math.floor(_share(time) * whole))
+        except ValueError:
+            least = sum(min(option.cost for option in row) for row in options)
+            raise ValueError(
+                f"choose: the fastest choice takes {least / max(whole, 1):.3f}x the time of the plain layers; ask for "
+                f"as much, or add a faster recipe"
+            ) from None
 
     def bits(self, chosen: Mapping[str, Recipe | None]) -> float:
         """Return the bits per weight of ``chosen``, scales included."""
@@ -120,6 +159,12 @@ class Sensitivity:
         """Return the bytes of the whole model with ``chosen``."""
         return self.others + sum(row.bytes for row in self._rows(chosen))
 
+    def seconds(self, chosen: Mapping[str, Recipe | None]) -> float:
+        """Return the measured seconds of these layers with ``chosen``. Raises ValueError if none were measured."""
+        if self.plain_seconds is None:
+            raise ValueError("seconds: no times were measured; pass time=True to lowbit.sensitivity")
+        return math.fsum(row.seconds or 0.0 for row in self._rows(chosen))
+
     def _rows(self, chosen: Mapping[str, Recipe | None]) -> list[Score]:
         names = {recipe: name for name, recipe in self.recipes.items()}
         return [rows[names[chosen[name]]] for name, rows in self.scores.items()]
@@ -131,7 +176,10 @@ class Sensitivity:
             {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
             for row in rows
         ]
-        return {"by": self.by, "others": self.others, "groups": [list(g) for g in self.groups], "scores": finite}
+        return {
+            "by": self.by, "others": self.others, "groups": [list(g) for g in self.groups], "scores": finite,
+            "plain_seconds": self.plain_seconds,
+        }  # fmt: skip
 
     def __repr__(self) -> str:
         return f"<Sensitivity of {len(self.scores)} layers to {', '.join(self.recipes)}; print it for a table>"
@@ -147,11 +195,20 @@ class Sensitivity:
         alike: dict[tuple[str, str, float], list[Score]] = {}
         for row in (rows[recipe] for recipe in self.recipes for rows in self.scores.values()):
             alike.setdefault((row.recipe, row.name if every_layer else family(row.name), row.bits), []).append(row)
-        lines: list[tuple[str, ...]] = [_HEAD]
+        head = _HEAD if self.plain_seconds is None else (*_HEAD, "time")
+        lines: list[tuple[str, ...]] = [head]
         for (recipe, name, bits), rows in alike.items():
             shown = [_range([getattr(row, part) for row in rows]) for part in ("weight", "input", "output")]
-            lines.append((name, recipe, f"{bits:.3f}", *shown, f"{math.fsum(row.loss for row in rows):.4g}"))
-        return aligned(lines, range(2, len(_HEAD)))
+            loss = f"{math.fsum(row.loss for row in rows):.4g}"
+            lines.append((name, recipe, f"{bits:.3f}", *shown, loss, *self._relative_time(rows)))
+        return aligned(lines, range(2, len(head)))
+
+    def _relative_time(self, rows: Sequence[Score]) -> tuple[str, ...]:
+        """The column ``time``: relative to the same layers in high precision."""
+        if self.plain_seconds is None:
+            return ()
+        plain = math.fsum(self.plain_seconds[row.name] for row in rows)
+        return (f"{math.fsum(row.seconds or 0.0 for row in rows) / plain:.2f}x" if plain else "",)
 
     def worst(self, count: int = 10) -> list[Score]:
         """Return the layers with the largest losses, each with its worst recipe, by falling loss."""
@@ -187,6 +244,35 @@ class Sensitivity:
 def _range(values: Sequence[float]) -> str:
     low, high = f"{min(values):.1f}", f"{max(values):.1f}"
     return low if low == high else f"{low} to {high}"
+
+
+# -- limits of time ---------------------------------------------------------------------------------------------------
+def _finite(bits: float | None, size: int | None, time: float | str | bool | None) -> bool:
+    """Whether the limit is a finite number, or True for ``time``."""
+    if time is not None:
+        return time is True or (time is not False and 0 < _share(time) < math.inf)
+    return all(limit is None or math.isfinite(limit) for limit in (bits, size))
+
+
+def _share(time: float | str) -> float:
+    """The factor in ``"0.8x"`` or 0.8; NaN for other text."""
+    try:
+        return float(time.removesuffix("x") if isinstance(time, str) else time)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _nanoseconds(seconds: float) -> int:
+    """Costs of ``allocate`` are whole numbers."""
+    return round(1e9 * seconds)
+
+
+def _fastest(options: Sequence[Option], plain: int | None) -> int:
+    """The fastest option, of equally fast ones the one with the least loss; ``plain`` unless it is clearly slower."""
+    best = min(range(len(options)), key=lambda index: options[index])
+    if plain is not None and options[best].cost > (1 - _NOISE) * options[plain].cost:
+        return plain
+    return best
 
 
 # -- the multiple-choice knapsack problem -----------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from lowbit.models.ties import model_bytes
 from lowbit.models.writes import despite_writes
 from lowbit.ops.conv import spans_tensor
 from lowbit.plan.bits import FLOAT, Score, Sensitivity
+from lowbit.plan.layer_times import layer_times
 from lowbit.progress import Progress, reporting
 from lowbit.recipes import LayerRecipes, Recipe, layer_recipes, refuse_beyond
 from lowbit.recipes import recipe as find_recipe
@@ -41,6 +42,7 @@ def sensitivity(
     method: str | None = None,
     loss: Loss | None = None,
     skip: Skip = DEFAULT_SKIP,
+    time: bool = False,
     progress: Progress | bool | None = None,
 ) -> Sensitivity:
     """Estimate the loss of each layer of ``model`` with each of ``recipes``. The model does not change.
@@ -60,11 +62,15 @@ def sensitivity(
         loss: ``loss(output, batch)``. None takes the cross-entropy of the next token if the model returns logits for
             token ids; other models have no loss.
         skip: Layers to skip, as for ``calibrate``.
+        time: Also measure the time of each layer with each recipe, on this machine and with the layer's inputs in the
+            first batch. Pass a batch of the size that the model will get, because few rows favor other recipes than
+            many. Quantized layers are measured as ``quantize_`` and, on a CPU, ``prepack_`` leave them.
         progress: Called as ``progress(what, done, total)`` before each batch. None shows a bar on a terminal; False
             shows nothing.
 
     Returns:
-        A Sensitivity. ``choose(bits=4.5)`` returns the best recipe for each layer.
+        A Sensitivity. ``choose(bits=4.5)`` returns the best recipe for each layer, and with ``time`` also
+        ``choose(time="0.8x")``.
 
     Raises:
         ValueError: If there are no recipes or no batches; for static recipes, a method that needs data, or NaN or Inf
@@ -95,6 +101,8 @@ def sensitivity(
             progress("batch", number, len(data))
             run.count(batch, loss)
         progress("batch", len(data), len(data))
+        if time:
+            run.seconds = layer_times(model, run.owners(), table, data[0], progress)
     return run.result()
 
 
@@ -124,6 +132,7 @@ class _Run:
         self.sums = {(layer.name, name): _Sums() for layer in self.layers for name in table}
         self.inputs: dict[str, list[int]] = {layer.name: [] for layer in self.layers}
         self.by = "output"
+        self.seconds: dict[str, dict[str | None, float]] | None = None
         self.mask: Tensor | None = None
         self.copies = False
         self._forget()
@@ -224,7 +233,7 @@ class _Run:
             alike.setdefault(("weight", layer.weight_name), []).append(_module(layer.name))
             if any(number >= 0 for number in inputs):
                 alike.setdefault(("inputs", *inputs), []).append(_module(layer.name))
-        group = {name: index for index, name in enumerate(dict.fromkeys(_module(layer.name) for layer in self.layers))}
+        group = {name: index for index, name in enumerate(self.owners())}
         for names in alike.values():
             joined = {group[name] for name in names}
             group.update((name, min(joined)) for name, index in group.items() if index in joined)
@@ -233,10 +242,14 @@ class _Run:
             members.setdefault(index, []).append(name)
         return tuple(tuple(names) for names in members.values())
 
+    def owners(self) -> list[str]:
+        """The modules with measured layers, in the order of the model."""
+        return list(dict.fromkeys(_module(layer.name) for layer in self.layers))
+
     def result(self) -> Sensitivity:
         scores: dict[str, dict[str, Score]] = {}
         counted: set[str] = set()
-        for owner in dict.fromkeys(_module(layer.name) for layer in self.layers):
+        for owner in self.owners():
             layers = [layer for layer in self.layers if _module(layer.name) == owner]
             first = [layer for layer in layers if layer.weight_name not in counted]  # a shared weight counts once
             counted |= {layer.weight_name for layer in layers}
@@ -244,7 +257,8 @@ class _Run:
         missed = [layer.name for layer in self.layers if not any(number >= 0 for number in self.inputs[layer.name])]
         if missed:
             warn(f"sensitivity: no batch reaches {len(missed)} layers, such as {missed[0]}; their losses count as 0")
-        return Sensitivity(scores, self._groups(), dict(self.table), self.by, model_bytes(self.work))
+        plain = None if self.seconds is None else {owner: times[None] for owner, times in self.seconds.items()}
+        return Sensitivity(scores, self._groups(), dict(self.table), self.by, model_bytes(self.work), plain)
 
     def _score(self, owner: str, name: str, layers: Sequence[Observed], first: Sequence[Observed]) -> Score:
         recipe = self.table[name]
@@ -260,6 +274,7 @@ class _Run:
             math.fsum(s.loss for s in sums) if self.by == "loss" else output, decibel(signal, noise),
             decibel(sum(s.input for s in sums), sum(s.input_error for s in sums)),
             decibel(sum(s.output for s in sums), sum(s.output_error for s in sums)),
+            None if self.seconds is None else self.seconds[owner][None if recipe is None else name],
         )  # fmt: skip
 
 
