@@ -47,6 +47,7 @@ FILES = (
     "docs/memory.md",
     "docs/modules.md",
     "docs/optimizers.md",
+    "docs/qat.md",
     "bench/results/convergence.md",
     "bench/results/llama7b.md",
     "bench/results/optimizers.md",
@@ -426,6 +427,12 @@ def llama7b_memory() -> str:
     return llama7b.table(json.loads((ROOT / "bench" / "results" / "llama7b.json").read_text()))
 
 
+def calibration_batches() -> str:
+    """The table of bench/results/calibration_batches.md."""
+    lines = (ROOT / "bench/results/calibration_batches.md").read_text().splitlines()
+    return "\n".join(line for line in lines if line.startswith("|"))
+
+
 def states() -> str:
     """Return the state precisions of lb.optim, with AdamW's bytes per parameter."""
 
@@ -526,6 +533,7 @@ TABLES: dict[str, Callable[[], str]] = {
         others,
         methods,
         states,
+        calibration_batches,
     )
 } | {"llama7b": llama7b_memory, **loss_tables.TABLES, **module_tables.TABLES}
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -30,6 +30,7 @@ class Suite(str, Enum):
     small = "small"
     qat = "qat"
     qat_conv = "qat-conv"
+    calibration_batches = "calibration-batches"
     conv = "conv"
     optimizers = "optimizers"
     mixed = "mixed"
@@ -58,7 +59,8 @@ def bench(
             "model. generation: plans for generation. techniques: each memory-saving technique. fit: plans within a "
             "budget. training: memory and time per training recipe. evidence: final losses with paired seeds. "
             "distributed: compressed gradients on two processes. kernels: GPU kernels, compiled without a GPU. host: "
-            "host time of a layer on a GPU. qat, qat-conv: quantization-aware training of a GPT and of a CNN."
+            "host time of a layer on a GPU. qat, qat-conv: quantization-aware training of a GPT and of a CNN. "
+            "calibration-batches: static INT8 by the number of calibration batches."
         ),
     ] = Suite.ops,
     only: Annotated[
