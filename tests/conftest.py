@@ -67,8 +67,12 @@ def _quick_interpreter():
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory):
-    """What ops take of time is measured while other tests run, and is kept for nobody."""
+    """Ops are timed while other tests run, and the times are kept for nobody.
+
+    So the processor's caches are not emptied before each run of an op, which would take as long as all else.
+    """
     os.environ["LOWBIT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    import_module("lowbit.memory.timing")._FLUSH = 1 << 16
 
 
 @pytest.fixture(autouse=True)

@@ -72,6 +72,16 @@ def python(root: Path, *arguments: str) -> str:
     return done.stdout
 
 
+def test_every_addition_finds_its_place(copy):
+    places = [
+        place for block in BLOCK.finditer((ROOT / "CONTRIBUTING.md").read_text()) if (place := PLACE.match(block[1]))
+    ]
+    assert len(places) >= 10
+    for file in {place["file"] for place in places}:
+        ast.parse((copy / file).read_text(), file)
+
+
+@pytest.mark.slow
 def test_every_block_says_where_it_goes_or_runs(copy):
     """Blocks that are not put into a file run one after the other, in one program, and print what they show."""
     blocks = [block[1] for block in BLOCK.finditer((ROOT / "CONTRIBUTING.md").read_text())]

@@ -78,7 +78,7 @@ for _ in range(2):
 """
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("record", "warns"),
     [

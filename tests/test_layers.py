@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -78,10 +79,17 @@ def modules() -> list[Path]:
     return sorted(p for p in PACKAGE.rglob("*.py") if "kernels" not in p.relative_to(PACKAGE).parts)
 
 
+@cache
+def parsed(path: Path) -> list[ast.AST]:
+    """The syntax tree of a file, flat; parsed once for all tests."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def imported(path: Path) -> set[tuple[str, ...]]:
     """What a module imports of lowbit, anywhere in it, as dotted parts below the package."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in parsed(path):
         if isinstance(node, ast.Import):
             found |= {tuple(a.name.split(".")[1:]) for a in node.names if a.name.split(".")[0] == "lowbit"}
         if isinstance(node, ast.ImportFrom):
@@ -128,9 +136,7 @@ def test_no_modules_import_each_other():
     }
 
     def below(path: Path) -> set[str]:
-        nodes = [
-            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
-        ]
+        nodes = [node for node in parsed(path) if isinstance(node, ast.Import | ast.ImportFrom)]
         plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         pairs = [(n.module or "", a.name) for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names]
         return plain | {f"{home}.{name}" if f"{home}.{name}" in paths else home for home, name in pairs}
@@ -163,9 +169,8 @@ def test_the_picture_of_the_layers_has_their_order():
 
 def test_formats_and_scalings_need_no_torch():
     for path in (PACKAGE / "formats.py", PACKAGE / "scaling.py", *(PACKAGE / "recipes").glob("*.py")):
-        tree = ast.parse(path.read_text())
-        names = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-        names |= {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+        names = {a.name for n in parsed(path) if isinstance(n, ast.Import) for a in n.names}
+        names |= {n.module or "" for n in parsed(path) if isinstance(n, ast.ImportFrom)}
         outside = {n.split(".")[0] for n in names} - sys.stdlib_module_names - {"lowbit"}
         assert not outside, f"{path} imports {outside}"
 
@@ -217,7 +222,7 @@ def test_what_torch_does_not_document_is_used_in_one_file():
 def constants(path: Path) -> set[float]:
     return {
         float(node.value)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in parsed(path)
         if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool)
     }
 
@@ -239,7 +244,7 @@ def test_no_constant_of_a_format_stands_outside_the_table():
 
 def test_tests_and_tools_are_not_imported_by_the_package():
     for path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in parsed(path):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not {n.split(".")[0] for n in names} & {
@@ -345,6 +350,7 @@ print({name}.get_kernel())
 """
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("checkout_first", [True, False])
 @pytest.mark.parametrize(("name", "module"), [("kernels", "spec"), ("bench", "report")])
 def test_folders_of_a_checkout_hide_no_installed_package(fresh, tmp_path, name, module, checkout_first):

@@ -27,7 +27,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
         "7b-on-24gb": ("transformers",), "with-other-libraries": ("transformers", "peft", "accelerate"),
     }.items()),
 ])  # fmt: skip
-def test_code_prints_what_it_shows(tmp_path, monkeypatch, page, needs):
+def test_code_prints_what_it_shows(tmp_path, monkeypatch, steady_times, page, needs):
     for package in needs:
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,16 +23,47 @@ EXACT = [spec for spec in OPS.values() if spec.tolerance is None]
 
 
 # -- every kernel equals the reference ---------------------------------------------------------------------------------
+#: An op of no more samples than these is tested on all of them, unless it is interpreted.
+FEW = 1000
+
+
+class Some(NamedTuple):
+    """A kernel is tested on each ``every``-th sample of its op, where it is interpreted on each ``interpreted``-th."""
+
+    every: int
+    interpreted: int
+
+    def of(self, kernel: Kernel) -> range:
+        count = len(samples(kernel.op))
+        if kernel.variant.interpreted:
+            return range(0, count, self.interpreted)
+        return range(0, count, 1 if count <= FEW else self.every)
+
+
+def amounts(every: int) -> pytest.MarkDecorator:
+    """Some samples of an op in the fast tests, all of them in the slow ones."""
+    all_of_them = pytest.param(Some(1, 23), id="all", marks=pytest.mark.slow)
+    return pytest.mark.parametrize("some", [pytest.param(Some(every, 61), id="some"), all_of_them])
+
+
+#: By op with many samples: strides that meet every scheme.
+STRIDES = {"quantize": 5, "quantize_static": 5, "fake_quantize": 5, "fake_quantize_backward": 3}
+
+
+@pytest.mark.parametrize("op", [spec.name for spec in OPS.values() if spec.tolerance is None or spec.name in STRIDES])
+def test_some_samples_have_every_scheme(op: str):
+    schemes = [getattr(call, "scheme", None) for call in samples(op)]
+    assert len(schemes) <= FEW or set(schemes[:: STRIDES[op]]) == set(schemes)
+
+
 @functools.cache
-def expected(op: str) -> list[tuple[Any, tuple[Tensor, ...]]]:
-    """The samples of an op with what the reference makes of them."""
+def expected(op: str, index: int) -> tuple[Any, tuple[Tensor, ...]]:
+    """A sample of an op with the results of the reference."""
     reference = next(impl for impl in lb.impls(op, "cpu") if impl.name == "reference")
-    made = []
-    for call in samples(op):
-        outs = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in OPS[op].outputs(call))
-        reference.run(outs, call)
-        made.append((call, outs))
-    return made
+    call = samples(op)[index]
+    outs = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in OPS[op].outputs(call))
+    reference.run(outs, call)
+    return call, outs
 
 
 def moved(call: Any, device: str) -> Any:
@@ -47,9 +78,10 @@ def _moved(x: Tensor, device: str) -> Tensor:
     return made.copy_(x)
 
 
-def check_kernel(kernel: Kernel, every: int = 1) -> None:
+def check_kernel(kernel: Kernel, some: Some) -> None:
     served, reasons = 0, set()
-    for call, outs in expected(kernel.op)[::every]:
+    for index in some.of(kernel):
+        call, outs = expected(kernel.op, index)
         got = kernel.run(moved(call, kernel.variant.device))
         if got is None:
             reasons.add(kernel.impl.supports(moved(call, kernel.variant.device)))
@@ -61,9 +93,10 @@ def check_kernel(kernel: Kernel, every: int = 1) -> None:
     assert served, f"{kernel} refuses every sample: {reasons}"
 
 
+@amounts(5)
 @pytest.mark.parametrize("kernel", params([k for spec in EXACT for k in kernels(spec.name)]))
-def test_every_kernel_equals_the_reference_in_every_bit(kernel: Kernel):
-    check_kernel(kernel, every=23 if kernel.variant.interpreted else 1)
+def test_every_kernel_equals_the_reference_in_every_bit(kernel: Kernel, some: Some):
+    check_kernel(kernel, some)
 
 
 # -- gradients of scales -----------------------------------------------------------------------------------------------
@@ -71,10 +104,12 @@ BACKWARD = next(impl for impl in lb.impls("fake_quantize_backward", "cpu") if im
 WITH_REFERENCE = [Kernel("fake_quantize_backward", BACKWARD, Variant("reference")), *kernels("fake_quantize_backward")]
 
 
+@amounts(STRIDES["fake_quantize_backward"])
 @pytest.mark.parametrize("kernel", params(WITH_REFERENCE))
-def test_gradients_equal_the_reference_and_those_of_scales_are_within_their_bound(kernel: Kernel):
+def test_gradients_equal_the_reference_and_those_of_scales_are_within_their_bound(kernel: Kernel, some: Some):
     served = 0
-    for call, (grad_x, _) in expected(kernel.op)[:: 23 if kernel.variant.interpreted else 1]:
+    for index in some.of(kernel):
+        call, (grad_x, _) = expected(kernel.op, index)
         got = kernel.run(moved(call, kernel.variant.device))
         if got is None:
             continue
@@ -89,7 +124,7 @@ def test_gradients_equal_the_reference_and_those_of_scales_are_within_their_boun
 def test_a_gradient_of_a_scale_beyond_its_bound_is_refused():
     """In every block, by twice the bound either way; half of it passes. The bound is that of the oracle."""
     refused = 0
-    for call, _ in expected("fake_quantize_backward"):
+    for call in samples("fake_quantize_backward"):
         if call.scale is None:
             continue
         exact, bound = map(torch.from_numpy, grad_oracle.scale_gradient(call))

@@ -124,6 +124,7 @@ def test_codes_may_have_strides_and_sums_several_programs(monkeypatch):
 OF_ROWS = [(a, b) for a, b in PAIRS if has_rows_of_its_own(lb.scheme(a))]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("depth", [96, 2048])
 @pytest.mark.parametrize(("a", "b"), OF_ROWS)
 def test_experts_are_multiplied_as_codes(a, b, depth):

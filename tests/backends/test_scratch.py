@@ -28,15 +28,19 @@ HOLDING = ("scaled_mm", "linear", "scaled_grouped_mm", "conv", "quantize_global"
 EVERY = {"scaled_mm": 401, "linear": 401, "scaled_grouped_mm": 97, "conv": 149}
 
 
+@pytest.fixture(scope="module")
+def frozen():
+    """What is there by now is not looked through again, in other tests either."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
-def collected(monkeypatch):
+def collected(frozen, monkeypatch):
     """The interpreter keeps what a kernel was started with in cycles of references, until they are collected."""
     start = triton.start
     monkeypatch.setattr(triton, "start", lambda launches, device: (start(launches, device), gc.collect()))
     gc.collect()
-    gc.freeze()  # what is there by now is not looked through again
-    yield
-    gc.unfreeze()
 
 
 def events(nodes: Any) -> Iterator[tuple[int, int]]:

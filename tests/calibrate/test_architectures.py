@@ -129,7 +129,7 @@ def called(model: nn.Module, run: Callable[[], object]) -> set[str]:
     return seen
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @CASES
 def test_a_model_is_calibrated_and_computes_what_its_codes_stand_for(name):
     plain = built(name)
@@ -172,6 +172,7 @@ def test_a_model_is_calibrated_and_computes_what_its_codes_stand_for(name):
     assert mixture == any(isinstance(module, QuantExperts) for module in model.modules())
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "WhisperForConditionalGeneration"])
 def test_the_loss_of_a_decoder_is_that_of_its_tokens(name):
     def next_tokens(output: Any, batch: dict[str, Tensor]) -> Tensor:

@@ -132,7 +132,7 @@ def _equal(one: dict[str, list[Tensor]], other: dict[str, list[Tensor]]) -> bool
 CASES = [("int4-weight-only:group16", None), ("int4-weight-only:group16", "gptq"), ("int8-static", None)]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     "body",
     [

@@ -40,7 +40,7 @@ def correlated(rows: int, cols: int) -> Tensor:
     return torch.randn(rows, cols) @ (torch.randn(cols, cols) / cols**0.5) + 0.5 * torch.randn(cols)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("name", SCHEMES)
 @given(rows=st.integers(1, 40), cols=st.integers(1, 150), seed=st.integers(0, 99), tails=st.booleans())
 def test_searched_scales_lose_no_more_than_those_of_quantize(name, rows, cols, seed, tails):

@@ -191,6 +191,7 @@ class Twice(nn.Module):
         return x
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("recipe", ["int4-weight-only:group16", "nf4", "mxfp4", "nvfp4"])
 def test_learned_rounding_comes_closer_to_the_outputs_of_blocks(recipe):
     model, batches = Stack(2).eval(), tokens(4)

@@ -92,6 +92,7 @@ def of_plain(method: Any) -> lb.Calibration:
     return lb.calibrate(Stack("plain"), RECIPE, batches(), method, skip=())
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: getattr(method, "name", str(method)))
 @pytest.mark.parametrize("how", ["hidden", "inputs", "batches"])
 def test_blocks_written_in_place_get_the_codes_of_those_that_are_not(how, method):
@@ -248,7 +249,7 @@ def test_importances_are_never_those_of_other_tokens(method, capacity):
     assert torch.equal(again.weights["0"].codes, found.weights["blocks.2.experts.1"].codes)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe", "DeepseekV3"])
 @pytest.mark.parametrize("method", [None, "ls-gptq"])
 def test_mixtures_of_transformers(kind, method):

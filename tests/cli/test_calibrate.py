@@ -56,6 +56,7 @@ def test_what_is_found_is_what_python_finds(run, llama):
         assert torch.equal(loaded(x).logits, model(x).logits)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("method", "options"), [(None, ()), ("smoothquant,gptq", ("--method", "smoothquant,gptq"))])
 def test_quantize_calibrates_with_a_text_in_memory_and_from_disk(run, llama, method, options):
     root, model, numbers = llama

@@ -31,6 +31,11 @@ def with_targets():
 """
 
 
+@pytest.fixture(autouse=True, scope="module")
+def times(steady_times):
+    """Of every test here: plans do not depend on how busy the machine is."""
+
+
 # -- of a model --------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
@@ -125,7 +130,7 @@ def test_a_plot_shows_budget_and_choice(mine, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
     model, batch = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(512, 64)), torch.ones(256, 64)
-    plan = lb.fit(model, batch, "40%")
+    plan = lb.fit(model, batch, "40%", require="fp32")
     plan.plot(tmp_path / "plan.png")
     (axes,) = drawn[0].axes
     (dashed,) = (line for line in axes.lines if line.get_linestyle() == "--")
@@ -179,7 +184,10 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(mine, tmp_path, monkeypatc
             "expected (model, batch) or (model, batch, loss) from model_alone(), got",
         ),
         (("mine_to_plan:made", "--memory", "much"), "'much' is no size"),
-        (("mine_to_plan:made", "--memory", "1KiB"), "no choice fits a step into 1.00 KiB; the least is"),
+        (
+            ("mine_to_plan:made", "--memory", "1KiB", "--require", "fp32"),
+            "no choice fits a step into 1.00 KiB; the least is",
+        ),
         (("mine_to_plan:made", "--memory", "1GiB", "--require", "bf17"), "no choice is called 'bf17'"),
     ],
 )

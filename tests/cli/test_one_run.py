@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import lowbit as lb
+from lowbit.demo import experiment
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.files import DirectoryLock, exclusive, write_json
 from lowbit.serialize import saving
@@ -42,7 +43,8 @@ def test_calibrate(tmp_path: Path):
     assert found.rows.keys() == again.rows.keys()
 
 
-def test_train(tmp_path: Path, run):
+def test_train(tmp_path: Path, run, monkeypatch):
+    monkeypatch.setattr(experiment, "SPEED_TURNS", 1)
     (tmp_path / "text").write_text(TEXT)
     options = "--steps 2 --batch 2 --layers 1 --dim 32 --heads 2 --hidden 32 --vocab 256 --precision fp32"
     tiny = ["--data", str(tmp_path / "text"), *options.split(), "--recipe", "int8-weight-only"]

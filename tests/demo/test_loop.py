@@ -18,6 +18,7 @@ from lowbit.demo.gpt import GPT
 from lowbit.demo.loop import Interrupted, TrainConfig, Trainer
 from lowbit.demo.optimizers import state_bytes
 from lowbit.demo.step import evaluate
+from lowbit.memory import rss
 
 pytestmark = pytest.mark.filterwarnings("ignore:train.mixed_. this processor")
 
@@ -44,7 +45,7 @@ def test_training_learns(corpus, tmp_path):
     assert history.seconds > 0
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("precision", "outside", "optimizer"),
     [
@@ -97,6 +98,7 @@ def test_a_run_with_a_tail_resumes_in_every_bit_before_it_at_its_beginning_and_i
     assert_same_runs(resumed, straight)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_tail_computes_as_a_run_in_floats(corpus, tmp_path, checkpointing):
     """The oracle is a run in bf16 that begins with the weights and the optimizer's states of the recipe's steps."""
@@ -140,6 +142,7 @@ def assert_same_runs(resumed: Trainer, straight: Trainer) -> None:
     assert all(torch.equal(mine[k][name], other[k][name]) for k in mine for name in mine[k])
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"precision": "fp8-delayed", "compress_activations": True}])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_what_a_run_holds_is_measured_beside_it(corpus, tmp_path, changes, checkpointing):
@@ -156,7 +159,8 @@ def test_what_a_run_holds_is_measured_beside_it(corpus, tmp_path, changes, check
     assert (found.weights, found.gradients) == (weights + state, weights)
 
 
-@pytest.mark.parametrize("moment", ["between steps", "while a state is written"])
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("moment", ["while a state is written", "between steps"])
 def test_a_killed_run_resumes_in_every_bit(corpus, tmp_path, moment):
     """``kill -9``: nothing is saved at the end, so the run goes on from its last state, which is whole."""
     changes = {"precision": "fp8-delayed", "optimizer": "adamw8bit", "save_every": 5, "eval_every": 20}
@@ -214,14 +218,14 @@ def test_outside_is_what_a_recipes_run_computes_in_beside_its_linear_layers(corp
 
 
 def test_peak_memory_sees_a_large_tensor():
-    """In a process of its own: from a large one the system may take pages at any moment."""
+    """In a process of its own, without torch: from a large one the system may take pages at any moment."""
     code = (
-        "import torch; from lowbit.memory.rss import peak_bytes, reset_peak\n"
-        "before = peak_bytes() if reset_peak() else 0\n"
-        "held = torch.ones(64 << 20, dtype=torch.uint8)\n"
-        "assert peak_bytes() >= before + (60 << 20) if before else peak_bytes() > 0\n"
+        "import runpy, sys; rss = runpy.run_path(sys.argv[1])\n"
+        "before = rss['peak_bytes']() if rss['reset_peak']() else 0\n"
+        "held = b'1' * (64 << 20)\n"
+        "assert rss['peak_bytes']() >= before + (60 << 20) if before else rss['peak_bytes']() > 0\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code, rss.__file__], check=True)
 
 
 @pytest.mark.parametrize("moment", ["in the last step", "while the last state is written"])

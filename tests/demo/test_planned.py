@@ -91,7 +91,8 @@ def test_a_step_holds_what_the_plan_says(corpus, tmp_path, choose, precision, na
 
 
 # -- bits --------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "mxfp8"])
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("precision", ["mxfp8", "fp16", "fp32"])
 def test_checkpoints_and_states_on_disk_change_no_bit_of_a_run(corpus, tmp_path, follow, precision):
     follow(checkpoint="block", offload_states=True)
     settings = replace(settings_of(None, precision), optimizer="adamw")
@@ -102,6 +103,7 @@ def test_checkpoints_and_states_on_disk_change_no_bit_of_a_run(corpus, tmp_path,
     assert plain.plan is None and plain.history.peak_bytes == 0
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("parts", [2, 3])
 def test_parts_of_a_batch_have_the_mean_loss_and_the_step_of_the_whole(corpus, tmp_path, follow, parts):
     follow(micro_batches=parts)
@@ -112,7 +114,7 @@ def test_parts_of_a_batch_have_the_mean_loss_and_the_step_of_the_whole(corpus, t
     assert within.history.peak_bytes < 0.8 * lb.estimate(model_of(settings_of(None), corpus), WHOLE).peak_bytes
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "nvfp4:keep_blocks=0"])
 def test_a_run_that_stops_goes_on_by_its_plan_in_every_bit(corpus, tmp_path, follow, precision, monkeypatch):
     follow(checkpoint="block", bits=8, offload_states=True, micro_batches=2)
@@ -179,11 +181,12 @@ def test_what_no_plan_knows_of_is_refused_beside_one(changes, told):
     RunSettings(recipes=("int8",), **changes)
 
 
-def test_an_estimate_of_a_prepared_model_is_that_of_its_recipe(corpus):
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4:keep_blocks=0"])
+def test_an_estimate_of_a_prepared_model_is_that_of_its_recipe(corpus, recipe):
     settings = settings_of(None, "fp8")
-    for recipe in ("fp8", "nvfp4:keep_blocks=0"):
-        prepared = model_of(settings, corpus)
-        before = lb.estimate(model_of(settings, corpus), WHOLE, recipe=recipe)
-        lb.train.prepare_(prepared, recipe)
-        after = lb.estimate(prepared, WHOLE)
-        assert (after.peak_bytes, after.by_kind) == (before.peak_bytes, before.by_kind)
+    prepared = model_of(settings, corpus)
+    before = lb.estimate(model_of(settings, corpus), WHOLE, recipe=recipe)
+    lb.train.prepare_(prepared, recipe)
+    after = lb.estimate(prepared, WHOLE)
+    assert (after.peak_bytes, after.by_kind) == (before.peak_bytes, before.by_kind)

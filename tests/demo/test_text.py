@@ -34,6 +34,7 @@ def test_prose_keeps_english_and_leaves_code():
     assert list(text.prose(raw)) == ["""It's "evaluated" once, at the start - and never again."""]
 
 
+@pytest.mark.slow
 def test_held_out_text_of_the_standard_library_is_not_trained_on():
     documents = text.standard_library()
     assert [d.name for d in documents[:2]] == ["assert", "assignment"], "topics first, in the order of their names"

@@ -94,7 +94,8 @@ def _recipes(rank: int, world: int, path: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("world", [2, 1, 4])
 def test_recipes_take_the_codes_and_keep_their_bits(world: int, tmp_path: Path):
     run_processes(_recipes, (world, str(tmp_path)), world)
 
@@ -118,7 +119,8 @@ def _plain(rank: int, world: int, path: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("world", [2, 1, 4])
 def test_the_gathered_weight_is_that_of_fake_quantize(world: int, tmp_path: Path):
     run_processes(_plain, (world, str(tmp_path)), world)
 
@@ -418,6 +420,7 @@ def _adapters(rank: int, path: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @not_2_10("FSDP2 makes shards of integer parameters require grad, which raises")
 def test_adapters_on_a_quantized_base_have_the_bits_of_one_process(tmp_path: Path):
     pytest.importorskip("peft")

@@ -149,7 +149,14 @@ def test_a_layer_multiplies_transformed_operands(recipe):
     lb.quantize_(hand, recipe, calibration)
     assert torch.equal(layer.codes, hand[0].codes)
     assert torch.equal(layer(plain[0](x)), hand[0](inputs))
-    assert torch.equal(torch.compile(layer, fullgraph=True)(plain[0](x)), layer(plain[0](x)))
+    assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(plain[0](x)), layer(plain[0](x)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_inductor_compiles_a_layer_that_transforms_its_input(recipe):
+    layer, x = quantized(f"{recipe}:hadamard", torch.randn(32, 96))[1], torch.randn(32, 96)
+    assert torch.equal(torch.compile(layer, fullgraph=True)(x), layer(x))
 
 
 def test_it_helps_where_weights_stick_out_of_their_groups():

@@ -83,7 +83,7 @@ class Recorded:
         return batch
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_plan_in_trainer_is_its_own_run(name, tmp_path):
     """Trainer divides the sum over a part by the number of all targets; ``loss`` does so too. It makes groups of

@@ -196,7 +196,8 @@ def _train(path: str, strategy: str, recipe: str) -> None:
         assert all(map(same_bits, weights, expected)), (strategy, recipe, loop)
 
 
-@pytest.mark.parametrize("strategy", OPTIONS)
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("strategy", reversed(OPTIONS))
 def test_trainer_has_the_bits_of_a_loop_with_shard(tmp_path: Path, strategy: str):
     run_processes(_in_group, (*with_port(tmp_path), _train, ((strategy, "fp8"),)))
 
@@ -285,6 +286,7 @@ def _refused(path: str) -> None:
         Trainer(model=model, args=arguments, optimizers=(ADAMW[0](trained(model), **ADAMW[1]), None))
 
 
+@pytest.mark.slow
 def test_what_trainer_would_not_shard_is_refused(tmp_path: Path):
     pytest.importorskip("peft")
     run_processes(_in_group, (*with_port(tmp_path), _refused, ((),)))

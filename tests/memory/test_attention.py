@@ -174,6 +174,7 @@ def test_autocast_casts_what_it_casts_of_sdpa():
         assert torch.equal(out, attention(*rounded, torch.zeros(5, 5, dtype=torch.bfloat16), **options))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "window": 3, "chunk": 12}])
 def test_compiled_code_has_the_same_gradients(options):
     q, k, v = sequences(1, 2, 5, 4, kv=1, keys=5)

@@ -44,6 +44,7 @@ def test_every_policy_is_tested():
     assert {policy for name in ARCHITECTURES for policy in policies_of(made(name)[0])} == set(POLICIES)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_no_policy_changes_a_bit(name):
     plain, loss = made(name)
@@ -133,6 +134,7 @@ def test_it_is_undone_copied_and_pickled():
     assert_equal(outcome(model, loss), want)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("first", ["prepare", "checkpoint"])
 @pytest.mark.parametrize("recipe", ["int8-stochastic", "fp8-delayed"])
 def test_low_bit_training_replays_in_segments(recipe, first):

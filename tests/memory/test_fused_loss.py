@@ -120,6 +120,7 @@ def test_a_step_holds_no_logits():
     assert held < lb.memory.allocated_peak(lambda: copy_of(model)(**batch).loss.backward()) - 2 * logits
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("apply", [lambda model: None, lb.memory.fuse_loss_], ids=["plain", "fused"])
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_an_estimate_knows_which_gradients_of_a_tied_weight_add_up_in_place(apply, precision):

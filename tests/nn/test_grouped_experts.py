@@ -96,7 +96,7 @@ def at_once(monkeypatch):
     return calls
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("recipe", RECIPES)
 @torch.no_grad()
@@ -340,7 +340,7 @@ def collected(monkeypatch):
     )
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["int8-weight-only", "nf4"])
 def test_an_estimate_of_generation_counts_the_rows_of_all_experts(recipe, at_once, collected):
     """Of the loop, in which an expert has its rows alone, less would be said."""

@@ -191,11 +191,13 @@ def product_of(index: int, group: int) -> ScaledMM:
 worked_out = functools.cache(Wanted)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.parametrize(
+    ("every", "interpreted"), [pytest.param(17, 123, id="some"), pytest.param(5, 41, id="all", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kernel", params([REFERENCE, *kernels("conv")]))
-def test_every_kernel_is_within_the_bound_of_the_product(kernel: Kernel):
+def test_every_kernel_is_within_the_bound_of_the_product(kernel: Kernel, every: int, interpreted: int):
     served, reasons = 0, set()
-    for index in range(0, len(samples("conv")), 41 if kernel.variant.interpreted else 5):
+    for index in range(0, len(samples("conv")), interpreted if kernel.variant.interpreted else every):
         call = samples("conv")[index]
         outs = kernel.run(Conv(*(v.to(kernel.variant.device) if isinstance(v, Tensor) else v for v in call)))
         if outs is None:

@@ -58,6 +58,7 @@ def test_every_kernel_multiplies_for_each_expert(kernel):
     assert served
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("weight", WEIGHTS)
 def test_kernels_have_the_bits_of_one_product_after_the_other(weight, route):

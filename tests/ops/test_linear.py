@@ -42,11 +42,13 @@ def product(index: int) -> ScaledMM:
 worked_out = functools.cache(Wanted)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.parametrize(
+    ("every", "interpreted"), [pytest.param(7, 93, id="some"), pytest.param(2, 31, id="all", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kernel", params([REFERENCE, *kernels("linear"), *rounding("linear")]))
-def test_every_kernel_is_within_the_bound_of_the_product(kernel: Kernel):
+def test_every_kernel_is_within_the_bound_of_the_product(kernel: Kernel, every: int, interpreted: int):
     served, reasons = 0, set()
-    for index in range(0, len(samples(SPEC.name)), 31 if kernel.variant.interpreted else 2):
+    for index in range(0, len(samples(SPEC.name)), interpreted if kernel.variant.interpreted else every):
         call = samples(SPEC.name)[index]
         on_device = moved(call, kernel.variant.device)
         outs = kernel.run(on_device)
@@ -61,11 +63,13 @@ def test_every_kernel_is_within_the_bound_of_the_product(kernel: Kernel):
     assert served, f"{kernel} refuses every sample: {reasons}"
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.parametrize(
+    ("every", "interpreted"), [pytest.param(11, 201, id="some"), pytest.param(5, 67, id="all", marks=pytest.mark.slow)]
+)
 @everywhere
-def test_the_bits_are_those_of_quantize_and_scaled_mm(variant: Variant):
+def test_the_bits_are_those_of_quantize_and_scaled_mm(variant: Variant, every: int, interpreted: int):
     served = 0
-    for call in samples(SPEC.name)[:: 67 if variant.interpreted else 5]:
+    for call in samples(SPEC.name)[:: interpreted if variant.interpreted else every]:
         if variant.refuses("linear", call.x, weight_of(call), call.bias, call.input_scheme, call.out_dtype):
             continue
         served += 1

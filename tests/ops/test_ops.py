@@ -40,7 +40,7 @@ def differentiable(op: str, call: Any) -> Any:
     return call._replace(**changed)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck(op):
     for call in checked_samples(op, 4):
@@ -118,7 +118,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_compiled_functions_give_the_same_bits(name, backend):

@@ -219,6 +219,7 @@ def test_every_two_properties_of_a_step_meet_in_a_sample():
 LONG = [k for k in kernels("optimizer_step") if not k.variant.interpreted]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", params(LONG))
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_long_row_is_that_of_the_reference_on_any_number_of_threads(kernel, count):

@@ -19,7 +19,7 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
 # -- fake_quantize == quantize().dequantize() --------------------------------------------------------------------------
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("s", schemes(), ids=str)
 def test_fake_quantize_is_quantize_then_dequantize(s):
     """Asked of the reference; these matrices are among the samples on which every kernel equals it."""
@@ -317,7 +317,7 @@ def test_objects_that_are_not_what_their_name_says_are_refused():
 
 
 # -- factors -----------------------------------------------------------------------------------------------------------
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     "scheme", ["fp8_e5m2:row", "fp8_e5m2:col", "int8:tensor", "mxfp8:ceil:T", "nvfp4", "int4:group7"]
 )

@@ -29,6 +29,7 @@ everywhere = pytest.mark.parametrize("variant", ALL)
 BY_ROW = ["nvfp4", "int4:group32:e4m3", "fp8_e4m3:row:e4m3", "nf4:e4m3", "nvfp4:ceil", "int4:group32:e4m3:full"]
 
 
+@pytest.mark.thinned(5)
 @everywhere
 @pytest.mark.parametrize("name", BY_ROW)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -100,6 +101,7 @@ def test_no_row_of_a_product_depends_on_another(variant: Variant):
 GLOBAL_SCALES = [-0.25, 0.0, -0.0, torch.nan, -torch.nan, torch.inf, -torch.inf, 1e-30, 1e30]
 
 
+@pytest.mark.thinned(3)
 @everywhere
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4:ceil", "int4:group32:e4m3:full", "nvfp4:global_row"])
 def test_any_global_scale_may_be_given(variant: Variant, name):
@@ -159,7 +161,7 @@ def test_e4m3_ceil_is_the_least_code_that_does_not_clip(values, global_scale):
     assert scale == min([*above, 0x7E])
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, unbiased", [("nvfp4:ceil", True), ("nvfp4", False), ("int4:group16:e4m3:ceil", True)])
 def test_stochastic_codes_below_a_scale_rounded_up_are_unbiased(name, unbiased):
     """The mean over all 2^16 random words: x itself to 2^-16 of a step, where the nearest scale clips what is above."""

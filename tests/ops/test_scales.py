@@ -63,6 +63,7 @@ ROUNDED = [
 ]
 
 
+@pytest.mark.thinned(3)
 @everywhere
 @pytest.mark.parametrize("name", [*E8M0, *ROUNDED])
 def test_scales_next_to_every_power_of_two(variant: Variant, name):
@@ -99,7 +100,7 @@ def test_rounded_up_scales_never_clip(name):
         assert Fraction(oracles.fp32(oracles.from_bits(bits) / oracles.largest(s.format))) <= scale or largest
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("s", schemes(), ids=str)
 def test_every_scheme_on_damaged_blocks_equals_rationals(s):
     """Codes, scales, zero points, global scale and decoded bits of ragged matrices with 0, subnormals, Inf and NaN.
@@ -284,6 +285,7 @@ def test_symmetric_codes_use_all_of_the_range():
 
 
 # -- shapes of damage --------------------------------------------------------------------------------------------------
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("s", schemes(), ids=str)
 def test_damage_shows_and_only_in_its_block(s):
     """Asked of the reference, which every kernel equals on damaged samples."""
@@ -306,6 +308,7 @@ def test_damage_shows_and_only_in_its_block(s):
 BOOKS = [f for f in lb.FORMATS.values() if f.kind == "codebook"]
 
 
+@pytest.mark.thinned(3)
 @everywhere
 @pytest.mark.parametrize("f", BOOKS, ids=str)
 def test_blocks_of_zeros_are_zeros_beside_others(variant: Variant, f):

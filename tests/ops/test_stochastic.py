@@ -93,7 +93,7 @@ def test_every_bit_of_the_noise(variant: Variant, rng):
 
 
 # -- the rule ----------------------------------------------------------------------------------------------------------
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(7)
 @everywhere
 @pytest.mark.parametrize("f", ROUNDED, ids=str)
 def test_codes_equal_exact_rationals(variant: Variant, f):
@@ -112,6 +112,7 @@ def test_codes_equal_exact_rationals(variant: Variant, f):
         assert_same_bits(codes.cpu(), np.array(expected, np.uint8), f"{f} on {variant}", source=x)
 
 
+@pytest.mark.thinned(3)
 @everywhere
 @pytest.mark.parametrize("f", ROUNDED, ids=str)
 def test_exact_values_never_move(variant: Variant, f):

@@ -56,6 +56,7 @@ def gradients() -> Iterator[Tensor]:
         yield from torch.ops.lowbit.fake_quantize_backward(grad, x, name)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("variant", NATIVE)
 @pytest.mark.parametrize("made", [products, layers, rounded, gradients])
 def test_large_calls(variant: Variant, made: Callable[[], Iterator[Tensor]]):

@@ -76,7 +76,7 @@ class Seen(TorchDispatchMode):
 
 
 # -- bits --------------------------------------------------------------------------------------------------------------
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_bits_of_a_step_for_each(name, bits, monkeypatch):

@@ -63,7 +63,7 @@ def assert_same_states(mine, theirs):
             assert_same_bits(theirs[index][name], value, f"{name} of {SHAPES[index]}")
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(7)
 @pytest.mark.filterwarnings("ignore:.*half of its last place")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", [row.name for row in lb.optim.STATES.values()])
@@ -92,6 +92,7 @@ def in_fp32(state):
     return {"state": states, "param_groups": state["param_groups"]}
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("bits", [32, 16, 8, 4])
 @pytest.mark.parametrize("name", TORCHS)

@@ -66,6 +66,7 @@ def states(optimizer):
     return [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("gradients", [False, True], ids=["states", "gradients"])
 @pytest.mark.parametrize("name", MAKE)
 def test_twenty_steps_have_the_bits_that_they_have_without(tmp_path, monkeypatch, recwarn, name, gradients):

@@ -261,6 +261,7 @@ def test_a_run_that_is_killed_in_its_first_write_goes_on(tmp_path, monkeypatch, 
         go("mine")
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("batches", [None, [torch.ones(4, 64)]], ids=["without data", "with data"])
 def test_a_full_disk_is_named_with_the_file_and_what_remains(tmp_path, monkeypatch, batches):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(2)))

@@ -344,6 +344,7 @@ def predicted(settings: TrainingSettings) -> list[Prediction]:
     return [*found, Prediction(replace(settings, bits=8 if settings.bits == 32 else 32), 1, 0.1)]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("case", CASES)
 def test_ten_budgets_lose_no_step_and_no_bit(case, tmp_path):
     """Of what changes no bit: checkpoints and the place of states. The prediction of other bits is left alone."""

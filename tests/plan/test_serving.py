@@ -133,6 +133,7 @@ def test_a_generation_holds_what_the_plan_says_and_no_more_than_the_budget(plans
         assert 0.96 * measured <= plan.peak_bytes <= 1.04 * measured, plan
 
 
+@pytest.mark.thinned(2)
 @each
 def test_less_memory_loses_more(plans, kind):
     plain = logits_of(MAKE[kind](), TOKENS, None).log_softmax(-1)
@@ -167,7 +168,7 @@ def test_several_sequences_and_a_model_on_meta():
     assert "the model is on meta" in str(plan)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_experts_hold_no_more_than_where_all_tokens_choose_the_same(kind):
     """How many tokens an expert is given, nobody knows before."""
@@ -184,6 +185,7 @@ def test_experts_hold_no_more_than_where_all_tokens_choose_the_same(kind):
 
 
 # -- generation -------------------------------------------------------------------------------------------------------
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     "keep", [(), ("plain cache", "int4-weight-only:group32"), ("int8:group32", "int8", "whole prompt")], ids=str
 )
@@ -237,7 +239,7 @@ def test_the_model_stays_as_it_is_while_a_plan_is_made():
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.slow
 @each
 def test_a_plan_by_a_batch_leaves_nothing_in_memory(kind):
     model, keep = MAKE[kind](), ("plain cache", "whole prompt")
@@ -254,6 +256,7 @@ def test_a_plan_by_a_batch_leaves_nothing_in_memory(kind):
 
 
 # -- a plan's files and words -----------------------------------------------------------------------------------------
+@pytest.mark.thinned(2)
 @each
 def test_a_saved_plan_is_the_same(plans, kind, tmp_path):
     for share, plan in plans(kind).items():

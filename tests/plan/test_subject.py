@@ -112,7 +112,7 @@ def test_a_larger_batch_than_planned_is_told_of(recwarn):
 
 def test_a_model_in_evaluation_mode_is_told_of():
     with pytest.warns(UserWarning, match=r"fit: Sequential is in evaluation mode.*call model\.train\(\)") as told:
-        plan = lb.fit(classifier().eval(), INPUTS, "100%")
+        plan = lb.fit(classifier().eval(), INPUTS, "100%", require=("fp32", "adamw"))
     assert told[0].filename == __file__
     with pytest.warns(UserWarning, match=r"plan\.apply_: Sequential is in evaluation mode"):
         plan.apply_(classifier().eval())
@@ -189,7 +189,8 @@ def test_plans_without_parts_are_in_one_and_stay_so():
 
 def test_parts_of_a_batch_norm_have_two_rows_at_least():
     model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10))
-    plan = lb.fit(model, (INPUTS[:63], CLASSES[:63]), "60%", lambda output, batch: F.cross_entropy(output, batch[1]))
+    loss, left_out = lambda output, batch: F.cross_entropy(output, batch[1]), ("fp8", "fp8-compressed", "disk")
+    plan = lb.fit(model, (INPUTS[:63], CLASSES[:63]), "60%", loss, exclude=left_out)
     assert max(one.settings.micro_batches for one in plan._others.values()) == 24
     assert plan.apply_(model).step((INPUTS[:63], CLASSES[:63])) > 0
     few = fallback(TrainingSettings(micro_batches=31), Subject(model.train(), INPUTS[:63]))
@@ -347,7 +348,7 @@ def test_models_within_others_take_targets_beside_the_batch(wrap):
     def loss(output, batch):
         return F.cross_entropy(output, batch[1])
 
-    assert lb.fit(wrap(classifier()), (INPUTS, CLASSES), "100%", loss).peak_bytes > 0
+    assert lb.fit(wrap(classifier()), (INPUTS, CLASSES), "100%", loss, require=("fp32", "adamw")).peak_bytes > 0
 
 
 def test_a_model_without_blocks_fits_with_activations_elsewhere(tmp_path):

@@ -87,6 +87,7 @@ def test_a_policy_of_one_block_is_a_technique_and_an_option_of_plans():
     assert ranked == sorted(known, key=lambda name: POLICIES[name].fallback)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.family)
 def test_a_plan_uses_a_required_optimizer_and_holds_its_states(row):
     name, options = f"{row.family}8bit", {"exclude": ("disk",), "progress": False}
@@ -110,7 +111,7 @@ def test_fallbacks_take_less_each_time():
     assert fallback(TrainingSettings(checkpoint="mlp"), subject) == TrainingSettings(checkpoint="block")
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "batch", "loss", "share", "expected", "peak"),
     [

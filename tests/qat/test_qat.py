@@ -202,6 +202,7 @@ def test_powers_of_two_and_scales_in_fp8_learn_by_their_chain_rule():
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("learn_scale", [False, True])
 @pytest.mark.parametrize("weight", WEIGHTS)
 def test_training_recovers_what_rounding_lost(weight, learn_scale):
@@ -290,7 +291,7 @@ def test_exported_convolutions_compute_the_same_bits(strict):
     assert torch.equal(torch.export.export(model, (x,), strict=strict).module()(x), model(x))
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("learn_scale", [False, True])
 @pytest.mark.parametrize("observe", [None, 2])
 @pytest.mark.parametrize("recipe", STATIC)

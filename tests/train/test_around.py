@@ -39,6 +39,7 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @RECIPES
 def test_no_bit_depends_on_strides(recipe, dtype):
@@ -66,6 +67,7 @@ def test_gradients_of_reductions_and_permutations():
         assert same_bits(found, torch.autograd.grad(layer(x), layer.weight, g)[0])
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("rows", [1, 7, 17, 33])
 @RECIPES
 def test_any_number_of_rows(recipe, rows):
@@ -128,7 +130,7 @@ def test_accumulated_gradients_are_sums_and_are_clipped_as_any(recipe):
         torch.testing.assert_close(param.grad, total / 2)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp8", STOCHASTIC_ROWS, "fp8-delayed"], ids=str)
 def test_compiled_blocks_under_autocast_have_the_bits_of_eager(recipe):
     """Blocks that are compiled one by one, inside a model that is not, under bf16 autocast."""

@@ -31,7 +31,7 @@ class Model(nn.Module):
         return self.lm_head(x + checkpoint(self.second, self.up(x), use_reentrant=False))
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize("recipe", [*TRAINING, STOCHASTIC, DELAYED], ids=str)
 def test_one_compilation_serves_all_steps_in_the_bits_of_eager(recipe):
     """Three steps of two micro-batches, which grow, so that delayed scales differ from current ones."""
@@ -65,6 +65,7 @@ def test_one_compilation_serves_all_steps_in_the_bits_of_eager(recipe):
     assert counter.frame_count == 1
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("recipe", ["fp8", STOCHASTIC, DELAYED], ids=str)
 def test_compiled_code_takes_any_number_of_rows(recipe):
     torch._dynamo.reset()

@@ -58,6 +58,7 @@ def swapped(cast: lb.Cast) -> lb.Cast:
     return replace(cast, scheme=lb.scheme(cast.scheme.name.replace(cast.scheme.format.name, other)))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("name", "change"),
     [("mxfp8", floor), ("fp8", stochastic), ("fp8-tensor", stochastic), ("fp8-tensor", swapped), ("fp8", swapped)],

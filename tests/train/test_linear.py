@@ -25,6 +25,7 @@ SHAPES = [((5,), 33, 7), ((2, 3), 17, 130), ((1,), 1, 1), ((150,), 140, 3), ((0,
 
 
 # -- the three products -----------------------------------------------------------------------------------------------
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(("batch", "inputs", "outputs"), SHAPES, ids=str)
 @pytest.mark.parametrize("recipe", TRAINING)
@@ -253,6 +254,7 @@ def test_a_fused_kernel_is_left_alone_while_training_and_given_back():
         assert torch.equal(layer(x), before)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("recipe", "dtype"), [*((name, torch.float32) for name in TRAINING), ("fp8", torch.bfloat16)], ids=str
 )

@@ -230,6 +230,7 @@ def test_copies_and_pickles_run_their_own_weights():
         assert not torch.equal(twin(x), model(x))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("copies", [False, True])
 def test_compiled(copies, dynamic):

@@ -176,7 +176,7 @@ def test_a_training_that_takes_no_step_is_told_of():
             state.next_micro_batch()
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["inside", "around", "blocks"])
 def test_compiled_code_recomputes_the_bits_of_its_forward(where):
     """Checkpoints of the whole model inside compiled code, around compiled code, and around compiled blocks."""

@@ -90,6 +90,7 @@ def run(recipe: str | lb.Recipe, way: str) -> list[Tensor]:
     return [*seen, *model.state_dict().values()]
 
 
+@pytest.mark.thinned(3)
 @RECIPES
 def test_runs_and_every_way_of_checkpointing_give_the_same_bits(recipe):
     expected = run(recipe, "plain")
@@ -116,6 +117,7 @@ def test_selective_checkpointing_keeps_products():
     assert again[0] > products and kept[0] == products and kept[1] == again[1] > codes
 
 
+@pytest.mark.thinned(3)
 @RECIPES
 def test_no_bit_depends_on_threads(recipe):
     def products(threads: int) -> list[Tensor]:

@@ -57,6 +57,7 @@ def step(net: nn.Module, optimizer: torch.optim.Optimizer, count: int, seed: int
     optimizer.step()
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_are_encoded_once_a_step_and_no_bit_changes(recipe, checkpointed, monkeypatch):

@@ -96,6 +96,7 @@ def test_forward_of_training_errs_less(name):
     assert row == lb.recipe(row.name) and row.output == lb.recipe(name.partition(":")[0]).output
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_search_compiles():
     """The rule with the most candidates; that of nvfp4-eden compiles with its recipe, backward included."""

@@ -89,6 +89,7 @@ class Container(torch.optim.Optimizer):
             one.step()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_optimizer_made_of_others_takes_one_step(compiled):
     torch._dynamo.reset()
@@ -279,6 +280,7 @@ class Adapted(nn.Module):
         return self.body(x) * self.scale
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_a_copy_whose_layers_are_frozen_follows_the_adapters(copied: Callable[[nn.Module], nn.Module], compiled: bool):
