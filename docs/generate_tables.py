@@ -46,6 +46,7 @@ FILES = (
     "docs/formats.md",
     "docs/memory.md",
     "docs/modules.md",
+    "docs/numbers.md",
     "docs/optimizers.md",
     "docs/qat.md",
     "bench/results/convergence.md",
@@ -427,10 +428,20 @@ def llama7b_memory() -> str:
     return llama7b.table(json.loads((ROOT / "bench" / "results" / "llama7b.json").read_text()))
 
 
-def calibration_batches() -> str:
-    """The table of bench/results/calibration_batches.md."""
-    lines = (ROOT / "bench/results/calibration_batches.md").read_text().splitlines()
+def _recorded_table(name: str) -> str:
+    """Return the table of a page in bench/results."""
+    lines = (ROOT / "bench" / "results" / name).read_text().splitlines()
     return "\n".join(line for line in lines if line.startswith("|"))
+
+
+def calibration_batches() -> str:
+    """Return the table of ``lowbit bench calibration-batches``."""
+    return _recorded_table("calibration_batches.md")
+
+
+def claims() -> str:
+    """Return the table of ``lowbit bench claims``."""
+    return _recorded_table("claims.md")
 
 
 def states() -> str:
@@ -524,6 +535,7 @@ TABLES: dict[str, Callable[[], str]] = {
         choose,
         evaluate,
         calibrate,
+        claims,
         combinations,
         techniques,
         fallbacks,

@@ -49,6 +49,11 @@ class StaticEstimate:
         """The sum of ``by_kind``: a lower bound of the peak, if all gradients exist before the optimizer step."""
         return sum(self.by_kind.values())
 
+    @property
+    def peak_bytes(self) -> int:
+        """The same sum, under the name that estimates of a step have."""
+        return self.total_bytes
+
     def fits(self, budget: str | int) -> bool:
         """Return whether the sum is at most ``budget``. Activations need memory in addition.
 
