@@ -54,7 +54,7 @@ def sharded(
     change(model)
     optimizer = make((p for p in model.parameters() if p.requires_grad), lr=1e-2)
     if bits is not None:
-        lb.distributed.all_gather_(model, bits)
+        lb.distributed.all_gather_(model, bits, skip=())
     size = {"group_size": max(dist.get_world_size() // 2, 1)} if strategy == "hsdp" else {}
     return lb.distributed.shard_(model, optimizer, strategy, **size)
 
@@ -156,7 +156,7 @@ def _bytes(rank: int, path: str) -> None:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256, bias=False)) for _ in range(4)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if bits is not None:
-            lb.distributed.all_gather_(model, bits)
+            lb.distributed.all_gather_(model, bits, skip=())
         model, optimizer = lb.distributed.shard_(model, optimizer, "zero3", precision=precision)
         for _ in range(2):
             with lb.distributed.traffic() as traffic:
