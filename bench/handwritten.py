@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ import lowbit as lb
 from lowbit.bench.fit_steps import by, measured, training
 from lowbit.bench.memory import Subject
 from lowbit.machine import provenance
+from lowbit.memory.timing import Timings
 from lowbit.optim.names import FAMILIES
 from lowbit.plan.fitting.choices import words
 from lowbit.plan.fitting.predict import Predictor
@@ -128,10 +130,11 @@ def planned(shape: Shape) -> Planned:
 
 @cache
 def peak(settings: TrainingSettings, shape: Shape = LARGE) -> int:
-    """Estimated peak bytes of a step. A step with offloaded weights is predicted as plans predict it."""
+    """Estimated peak bytes of a step. A step with offloaded states or weights is predicted as plans predict it."""
     subject = planned(shape)
     if settings.offload_states or settings.offload_weights:
-        return Predictor(subject).whole(settings).peak_bytes
+        with patch.object(Timings, "seconds", lambda self, call: None):  # ops of this size take minutes to time
+            return Predictor(subject).whole(settings).peak_bytes
     part = next(iter(lb.memory.micro_batches(subject.batch, settings.micro_batches)))[0]
     return lb.estimate(
         subject.model, part, optimizer=lambda params: make_optimizer(params, settings),
