@@ -124,9 +124,9 @@ def _sums() -> Iterator[Claim]:
         ", ".join(f"{kind} {size / 1e9:.0f} GB" for kind, size in static.by_kind.items() if size)
         + f"; {static.total_bytes / 1e9:.0f} GB",
     )
-    parts = (28e9, 28e9, 56e9)
+    weights, gradients, states = 28 * 10**9, 28 * 10**9, 56 * 10**9
     per_process = {
-        name: strategy.bytes(*map(int, parts), 8) / 1e9
+        name: strategy.bytes(weights, gradients, states, 8) / 1e9
         for name, strategy in lb.distributed.STRATEGIES.items()
         if not strategy.one_process and not strategy.grouped
     }

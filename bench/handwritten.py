@@ -272,8 +272,8 @@ def _gradients(strategy: str) -> tuple[float, list[Tensor], int]:
     """Loss of a step, whole weights after it, and bytes sent, in one process of several."""
     model, ids = made(SMALL), tokens(SMALL)
     optimizer: Any = lb.optim.AdamW(model.parameters(), lr=1e-3, bits=32)
-    groups = {"group_size": PROCESSES} if lb.distributed.STRATEGIES[strategy].grouped else {}
-    model, optimizer = lb.distributed.shard_(model, optimizer, strategy, **groups)
+    group_size = PROCESSES if lb.distributed.STRATEGIES[strategy].grouped else None
+    model, optimizer = lb.distributed.shard_(model, optimizer, strategy, group_size=group_size)
     part = ids.chunk(PROCESSES)[dist.get_rank()]
     with lb.distributed.traffic() as sent:
         loss = next_token_loss(model(part), part)
