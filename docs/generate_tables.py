@@ -46,7 +46,6 @@ FILES = (
     "docs/formats.md",
     "docs/memory.md",
     "docs/modules.md",
-    "docs/numbers.md",
     "docs/optimizers.md",
     "docs/qat.md",
     "bench/results/convergence.md",
@@ -439,11 +438,6 @@ def calibration_batches() -> str:
     return _recorded_table("calibration_batches.md")
 
 
-def claims() -> str:
-    """Return the table of ``lowbit bench claims``."""
-    return _recorded_table("claims.md")
-
-
 def states() -> str:
     """Return the state precisions of lb.optim, with AdamW's bytes per parameter."""
 
@@ -535,7 +529,6 @@ TABLES: dict[str, Callable[[], str]] = {
         choose,
         evaluate,
         calibrate,
-        claims,
         combinations,
         techniques,
         fallbacks,
