@@ -78,8 +78,8 @@ def test_applicability_is_decided_by_the_loss():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:train.mixed_")
 def test_the_checklist_advises_it():
-    row = next(row for row in checklist(made(), IDS, loss).advice if row.name == "fused loss")
-    assert row.saves > 2 * 4 * IDS.numel() * VOCABULARY * 0.7 and row.code == "lb.memory.fuse_loss_(model)"
+    row = next(row for row in checklist(made(), IDS, loss).rows if row.technique == "fused loss")
+    assert row.saves > 2 * 4 * IDS.numel() * VOCABULARY * 0.7 and row.call == "lb.memory.fuse_loss_(model)"
 
 
 def test_plans_do_not_shard_the_last_layer_of_a_fused_loss():
