@@ -192,9 +192,9 @@ def _no_part(part: str, instead: str, model: nn.Module) -> str:
 def _why_missing(part: str, block: nn.Module) -> str:
     """Return why a block has no module for that part."""
     layers, functions = split_part(block, part)
-    own = own_layers(block)
-    if not functions and len(own) > 1:
-        return f"with such a name, but layers that the block's own forward calls ({', '.join(own)})"
+    layers_of_block = own_layers(block)
+    if not functions and len(layers_of_block) > 1:
+        return f"with such a name, but layers that the block's own forward calls ({', '.join(layers_of_block)})"
     if not functions:
         return "with such a name"
     return (

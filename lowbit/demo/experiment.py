@@ -262,7 +262,9 @@ def load(directory: Path) -> tuple[GPT, Tokenizer]:
         raise ValueError(f"{directory} has a {type(model).__name__}, expected a GPT of lowbit train")
     bpe, vocab = tokenizer.load(path), model.config.vocab
     if any(token >= vocab for token in bpe.get_vocab().values()):
-        raise ValueError(f"{path} has tokens beyond the model's {vocab}; copy the whole directory again, or train anew")
+        raise ValueError(
+            f"{path} has tokens beyond the model's {vocab}; copy the whole directory again, or train again"
+        )
     return model.eval(), bpe
 
 

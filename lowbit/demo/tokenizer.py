@@ -67,7 +67,7 @@ def load(path: Path) -> Tokenizer:
     try:
         return Tokenizer.from_str(path.read_bytes().decode())
     except Exception as error:  # the library raises plain Exception for invalid files
-        raise ValueError(f"{path} is damaged ({error}); copy the whole directory again, or train anew") from None
+        raise ValueError(f"{path} is damaged ({error}); copy the whole directory again, or train again") from None
 
 
 _MISSING = "the demo's tokenizer needs the library tokenizers; pip install 'lowbit[demo]', or pip install tokenizers"

@@ -104,6 +104,6 @@ def _on_fp16_grid(y: Tensor, magnitude: Tensor, format: Format) -> Tensor:
 
 def _signed(x: Tensor, magnitude: Tensor) -> Tensor:
     """Numbers in the dtype of ``x`` from fp32 bits without signs, with the signs of ``x``."""
-    whole = magnitude.view(torch.float32).to(x.dtype)
+    values = magnitude.view(torch.float32).to(x.dtype)
     bits, sign = (torch.int32, -(1 << 31)) if x.dtype == torch.float32 else (torch.int16, -(1 << 15))
-    return ((whole.view(bits) & ~sign) | (x.view(bits) & sign)).view(x.dtype)
+    return ((values.view(bits) & ~sign) | (x.view(bits) & sign)).view(x.dtype)

@@ -157,9 +157,9 @@ class Profile(Usage):
         """
         self._require_open("snapshot")
         live = self._ledger.live
-        taken = Snapshot(name, live, live, self._reserved_now(), rss.resident_bytes())
-        self._marks.append((len(self._ledger.ops), taken))
-        return taken
+        snapshot = Snapshot(name, live, live, self._reserved_now(), rss.resident_bytes())
+        self._marks.append((len(self._ledger.ops), snapshot))
+        return snapshot
 
     def _reserved_now(self) -> int | None:
         return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else None

@@ -4,7 +4,7 @@ file.
 Between runs a large buffer is read, because in a step other ops evict an op's tensors from the caches. Its instructions
 stay in the caches, since a step has few different ops. So a short op is run on other tensors just before.
 
-Source: the operator benchmarks of torch.distributed._tools.runtime_estimator, which time each call of a step anew.
+Source: the operator benchmarks of torch.distributed._tools.runtime_estimator, which time every call of a step.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class QuantLinear(Announced, nn.Module):
 
     The input is ``[..., in_features]``, fp32, bf16 or fp16; the result has its dtype, or autocast's. The gradient of
     the input is ``grad @ weight.dequantize()`` (straight-through). Backward runs on the backend of its forward; under
-    torch.compile each call chooses its backend anew. ``lowbit.prepack_`` replaces the layer by a ``PackedLinear``,
+    torch.compile each call chooses its own backend. ``lowbit.prepack_`` replaces the layer by a ``PackedLinear``,
     which is faster on CPUs.
 
     The parameters are ``codes``, ``scale``, ``zero_point`` (affine schemes), ``global_scale`` (two-level schemes), and

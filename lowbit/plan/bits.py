@@ -119,15 +119,14 @@ class Sensitivity:
     def _chosen_by_bytes(self, bits: float | None, size: int | None) -> list[int]:
         weights = sum(next(iter(rows.values())).weights for rows in self.scores.values())
         budget = math.floor(bits * weights / 8) if bits is not None else int(size or 0) - self.others
-        options = self._options(lambda score: score.bytes)
-        try:
-            return allocate(options, budget)
-        except ValueError:
-            least = sum(min(option.cost for option in row) for row in options)
-            raise ValueError(
+
+        def refusal(least: int) -> str:
+            return (
                 f"choose: the smallest choice needs {8 * least / weights:.3f} bits per weight, "
                 f"{amount(least + self.others)} in total; ask for as much, or add a smaller recipe"
-            ) from None
+            )
+
+        return _allocated(self._options(lambda score: score.bytes), budget, refusal)
 
     def _chosen_by_time(self, time: float | str | bool) -> list[int]:
         if self.plain_seconds is None:
@@ -136,15 +135,15 @@ class Sensitivity:
         if time is True:
             plain = list(self.recipes).index(FLOAT) if FLOAT in self.recipes else None
             return [_fastest(row, plain) for row in options]
-        whole = sum(_nanoseconds(seconds) for seconds in self.plain_seconds.values())
-        try:
-            return allocate(options, math.floor(_share(time) * whole))
-        except ValueError:
-            least = sum(min(option.cost for option in row) for row in options)
-            raise ValueError(
-                f"choose: the fastest choice takes {least / max(whole, 1):.3f}x the time of the plain layers; ask for "
-                f"as much, or add a faster recipe"
-            ) from None
+        plain_time = sum(_nanoseconds(seconds) for seconds in self.plain_seconds.values())
+
+        def refusal(least: int) -> str:
+            return (
+                f"choose: the fastest choice takes {least / max(plain_time, 1):.3f}x the time of the plain layers; ask "
+                f"for as much, or add a faster recipe"
+            )
+
+        return _allocated(options, math.floor(_share(time) * plain_time), refusal)
 
     def bits(self, chosen: Mapping[str, Recipe | None]) -> float:
         """Return the bits per weight of ``chosen``, scales included."""
@@ -265,6 +264,15 @@ def _share(time: float | str) -> float:
 def _nanoseconds(seconds: float) -> int:
     """Costs of ``allocate`` are whole numbers."""
     return round(1e9 * seconds)
+
+
+def _allocated(groups: Sequence[Sequence[Option]], budget: int, refusal: Callable[[int], str]) -> list[int]:
+    """Return ``allocate(groups, budget)``. If nothing fits, raise ValueError with the refusal of the least cost."""
+    try:
+        return allocate(groups, budget)
+    except ValueError:
+        least = sum(min(option.cost for option in row) for row in groups)
+        raise ValueError(refusal(least)) from None
 
 
 def _fastest(options: Sequence[Option], plain: int | None) -> int:

@@ -92,8 +92,8 @@ class TrainLinear(TrainLayer, nn.Linear):
     """``nn.Linear`` trained in low precision, with the same parameters, ``state_dict``, result shape and result dtype.
 
     Gradients have the dtype of their tensors; the bias gradient is accumulated in fp32. Recomputation (checkpointing)
-    is bit-identical. Backward runs on the backend of its forward; under torch.compile each call chooses its backend
-    anew. Source: docs/numerics.md sections 9 and 14; recipes.Gemm.
+    is bit-identical. Backward runs on the backend of its forward; under torch.compile each call chooses its own
+    backend. Source: docs/numerics.md sections 9 and 14; recipes.Gemm.
 
     Args:
         in_features: size of the last axis of the input ``[..., in_features]``, which is fp32, bf16 or fp16.

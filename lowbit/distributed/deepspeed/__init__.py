@@ -37,20 +37,20 @@ def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -> FromDe
             raise ValueError(f"from_deepspeed: {os.fspath(config)!r} is no JSON file: {error}") from None  # type: ignore[arg-type]
     if not isinstance(config, Mapping):
         raise ValueError(f"from_deepspeed: expected a JSON object (dict) or its path, got {type(config).__name__}")
-    found = FromDeepSpeed()
-    given = dict(_leaves(config))
-    auto = tuple(key for key, value in given.items() if value == AUTO)
-    values = {key: value for key, value in given.items() if value != AUTO}
-    found.auto = auto
+    translation = FromDeepSpeed()
+    entries = dict(_leaves(config))
+    auto = tuple(key for key, value in entries.items() if value == AUTO)
+    values = {key: value for key, value in entries.items() if value != AUTO}
+    translation.auto = auto
     for key in sorted(values, key=priority):
         row = KEYS.get(key) or KEYS.get(f"{key.partition('.')[0]}.*")
         if row is None:
-            found.unsupported[key] = f"unknown key{did_you_mean(key, KEYS)}"
+            translation.unsupported[key] = f"unknown key{did_you_mean(key, KEYS)}"
             continue
-        reason = row.translate(found, values[key], values)
+        reason = row.translate(translation, values[key], values)
         if reason:
-            found.unsupported[key] = reason
-    return found
+            translation.unsupported[key] = reason
+    return translation
 
 
 def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -42,20 +42,20 @@ class Key(NamedTuple):
 
 def _without(reason: str) -> Key:
     """A key without a counterpart, for values that switch something on."""
-    return Key(reason, lambda found, value, values: reason if value not in (False, None, 0, "none") else None)
+    return Key(reason, lambda translation, value, values: reason if value not in (False, None, 0, "none") else None)
 
 
 def _always(reason: str) -> Key:
     """A key whose true value is lowbit's only behaviour."""
     return Key(
         f"{reason}; False has no counterpart",
-        lambda found, value, values: None if value else f"{reason}; it cannot be switched off",
+        lambda translation, value, values: None if value else f"{reason}; it cannot be switched off",
     )
 
 
 def _same(about: str) -> Key:
     """A key whose value does not matter."""
-    return Key(about, lambda found, value, values: None)
+    return Key(about, lambda translation, value, values: None)
 
 
 def priority(key: str) -> int:
@@ -68,31 +68,33 @@ def priority(key: str) -> int:
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------
-def _stage(found: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> None:
+def _stage(translation: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> None:
     if isinstance(value, bool) or value not in _STAGES:
         raise ValueError(f"from_deepspeed: zero_optimization.stage must be one of 0, 1, 2, 3, got {value!r}")
-    found.strategy = _STAGES[value]
+    translation.strategy = _STAGES[value]
 
 
-def _bf16(found: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> None:
+def _bf16(translation: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> None:
     if value:
-        found.precision = "bf16"
-        if STRATEGIES[found.strategy].parameters:
-            found.shard["precision"] = torch.bfloat16
+        translation.precision = "bf16"
+        if STRATEGIES[translation.strategy].parameters:
+            translation.shard["precision"] = torch.bfloat16
 
 
-def _fp16(found: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> None:
+def _fp16(translation: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> None:
     if not value:
         return
     if values.get("bf16.enabled") is True:
         raise ValueError("from_deepspeed: bf16 and fp16 are both enabled; DeepSpeed takes one of them")
-    found.precision = "fp16"
-    found.scaler["init_scale"] = 2.0 ** _number("fp16.initial_scale_power", values.get("fp16.initial_scale_power", 16))
+    translation.precision = "fp16"
+    translation.scaler["init_scale"] = 2.0 ** _number(
+        "fp16.initial_scale_power", values.get("fp16.initial_scale_power", 16)
+    )
     if _number("fp16.loss_scale", values.get("fp16.loss_scale", 0)):
-        found.scaler["init_scale"] = float(values["fp16.loss_scale"])
-        found.notes["fp16.loss_scale"] = "a start value; lb.train.LossScaler always adapts the scale"
+        translation.scaler["init_scale"] = float(values["fp16.loss_scale"])
+        translation.notes["fp16.loss_scale"] = "a start value; lb.train.LossScaler always adapts the scale"
     window = values.get("fp16.loss_scale_window", 1000)
-    found.scaler["growth_interval"] = int(_number("fp16.loss_scale_window", window, 1))
+    translation.scaler["growth_interval"] = int(_number("fp16.loss_scale_window", window, 1))
 
 
 class _Optimizer(NamedTuple):
@@ -124,33 +126,33 @@ _IGNORED = (
 )
 
 
-def _optimizer(found: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
+def _optimizer(translation: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
     name, params = str(value).lower(), dict(values.get("optimizer.params") or {})
     if name == "adam" and params.get("adam_w_mode", True):
         name = "adamw"  # as DeepSpeed does
     row = _OPTIMIZERS.get(name)
     if row is None:
         return f"lowbit has no such optimizer; near are {', '.join(_OPTIMIZERS)}, and lb.optim.Adafactor"
-    auto = [key for key, given in params.items() if given == AUTO]
-    found.auto += tuple(f"optimizer.params.{key}" for key in auto)
+    auto = [key for key, value in params.items() if value == AUTO]
+    translation.auto += tuple(f"optimizer.params.{key}" for key in auto)
     for key in params:
         if key not in (*row.names, *_IGNORED, *auto):
-            found.unsupported[f"optimizer.params.{key}"] = f"{row.make.__name__} has no such argument"
+            translation.unsupported[f"optimizer.params.{key}"] = f"{row.make.__name__} has no such argument"
     options = {key: params[key] for key in row.names if key in params and key not in auto}
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
     if "weight_decay" not in params and row.make is optim.AdamW:
         options["weight_decay"] = 0.0  # DeepSpeed's default
-    found.optimizer = row.make, {**options, **row.fixed}
+    translation.optimizer = row.make, {**options, **row.fixed}
     return None
 
 
-def _scheduler(found: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
+def _scheduler(translation: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
     params = dict(values.get("scheduler.params") or {})
     if value not in SCHEDULES:
         return _OTHER_SCHEDULES.get(str(value), f"unknown scheduler{did_you_mean(str(value), SCHEDULES)}")
-    auto = [key for key, given in params.items() if given == AUTO]
-    found.auto += tuple(f"scheduler.params.{key}" for key in auto)
+    auto = [key for key, value in params.items() if value == AUTO]
+    translation.auto += tuple(f"scheduler.params.{key}" for key in auto)
     if auto:
         return f"its {', '.join(auto)} are decided by the Trainer; give numbers"
     missing = [key for key in ("total_num_steps",) if value == "WarmupDecayLR" and key not in params]
@@ -158,53 +160,55 @@ def _scheduler(found: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> s
         raise ValueError(f"from_deepspeed: scheduler WarmupDecayLR needs params.{missing[0]}")
     known = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "total_num_steps")
     for key in [key for key in params if key not in known]:
-        found.unsupported[f"scheduler.params.{key}"] = "the schedule has no such argument"
+        translation.unsupported[f"scheduler.params.{key}"] = "the schedule has no such argument"
         del params[key]
-    found.scheduler = value, params
+    translation.scheduler = value, params
     return None
 
 
-def _bucket(found: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
-    if STRATEGIES[found.strategy].parameters:
+def _bucket(translation: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
+    if STRATEGIES[translation.strategy].parameters:
         return "fully_shard reduces the gradients of one block at a time; pass shard_(blocks=...) for other units"
-    wide = found.precision is None or (found.precision == "fp16")
+    wide = translation.precision is None or (translation.precision == "fp16")
     size = int(_number("zero_optimization.reduce_bucket_size", value, 1)) * (4 if wide else 2)
-    found.shard["bucket"] = max(size, 1000)
+    translation.shard["bucket"] = max(size, 1000)
     return None
 
 
-def _allgather_bucket(found: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
-    if STRATEGIES[found.strategy].parameters:
+def _allgather_bucket(translation: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
+    if STRATEGIES[translation.strategy].parameters:
         return "fully_shard gathers one block at a time; pass shard_(blocks=...) for other units"
-    if value == values.get("zero_optimization.reduce_bucket_size", value) and "bucket" in found.shard:
+    if value == values.get("zero_optimization.reduce_bucket_size", value) and "bucket" in translation.shard:
         return None
     return "bucket= of shard_, from reduce_bucket_size, is for both"
 
 
-def _offload_optimizer(found: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
+def _offload_optimizer(translation: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
     if value in (None, "none"):
         return None
-    row = STRATEGIES[found.strategy]
+    row = STRATEGIES[translation.strategy]
     if row.parameters:
-        found.shard["offload"] = True
-        found.notes["zero_optimization.offload_optimizer"] = "offload=True also offloads the shards of parameters"
+        translation.shard["offload"] = True
+        translation.notes["zero_optimization.offload_optimizer"] = "offload=True also offloads the shards of parameters"
         return None if value == "cpu" else "fully_shard offloads to host memory, not to files; offload=True is set"
     if row.states:
         return (
-            f"{found.strategy} keeps its share of the states on the device; use zero3 with offload=True, 8-bit states "
-            f"(lb.optim.AdamW8bit), or ddp with lb.optim.offload_"
+            f"{translation.strategy} keeps its share of the states on the device; use zero3 with offload=True, 8-bit "
+            f"states (lb.optim.AdamW8bit), or ddp with lb.optim.offload_"
         )
-    found.offload_states = "cpu" if value == "cpu" else values.get("zero_optimization.offload_optimizer.nvme_path")
-    return None if found.offload_states else "offload to nvme needs nvme_path"
+    translation.offload_states = (
+        "cpu" if value == "cpu" else values.get("zero_optimization.offload_optimizer.nvme_path")
+    )
+    return None if translation.offload_states else "offload to nvme needs nvme_path"
 
 
-def _offload_param(found: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
+def _offload_param(translation: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
     if value in (None, "none"):
         return None
-    if not STRATEGIES[found.strategy].parameters:
-        return f"{found.strategy} keeps all parameters on the device, as in DeepSpeed; it is for stage 3"
-    found.shard["offload"] = True
-    found.notes["zero_optimization.offload_param"] = "offload=True also offloads gradients and optimizer states"
+    if not STRATEGIES[translation.strategy].parameters:
+        return f"{translation.strategy} keeps all parameters on the device, as in DeepSpeed; it is for stage 3"
+    translation.shard["offload"] = True
+    translation.notes["zero_optimization.offload_param"] = "offload=True also offloads gradients and optimizer states"
     if value == "nvme":
         return (
             "fully_shard offloads to host memory, not to files; offload=True is set. In one process, "
@@ -213,77 +217,77 @@ def _offload_param(found: FromDeepSpeed, value: Any, values: Mapping[str, Any]) 
     return None
 
 
-def _prefetch(found: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
-    if not STRATEGIES[found.strategy].parameters:
+def _prefetch(translation: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
+    if not STRATEGIES[translation.strategy].parameters:
         return "it is for stage 3"
     if _number("zero_optimization.stage3_prefetch_bucket_size", value):
-        found.shard["prefetch"] = 1
-        found.notes["zero_optimization.stage3_prefetch_bucket_size"] = "prefetch counts blocks, not elements"
+        translation.shard["prefetch"] = 1
+        translation.notes["zero_optimization.stage3_prefetch_bucket_size"] = "prefetch counts blocks, not elements"
     return None
 
 
-def _unused(found: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
-    if value and not STRATEGIES[found.strategy].parameters:
-        found.shard["find_unused_parameters"] = True
+def _unused(translation: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
+    if value and not STRATEGIES[translation.strategy].parameters:
+        translation.shard["find_unused_parameters"] = True
     return None
 
 
-def _mics(found: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
+def _mics(translation: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
     if _number("zero_optimization.mics_shard_size", value, -1) <= 0:
         return None
-    found.strategy, found.shard["group_size"] = "hsdp", int(value)
+    translation.strategy, translation.shard["group_size"] = "hsdp", int(value)
     return None
 
 
-def _quantized_weights(found: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
-    if value and not STRATEGIES[found.strategy].parameters:
+def _quantized_weights(translation: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
+    if value and not STRATEGIES[translation.strategy].parameters:
         return "it is for stage 3"
-    found.gather = "int8" if value else None
+    translation.gather = "int8" if value else None
     return None
 
 
-def _quantized_gradients(found: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
-    found.compress = "int8" if value else None
+def _quantized_gradients(translation: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
+    translation.compress = "int8" if value else None
     return None
 
 
-def _communication(found: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
+def _communication(translation: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
     dtypes = {"fp16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16, "bfp16": torch.bfloat16}
     if value is None:
         return None
     if value not in dtypes:
         raise ValueError(f"from_deepspeed: communication_data_type must be one of {', '.join(dtypes)}, got {value!r}")
-    if not STRATEGIES[found.strategy].parameters:
+    if not STRATEGIES[translation.strategy].parameters:
         return "gradients are reduced in their own dtype; lb.distributed.order_gradients_(model) sums in fp32"
-    found.shard["reduce"] = dtypes[value]
+    translation.shard["reduce"] = dtypes[value]
     return None
 
 
 def _set(name: str, key: str, least: float = 0) -> Key:
     """A key whose number is a field of the translation; 0 is none."""
 
-    def translate(found: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> None:
+    def translate(translation: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> None:
         number = _number(key, value, least)
-        setattr(found, name, number or None)
+        setattr(translation, name, number or None)
 
     return Key(f"`.{name}`", translate)
 
 
-def _checkpoint(found: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
+def _checkpoint(translation: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
     if value:
-        found.checkpoint = found.checkpoint or "block"
+        translation.checkpoint = translation.checkpoint or "block"
     return None
 
 
-def _checkpoints(found: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
+def _checkpoints(translation: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
     if value:
-        found.checkpoint = f"segments:{int(_number('activation_checkpointing.number_checkpoints', value, 1))}"
+        translation.checkpoint = f"segments:{int(_number('activation_checkpointing.number_checkpoints', value, 1))}"
     return None
 
 
-def _checkpoints_offloaded(found: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
+def _checkpoints_offloaded(translation: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
     if value:
-        found.checkpoint, found.checkpoint_to = found.checkpoint or "block", "cpu"
+        translation.checkpoint, translation.checkpoint_to = translation.checkpoint or "block", "cpu"
     return None
 
 

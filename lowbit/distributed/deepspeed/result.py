@@ -200,6 +200,6 @@ class FromDeepSpeed:
 
 
 def _call(name: str, *args: str, **options: Any) -> str:
-    given = [f"{key}={value if isinstance(value, torch.dtype) else repr(value)}" for key, value in options.items()
+    named = [f"{key}={value if isinstance(value, torch.dtype) else repr(value)}" for key, value in options.items()
              if value is not None]  # fmt: skip
-    return f"{name}({', '.join([*args, *given])})"
+    return f"{name}({', '.join([*args, *named])})"

@@ -101,7 +101,7 @@ def change_(
     if not alike(before, after):
         raise ValueError(
             f"expected settings of the same arithmetic, got {difference(before, after)}; {', '.join(LIVE)} may "
-            f"change in the middle of training, for others plan anew and load a checkpoint"
+            f"change in the middle of training, for others make a new plan and load a checkpoint"
         )
     done: list[str] = []
     try:

@@ -111,15 +111,15 @@ class Sharing:
     def _scattered(self, usage: Estimate) -> Iterator[Holding]:
         """Yield holdings with gradients that are copied to a bucket, reduced to shards and freed during backward."""
         parts = parts_of(usage)
-        found: list[list[Holding]] = [[] for _ in parts]
+        by_part: list[list[Holding]] = [[] for _ in parts]
         for holding in usage.holdings:
             accumulated = _accumulates(usage, holding)
             if holding.kind == "gradients" or accumulated:
-                found[next(index for index, part in enumerate(parts) if holding.born <= part[-1])].append(holding)
+                by_part[next(index for index, part in enumerate(parts) if holding.born <= part[-1])].append(holding)
                 holding = holding._replace(kind="temporaries", died=min(holding.died, holding.born + 1.25))
             yield holding
-        limit = bucket_bytes(sum(holding.bytes for holding in found[0]))
-        for number, (part, gradients) in enumerate(zip(parts, found, strict=True)):
+        limit = bucket_bytes(sum(holding.bytes for holding in by_part[0]))
+        for number, (part, gradients) in enumerate(zip(parts, by_part, strict=True)):
             buckets = list(_in_order(gradients, limit))
             full = [bucket[-1].born + _SENDING for bucket in buckets]
             for bucket, sent, landed in zip(buckets, full, [*full[1:], part[-1] + _REDUCED], strict=True):
@@ -283,7 +283,7 @@ def _in_order(gradients: Sequence[Holding], limit: int) -> Iterator[list[Holding
     """Yield buckets of gradients, in the order in which they are computed."""
     bucket: list[Holding] = []
     for holding in sorted(gradients, key=lambda holding: holding.born):
-        if bucket and sum(one.bytes for one in bucket) + holding.bytes > limit:
+        if bucket and sum(member.bytes for member in bucket) + holding.bytes > limit:
             yield bucket
             bucket = []
         bucket.append(holding)

@@ -61,12 +61,17 @@ class OwnLadder:
         return (head if self.budget is None else (*head, "fits")), rows
 
     def _cells(self, row: OwnRow, first: int) -> tuple[str, ...]:
-        found = row.prediction
-        if found is None:
+        prediction = row.prediction
+        if prediction is None:
             cells: tuple[str, ...] = (row.rung.name, "", "", "")
             return cells if self.budget is None else (*cells, "")
-        cells = (row.rung.name, amount(found.peak_bytes), f"{found.peak_bytes / first:.0%}", f"{found.seconds:.3g}")
-        return cells if self.budget is None else (*cells, "yes" if found.peak_bytes <= self.budget else "no")
+        cells = (
+            row.rung.name,
+            amount(prediction.peak_bytes),
+            f"{prediction.peak_bytes / first:.0%}",
+            f"{prediction.seconds:.3g}",
+        )
+        return cells if self.budget is None else (*cells, "yes" if prediction.peak_bytes <= self.budget else "no")
 
     def remarks(self) -> list[str]:
         """Return a line for each rung: its description, and why it is left out."""
@@ -137,8 +142,8 @@ def _row(predictor: Predictor, rung: Rung, below: Prediction) -> OwnRow:
         reason = "the batch cannot be split" if "micro_batches" in rung.changes else "the model has it already"
     if reason is not None:
         return OwnRow(rung, None, False, reason)
-    found = predictor.whole(settings)
-    if found.peak_bytes < LOWER * below.peak_bytes:
-        return OwnRow(rung, found, True)
-    change = share_changed(found.peak_bytes / below.peak_bytes - 1)
-    return OwnRow(rung, found, False, f"it does not lower the peak here ({change})")
+    prediction = predictor.whole(settings)
+    if prediction.peak_bytes < LOWER * below.peak_bytes:
+        return OwnRow(rung, prediction, True)
+    change = share_changed(prediction.peak_bytes / below.peak_bytes - 1)
+    return OwnRow(rung, prediction, False, f"it does not lower the peak here ({change})")
