@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves
 
 from lowbit.dist_utils import scatter_flat
-from lowbit.distributed.zero import as_shard, rows_of, rows_per_process
+from lowbit.distributed.zero import as_shard, in_buckets, rows_of, rows_per_process
 from lowbit.models.replicas import Replicas
 from lowbit.optim.shards import local
 from lowbit.torch_private import after_backward, graph_task
@@ -146,20 +146,6 @@ class _Bucket:
         return self.matrix
 
 
-def _in_buckets(parameters: Iterable[Tensor], size: int, count: int) -> list[_Bucket]:
-    """Buckets of parameters in this order, with one dtype and device each."""
-    open_: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    groups: list[list[Tensor]] = []
-    for parameter in parameters:
-        key = parameter.dtype, parameter.device
-        group = open_.get(key)
-        if group is None or sum(p.nbytes for p in group) + parameter.nbytes > size:
-            group = open_[key] = []
-            groups.append(group)
-        group.append(parameter)
-    return [_Bucket(group, count) for group in groups]
-
-
 class _Flight(NamedTuple):
     """A bucket that is being reduced."""
 
@@ -192,7 +178,7 @@ class _Reducer:
             parameter.register_post_accumulate_grad_hook(partial(_after, weak))
 
     def _arrange(self, parameters: list[Tensor]) -> None:
-        self._buckets = _in_buckets(parameters, self._size, self._mesh.size())
+        self._buckets = [_Bucket(bucket, self._mesh.size()) for bucket in in_buckets(parameters, self._size)]
         self._of = {p: bucket for bucket in self._buckets for p in bucket.slots}
         self._scatters: list[Scatter] = [self._make() if self._make else _mean for _ in self._buckets]
         self._reset()

@@ -8,7 +8,7 @@ Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5.1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -24,7 +24,7 @@ from lowbit.distributed.parameters import begin_with, named, states_of, tree_of
 from lowbit.optim.plain import WeakMethod, plain_step, replace_step_, require_own_step
 from lowbit.optim.shards import is_dtensor, local
 
-__all__ = ["BUCKET_BYTES", "SHARES", "Shares", "as_shard", "rows_of", "rows_per_process", "share_states_"]
+__all__ = ["BUCKET_BYTES", "SHARES", "Shares", "as_shard", "in_buckets", "rows_of", "rows_per_process", "share_states_"]
 
 #: The attribute of an optimizer with its ``Shares``.
 SHARES = "_lowbit_shares"
@@ -97,7 +97,7 @@ class Shares:
         finally:
             for _, share in pairs:
                 share.grad = None
-        for bucket in _buckets([parameter for parameter, _ in pairs], self._bucket):
+        for bucket in in_buckets([parameter for parameter, _ in pairs], self._bucket):
             _gather(bucket, self.mesh)
 
 
@@ -132,18 +132,22 @@ def _shared(gradient: Tensor, share: Tensor, mesh: DeviceMesh) -> Tensor:
     return as_shard(rows_of(local(gradient), mesh), share.shape, mesh)
 
 
-def _buckets(parameters: Sequence[Tensor], limit: int) -> list[list[Tensor]]:
-    """The parameters in buckets of up to ``limit`` bytes, with one dtype and device each."""
+def in_buckets(parameters: Iterable[Tensor], limit: int) -> list[list[Tensor]]:
+    """The parameters in buckets of up to ``limit`` bytes, at least one parameter each.
+
+    A bucket has one dtype and one device. Within it parameters are in the given order; buckets are in the order of
+    their first parameters.
+    """
     buckets: list[list[Tensor]] = []
-    size = 0
-    for parameter in sorted(parameters, key=lambda parameter: (str(parameter.dtype), str(parameter.device))):
-        last = buckets[-1][0] if buckets else None
-        fits = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
-        if not fits or size + parameter.nbytes > limit:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(parameter)
-        size += parameter.nbytes
+    newest: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    room: dict[tuple[torch.dtype, torch.device], int] = {}
+    for parameter in parameters:
+        key = parameter.dtype, parameter.device
+        if key not in newest or parameter.nbytes > room[key]:
+            newest[key], room[key] = [], limit
+            buckets.append(newest[key])
+        newest[key].append(parameter)
+        room[key] -= parameter.nbytes
     return buckets
 
 
