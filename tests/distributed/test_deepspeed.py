@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -43,7 +45,7 @@ def test_stage_2():
     assert found.optimizer == (
         lb.optim.AdamW, {"lr": 3e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "bits": 32}
     )  # fmt: skip
-    assert (found.clip, found.micro_batches, found.batch_size) == (1.0, 2, 4)
+    assert (found.clip, found.micro_batches, found.batch_size, found.world_size) == (1.0, 2, 4, 8)
     assert list(found.unsupported) == ["steps_per_print"] and not found.auto and not found.notes
     assert str(found).splitlines() == [
         "lb.train.mixed_(model, 'bf16', working_copies=True)",
@@ -51,12 +53,84 @@ def test_stage_2():
         "bits=32, master='fp32')",
         "model, optimizer = lb.distributed.shard_(model, optimizer, 'zero2-replicated', bucket=400000000)",
         "scheduler = config.schedule(optimizer)  # WarmupLR",
-        "# batch_size=4 per process in each micro-batch",
+        "# batch_size=4 per process in each micro-batch, world_size=8",
         "# 2 micro-batches per step: lb.memory.micro_batches(batch, 2)",
         "nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # before each optimizer step",
         "# no counterpart: steps_per_print: logging is up to the training loop; lb.memory.profile and "
         "lb.distributed.traffic measure",
     ]
+
+
+SAMPLES, STEPS, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "batch_size", "micro_batches", "processes"),
+    [
+        ({TOTAL: 64, SAMPLES: 4}, 8, 4, 2, 8),
+        ({TOTAL: 64, STEPS: 2}, 8, 4, 2, 8),
+        ({TOTAL: 64}, 8, 8, 1, 8),
+        ({TOTAL: 64, SAMPLES: 4, STEPS: 2}, None, 4, 2, 8),
+        ({TOTAL: 64, SAMPLES: 4, STEPS: 2}, 8, 4, 2, 8),
+        ({SAMPLES: 4, STEPS: 2}, 3, 4, 2, 3),
+        ({TOTAL: None, SAMPLES: 4}, None, 4, 1, None),
+    ],
+)
+def test_two_batch_sizes_give_the_third(sizes, world_size, batch_size, micro_batches, processes):
+    """The rules of DeepSpeed's ``_set_batch_related_parameters``, in every order of the keys."""
+    for keys in permutations(sizes):
+        found = from_deepspeed({key: sizes[key] for key in keys}, world_size=world_size)
+        assert (found.batch_size, found.micro_batches, found.world_size) == (batch_size, micro_batches, processes)
+        assert not found.unsupported
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({TOTAL: 64, SAMPLES: 4}, f"it gives {STEPS} if the number of processes is known; pass .*world_size"),
+        ({TOTAL: 64, STEPS: 4}, f"it gives {SAMPLES} if"),
+        ({TOTAL: 64}, f"it gives {SAMPLES} if"),
+        ({TOTAL: 64, STEPS: "auto"}, f"the Trainer decides {STEPS}; give numbers"),
+    ],
+)
+def test_a_total_without_the_number_of_processes(sizes, reason, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    found = from_deepspeed(sizes)
+    assert re.match(reason, found.unsupported[TOTAL]) and found.world_size is None
+
+
+def test_the_number_of_processes_is_that_of_the_group_or_of_torchrun(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert from_deepspeed({TOTAL: 64, SAMPLES: 4}).micro_batches == 4
+    monkeypatch.delenv("WORLD_SIZE")
+    with lb.distributed.start(device="cpu"):
+        assert from_deepspeed({TOTAL: 64, SAMPLES: 4}).micro_batches == 16
+        assert from_deepspeed({TOTAL: 64, SAMPLES: 4}, world_size=2).micro_batches == 8
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(
+    ("config", "each"),
+    [
+        ({"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}, 2),
+        ({"bf16": {"enabled": True}, "optimizer": {"type": "SGD"}}, 4),
+        ({"bf16": {"enabled": True}}, 4),
+        ({"fp16": {"enabled": True}, "optimizer": {"type": "AdamW"}}, 4),
+        ({"optimizer": {"type": "AdamW"}}, 4),
+    ],
+)
+def test_buckets_have_as_many_elements_as_in_deepspeed(stage, config, each):
+    """A gradient has the dtype of its parameter, which is in 16 bits only with working copies."""
+    config = {"zero_optimization": {"reduce_bucket_size": 5e5, "stage": stage}, **config}
+    found = from_deepspeed(config)
+    assert found.shard["bucket"] == 500_000 * each
+    with lb.distributed.start(seed=0, device="cpu"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        make = None if found.optimizer else lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+        model, optimizer = found.apply_(model, make)
+        model(torch.zeros(2, 4)).sum().backward()
+        assert {parameter.grad.element_size() for parameter in model.parameters() if parameter.dim() > 1} == {each}
+        del model, optimizer
 
 
 def test_stage_3_from_a_file(tmp_path: Path):
@@ -138,11 +212,22 @@ def test_fp16_other_optimizers_checkpoints_and_unknown_keys():
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both enabled"),
         ([], "expected a JSON object"),
         ({"communication_data_type": "int8"}, "must be one of fp16"),
+        ({TOTAL: 10, SAMPLES: 4}, f"{TOTAL} must be a multiple of 4 with {SAMPLES}=4, got 10; correct one"),
+        ({TOTAL: 0}, f"{TOTAL} must be a number from 1, got 0"),
     ],
 )
 def test_values_that_deepspeed_does_not_have(config, message):
     with pytest.raises(ValueError, match=message):
         from_deepspeed(config)
+
+
+def test_batch_sizes_that_contradict_the_number_of_processes():
+    with pytest.raises(
+        ValueError, match=f"{TOTAL} must be 16 with {SAMPLES}=4, {STEPS}=2, world_size=2, got 64; correct one"
+    ):
+        from_deepspeed(STAGE_2, world_size=2)
+    with pytest.raises(ValueError, match="world_size must be a whole number from 1, got 0"):
+        from_deepspeed(STAGE_2, world_size=0)
 
 
 def test_schedules():
@@ -165,7 +250,7 @@ def test_schedules():
 
 def test_apply_trains():
     torch.manual_seed(0)
-    for config in (STAGE_2, {**STAGE_2, "zero_optimization": {"stage": 3}}):
+    for config in ({**STAGE_2, TOTAL: 8}, {**STAGE_2, TOTAL: 8, "zero_optimization": {"stage": 3}}):
         with lb.distributed.start(seed=0, device="cpu"):
             config = from_deepspeed(config)
             model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.SiLU()) for _ in range(3)))

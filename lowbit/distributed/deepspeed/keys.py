@@ -11,6 +11,14 @@ from typing import Any, NamedTuple
 import torch
 
 from lowbit import optim
+from lowbit.distributed.deepspeed.batch_sizes import (
+    MICRO_BATCHES,
+    PROCESSES,
+    SAMPLES,
+    TOTAL,
+    missing_factors,
+    with_quotient,
+)
 from lowbit.distributed.deepspeed.result import SCHEDULES, FromDeepSpeed
 from lowbit.distributed.strategies import STRATEGIES
 from lowbit.name_tables import did_you_mean
@@ -59,10 +67,10 @@ def _same(about: str) -> Key:
 
 
 def priority(key: str) -> int:
-    """The stage comes first, because other keys depend on it; then precision, optimizer and buckets."""
+    """The stage comes first, because other keys depend on it; then precision, optimizer and buckets; then sizes."""
     order = (
         "zero_optimization.stage", "bf16.enabled", "fp16.enabled", "optimizer.type", "optimizer.params",
-        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.reduce_bucket_size", SAMPLES, MICRO_BATCHES, TOTAL,
     )  # fmt: skip
     return order.index(key) if key in order else len(order)
 
@@ -166,11 +174,31 @@ def _scheduler(translation: FromDeepSpeed, value: Any, values: Mapping[str, Any]
     return None
 
 
+def _batch(translation: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
+    """``train_batch_size`` gives the factor that the configuration leaves out."""
+    if value is None:
+        return None
+    keys = (SAMPLES, MICRO_BATCHES)
+    auto = [key for key in keys if key in translation.auto]
+    if auto:
+        return f"the Trainer decides {' and '.join(auto)}; give numbers"
+    factors = {key: int(_number(key, values[key], 1)) if values.get(key) is not None else None for key in keys}
+    if not any(factors.values()):
+        factors[MICRO_BATCHES] = 1  # as DeepSpeed does
+    factors = with_quotient(int(_number(TOTAL, value, 1)), {**factors, PROCESSES: translation.world_size})
+    missing = missing_factors(factors)
+    if missing:
+        return f"it gives {missing[0]} if the number of processes is known; pass from_deepspeed(config, world_size=...)"
+    translation.batch_size, translation.world_size = factors[SAMPLES], factors[PROCESSES]
+    translation.micro_batches = factors[MICRO_BATCHES] or 1
+    return None
+
+
 def _bucket(translation: FromDeepSpeed, value: Any, values: Mapping[str, Any]) -> str | None:
     if STRATEGIES[translation.strategy].parameters:
         return "fully_shard reduces the gradients of one block at a time; pass shard_(blocks=...) for other units"
-    wide = translation.precision is None or (translation.precision == "fp16")
-    size = int(_number("zero_optimization.reduce_bucket_size", value, 1)) * (4 if wide else 2)
+    each = 2 if translation.working_copies else 4  # bytes; other gradients are fp32
+    size = int(_number("zero_optimization.reduce_bucket_size", value, 1)) * each
     translation.shard["bucket"] = max(size, 1000)
     return None
 
@@ -317,9 +345,9 @@ KEYS: dict[str, Key] = {
     "scheduler.type": Key("`.schedule(optimizer)`: `WarmupLR`, `WarmupDecayLR`", _scheduler),
     "scheduler.params": _same("arguments of `.schedule(optimizer)`"),
     "gradient_clipping": _set("clip", "gradient_clipping"),
-    "gradient_accumulation_steps": _set("micro_batches", "gradient_accumulation_steps", 1),
-    "train_micro_batch_size_per_gpu": _set("batch_size", "train_micro_batch_size_per_gpu", 1),
-    "train_batch_size": _same("`batch_size` times `micro_batches` times the number of processes"),
+    MICRO_BATCHES: _set("micro_batches", MICRO_BATCHES, 1),
+    SAMPLES: _set("batch_size", SAMPLES, 1),
+    TOTAL: Key("`.batch_size` times `.micro_batches` times `.world_size`; gives the one that is missing", _batch),
     f"{_ZERO}.reduce_bucket_size": Key("`shard_(bucket=...)` in bytes; it counts elements in DeepSpeed", _bucket),
     f"{_ZERO}.allgather_bucket_size": Key("the same `bucket`", _allgather_bucket),
     f"{_ZERO}.overlap_comm": _always("gradients are reduced during backward"),

@@ -71,6 +71,7 @@ class FromDeepSpeed:
         clip: Largest norm of all gradients.
         micro_batches: Micro-batches per step.
         batch_size: Samples of a process per micro-batch.
+        world_size: Number of processes; None if unknown.
         checkpoint: Policy of ``lb.memory.checkpoint_``.
         checkpoint_to: Its argument ``to``.
         offload_states: Argument ``to`` of ``lb.optim.offload_``.
@@ -90,6 +91,7 @@ class FromDeepSpeed:
     clip: float | None = None
     micro_batches: int = 1
     batch_size: int | None = None
+    world_size: int | None = None
     checkpoint: str | None = None
     checkpoint_to: str | None = None
     offload_states: str | None = None
@@ -189,7 +191,8 @@ class FromDeepSpeed:
         if self.scheduler is not None:
             yield f"scheduler = config.schedule(optimizer)  # {self.scheduler[0]}"
         if self.batch_size is not None:
-            yield f"# batch_size={self.batch_size} per process in each micro-batch"
+            count = "" if self.world_size is None else f", world_size={self.world_size}"
+            yield f"# batch_size={self.batch_size} per process in each micro-batch{count}"
         if self.micro_batches > 1:
             yield f"# {self.micro_batches} micro-batches per step: lb.memory.micro_batches(batch, {self.micro_batches})"
         if self.clip is not None:
