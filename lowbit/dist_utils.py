@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["everywhere", "exchange_device", "gather_flat", "gathered", "processes", "scatter_flat"]
+__all__ = ["everywhere", "exchange_device", "gather_flat", "gathered", "launched", "processes", "scatter_flat"]
 
 
 def processes() -> int:
     """The world size of ``torch.distributed``; 1 if it is not initialized."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def launched() -> bool:
+    """Whether ``torchrun``, or another launcher with the same variables, started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def exchange_device() -> torch.device:

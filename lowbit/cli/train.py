@@ -26,6 +26,7 @@ from lowbit.demo.explain import HEAD, SAYS, Held, held, one_by_one, written
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.demo.loop import PROFILED, Interrupted, Trainer
 from lowbit.demo.torchrun import STRATEGIES
+from lowbit.dist_utils import launched
 from lowbit.files import exclusive
 from lowbit.machine import float_precision
 from lowbit.plan import TrainingPlan
@@ -124,11 +125,11 @@ def train(
     Ctrl-C finishes the step and saves; --resume continues, bit-identical to an uninterrupted run. Start it with
     torchrun to train on several processes.
     """
-    if strategy is not None and not torchrun.launched():
+    if strategy is not None and not launched():
         raise ValueError(_needs_torchrun(f"--strategy {strategy}"))
-    if strategy is None and torchrun.launched() and int(os.environ["WORLD_SIZE"]) > 1:
+    if strategy is None and launched() and int(os.environ["WORLD_SIZE"]) > 1:
         strategy = "ddp"
-    with _process_group(timeout) if torchrun.launched() else nullcontext():
+    with _process_group(timeout) if launched() else nullcontext():
         precisions = tuple(dict.fromkeys(precision or (float_precision(), "fp8")))
         outside = next((name for name in precisions if name in OUTSIDE), float_precision())
         settings = experiment.RunSettings(
@@ -321,7 +322,7 @@ def _require_no_files(settings: experiment.RunSettings, directory: Path) -> None
 def _resumed(context: typer.Context, requested: experiment.RunSettings, directory: Path) -> experiment.RunSettings:
     """The saved settings. Raises ValueError if an option of the command line differs from them."""
     saved = experiment.RunSettings.load(directory)
-    if saved.strategy is not None and not torchrun.launched():
+    if saved.strategy is not None and not launched():
         raise ValueError(_needs_torchrun(f"the run in {directory}, with --strategy {saved.strategy},"))
     if saved.strategy is None and requested.strategy is not None:
         raise ValueError(f"the run in {directory} has one process; resume with lowbit train --resume, without torchrun")

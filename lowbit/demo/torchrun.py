@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from lowbit import distributed
-from lowbit.dist_utils import processes
+from lowbit.dist_utils import launched, processes
 
 __all__ = [
     "STRATEGIES",
@@ -29,7 +29,6 @@ __all__ = [
     "command",
     "first",
     "joined",
-    "launched",
     "rank",
     "share",
     "waiting",
@@ -71,11 +70,6 @@ STRATEGIES = tuple(name for name, row in distributed.STRATEGIES.items() if not r
 
 class Lost(RuntimeError):
     """A collective failed because another process ended or did not answer."""
-
-
-def launched() -> bool:
-    """Whether ``torchrun``, or another launcher with the same variables, started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def rank() -> int:

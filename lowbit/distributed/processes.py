@@ -16,9 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from lowbit.dist_utils import exchange_device
+from lowbit.dist_utils import exchange_device, launched
 
 __all__ = ["Processes", "start"]
+
+#: Variables in which a launcher other than torchrun gives its processes their number, with the variable of the rank.
+#: ``SLURM_NTASKS`` is none of them: it is also set in the one shell of an allocation.
+_LAUNCHERS = {
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+}
 
 
 def start(
@@ -45,15 +53,18 @@ def start(
         A ``Processes``, which is also a context manager. Without ``with``, call its ``close`` at the end.
 
     Raises:
-        ValueError: The machine has fewer GPUs than processes, or ``timeout`` is not positive.
+        ValueError: The machine has fewer GPUs than processes, ``timeout`` is not positive, or ``srun`` or ``mpirun``
+            started several processes without ``RANK`` and ``WORLD_SIZE``.
     """
+    creates = not dist.is_initialized()
+    if creates and not launched():
+        _require_one_process()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     place = _place(device, local_rank)
     if timeout is not None and not timeout > 0:
         raise ValueError(f"distributed.start: timeout expects seconds above 0, got {timeout!r}")
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    creates = not dist.is_initialized()
     if creates:
         _create(place, None if timeout is None else timedelta(seconds=timeout))
     if seed is not None:
@@ -155,6 +166,20 @@ class _EpochSampler(DistributedSampler[Any]):
         return indices
 
 
+def _require_one_process() -> None:
+    """Raise ValueError if this is one of several processes; each would train a model of its own."""
+    missing = " and ".join(name for name in ("RANK", "WORLD_SIZE") if name not in os.environ)
+    for variable, rank in _LAUNCHERS.items():
+        count = os.environ.get(variable, "")
+        if count.isdecimal() and int(count) > 1:
+            raise ValueError(
+                f"distributed.start: expected RANK and WORLD_SIZE in the environment of {count} processes "
+                f"({variable}={count}), got no {missing}; start the script with torchrun, or export "
+                f"RANK=${rank} WORLD_SIZE=${variable} MASTER_ADDR MASTER_PORT (and LOCAL_RANK on GPUs) in each of them. "
+                f"For {count} separate runs, unset {variable}"
+            )
+
+
 def _place(device: str | torch.device | None, local_rank: int) -> torch.device:
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if place.type != "cuda" or place.index is not None:
@@ -170,7 +195,7 @@ def _place(device: str | torch.device | None, local_rank: int) -> torch.device:
 
 def _create(place: torch.device, timeout: timedelta | None) -> None:
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" and dist.is_nccl_available() else "gloo"
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # of torchrun, or a launcher with the same variables
+    if launched():
         dist.init_process_group(backend, timeout=timeout)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]  # documented, but not in __all__

@@ -24,7 +24,7 @@ SCRIPT = re.compile(r"^```py\n# (\w+\.py): torchrun[^\n]*\n(.*?)^```\n", re.DOTA
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -57,6 +57,55 @@ def test_a_group_that_exists_is_kept(tmp_path: Path):
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("variable", "rank"),
+    [
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        ("PMI_SIZE", "PMI_RANK"),
+    ],
+)
+def test_several_processes_without_ranks_are_refused(monkeypatch, variable, rank):
+    monkeypatch.setenv(variable, "4")
+    for partial in (None, "RANK", "WORLD_SIZE"):
+        with monkeypatch.context() as context:
+            if partial is not None:
+                context.setenv(partial, "0")
+            with pytest.raises(ValueError, match=rf"4 processes \({variable}=4\).*torchrun.*RANK=\${rank} WORLD_SIZE="):
+                lb.distributed.start(device="cpu")
+            assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"},  # the shell of salloc
+        {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0"},  # a script of sbatch
+        {
+            "SLURM_NTASKS": "4",
+            "SLURM_STEP_ID": "0",
+            "SLURM_PROCID": "0",
+            "SLURM_STEP_NUM_TASKS": "1",
+        },  # srun --pty bash
+        {"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": ""},
+    ],
+)
+def test_a_single_process_of_a_launcher_starts(monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with lb.distributed.start(device="cpu") as processes:
+        assert processes.world_size == 1
+
+
+def test_ranks_of_torchrun_count_under_a_launcher(monkeypatch):
+    """Each of two tasks of a step runs torchrun."""
+    variables = {"SLURM_STEP_NUM_TASKS": "2", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    for name, value in {**variables, "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with lb.distributed.start(device="cpu", timeout=20) as processes:
+        assert processes.world_size == 1
 
 
 class Endless(IterableDataset):
