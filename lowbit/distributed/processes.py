@@ -175,7 +175,7 @@ def _require_one_process() -> None:
             raise ValueError(
                 f"distributed.start: expected RANK and WORLD_SIZE in the environment of {count} processes "
                 f"({variable}={count}), got no {missing}; start the script with torchrun, or export "
-                f"RANK=${rank} WORLD_SIZE=${variable} MASTER_ADDR MASTER_PORT (and LOCAL_RANK on GPUs) in each of them. "
+                f"RANK=${rank} WORLD_SIZE=${variable} MASTER_ADDR MASTER_PORT (on GPUs also LOCAL_RANK) in each. "
                 f"For {count} separate runs, unset {variable}"
             )
 
