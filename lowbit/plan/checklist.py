@@ -133,7 +133,7 @@ class Checklist:
                 amount_changed(-row.saves), share_changed(-row.saves / peak), share_changed(row.time)
             )  # fmt: skip
             table.append((row.technique, *figures, row.source, row.reason or row.call))
-        return f"{aligned(table, (1, 2, 3))}\n\nmemory of {self.system.device}: {self.system}"
+        return f"{aligned(table, (1, 2, 3))}\n\nmemory of {self.system.device}: {self.system}\n{_UNUSED}"
 
 
 def checklist(
@@ -270,11 +270,6 @@ def _freed(step: Step, plain: Estimate) -> Effect:
     return Effect(_sum(plain, ("gradients",)), 0.0)
 
 
-def _cleared(step: Step, plain: Estimate) -> Effect:
-    """Say why ``clear`` is not ranked: the peak does not include the memory that it frees."""
-    raise NotHere(f"{_CLEAR}: it frees unused memory of the process, which is not part of the peak")
-
-
 def _sharded(strategy: str) -> Measure:
     """Shard the parameters, gradients and states at the plain peak."""
 
@@ -297,8 +292,8 @@ def _sum(plain: Estimate, kinds: tuple[str, ...]) -> int:
 
 _STATES = ("optimizer state", "master copies")
 
-#: A call without an effect on the peak, which is shown with its reason.
-_CLEAR = "lb.memory.clear()"
+#: A line below the memory of the system; the call is no technique, since it does not change the peak.
+_UNUSED = "lb.memory.clear() frees memory that this process no longer uses; it is not part of the peak"
 
 #: Number of processes in the advice on sharding.
 _PROCESSES = 8
@@ -320,5 +315,4 @@ ADVISED = (
     Advised("half the batch", "DataLoader(..., batch_size=B // 2)", _half),
     Advised("steps in backward", "lb.optim.in_backward_(model, lb.optim.AdamW)", _freed, "sum of gradients"),
     *(_advised(technique) for technique in techniques() if technique.code and not technique.needs),
-    Advised("clear", _CLEAR, _cleared, "cache of the process"),
 )
