@@ -16,7 +16,8 @@ def find_output_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
     Only Linears outside the repeated blocks are output layers. There are two kinds:
 
-    - A Linear whose rows are the vocabulary of an ``nn.Embedding``. If several equal it in both axes, only the last.
+    - A Linear whose rows are the vocabulary of an ``nn.Embedding``. If they also are an embedding's width, as those of
+      a projection to the width of the model, only Linears after the blocks count; without blocks, the last.
     - In a model with repeated blocks, the last Linears: direct children of the model that are registered after every
       other layer with a weight matrix, or the last layer of a Sequential that is such a child. A Linear whose output is
       the input of the next is not an output layer.
@@ -31,7 +32,7 @@ def find_output_layers(model: nn.Module) -> dict[str, nn.Linear]:
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear) and id(module) not in inside and not is_lazy(module.weight)
     }
-    layers = _of_vocabulary(model, outside)
+    layers = _of_vocabulary(model, outside, inside)
     if blocks and not _convolve(blocks):
         layers |= _last(model, outside)
     return {path: layer for path, layer in outside.items() if path in layers}
@@ -46,16 +47,21 @@ def _convolve(blocks: list[nn.Module]) -> bool:
     return sizes[True] > sizes[False]
 
 
-def _of_vocabulary(model: nn.Module, linears: dict[str, nn.Linear]) -> dict[str, nn.Linear]:
-    """The Linears whose rows are the vocabulary of an embedding of their width, or of another width."""
-    vocabularies = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
-    layers = {path: layer for path, layer in linears.items() if layer.out_features in vocabularies}
-    square = [path for path, layer in layers.items() if layer.in_features == layer.out_features]
-    return {path: layer for path, layer in layers.items() if path not in square[:-1]}
+def _of_vocabulary(model: nn.Module, linears: dict[str, nn.Linear], inside: set[int]) -> set[str]:
+    """The paths of the Linears whose rows are the vocabulary of an embedding."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    vocabularies, widths = {table.num_embeddings for table in tables}, {table.embedding_dim for table in tables}
+    after_blocks: set[str] = set()
+    for path, module in model.named_modules():
+        after_blocks = set() if id(module) in inside else after_blocks | {path}
+    paths = [path for path, layer in linears.items() if layer.out_features in vocabularies]
+    ambiguous = [path for path in paths if linears[path].out_features in widths]
+    chosen = after_blocks.intersection(ambiguous) if inside else set(ambiguous[-1:])
+    return set(paths).difference(ambiguous) | chosen
 
 
-def _last(model: nn.Module, linears: dict[str, nn.Linear]) -> dict[str, nn.Linear]:
-    """The Linears at the end of the model that are not followed by another layer."""
+def _last(model: nn.Module, linears: dict[str, nn.Linear]) -> set[str]:
+    """The paths of the Linears at the end of the model that are not followed by another layer."""
     layers: dict[str, nn.Linear] = {}
     for name, child in reversed(list(model.named_children())):
         weighted = [
@@ -72,7 +78,7 @@ def _last(model: nn.Module, linears: dict[str, nn.Linear]) -> dict[str, nn.Linea
             layers[last] = linears[last]
         if len(weighted) > 1:
             break
-    return layers
+    return set(layers)
 
 
 def _feeds(layer: nn.Linear, after: nn.Linear) -> bool:

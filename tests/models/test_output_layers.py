@@ -97,6 +97,22 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
         ),
         ("out",),
     ),
+    "an input projection as wide as the positions are many": (
+        lambda: named(
+            into=nn.Linear(80, WIDTH), positions=nn.Embedding(WIDTH, WIDTH), blocks=blocks(), norm=nn.LayerNorm(WIDTH)
+        ),
+        (),
+    ),
+    "an output as wide as the positions are many": (
+        lambda: named(
+            into=nn.Linear(80, WIDTH),
+            positions=nn.Embedding(WIDTH, WIDTH),
+            blocks=blocks(),
+            out=nn.Linear(64, WIDTH),
+            norm=nn.LayerNorm(WIDTH),
+        ),
+        ("out",),
+    ),
     "classifier": (lambda: named(patch=nn.Conv2d(3, WIDTH, 4), encoder=encoder(), fc=nn.Linear(WIDTH, 10)), ("fc",)),
     "classifier of two layers": (
         lambda: named(
