@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.models.wrap import replaced_forward
-from lowbit.nn.attention import QuantMultiheadAttention
+from lowbit.nn.attention import QuantMultiheadAttention, in_projections
 from lowbit.nn.base import full_name
 from lowbit.nn.conv import QuantConv, QuantConv1d, QuantConv2d, QuantConv3d
 from lowbit.nn.embedding import QuantEmbedding
@@ -221,13 +221,12 @@ def _refuses_attention(layer: nn.MultiheadAttention) -> str | None:
 
 def _attention(layer: nn.MultiheadAttention, make: Make) -> QuantMultiheadAttention:
     packed = layer.in_proj_weight
-    weights = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight) if packed is None else packed.chunk(3)
-    biases = [None] * 3 if layer.in_proj_bias is None else layer.in_proj_bias.detach().chunk(3)
+    weights, biases = in_projections(layer)
     q, k, v = (
         make(
             weight if packed is None else packed,
             weight,
-            None if bias is None else nn.Parameter(bias.clone(), layer.in_proj_bias.requires_grad),
+            None if bias is None else nn.Parameter(bias.detach().clone(), layer.in_proj_bias.requires_grad),
         )
         for weight, bias in zip(weights, biases, strict=True)
     )

@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from lowbit.nn.base import kind
 from lowbit.nn.linear import QuantLinear
 
-__all__ = ["MultiheadForward", "QuantMultiheadAttention"]
+__all__ = ["MultiheadForward", "QuantMultiheadAttention", "in_projections"]
+
+
+def in_projections(layer: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+    """Return the weights and the biases of an ``nn.MultiheadAttention`` for queries, keys and values.
+
+    A packed weight is split once, so that backward concatenates the gradients of its parts once.
+    """
+    packed, bias = layer.in_proj_weight, layer.in_proj_bias
+    weights = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight) if packed is None else packed.chunk(3)
+    return weights, (None,) * 3 if bias is None else bias.chunk(3)
 
 
 class MultiheadForward:

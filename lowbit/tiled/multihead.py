@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lowbit.convert.engine import sync_fused_kernels
 from lowbit.models.wrap import change_class, derived, plain_class, replaced_forward
-from lowbit.nn.attention import MultiheadForward
+from lowbit.nn.attention import MultiheadForward, in_projections
 from lowbit.tiled.attention_tiles import AttentionCall, attend, cast_by_autocast
 from lowbit.tiled.attention_weights import attend_with_weights
 
@@ -161,8 +161,7 @@ class _WithoutScores(MultiheadForward):
         if packed is not None and query is key and key is value:
             q, k, v = F.linear(query, packed, bias).chunk(3, -1)
             return q, k, v
-        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if packed is None else packed.chunk(3)
-        biases = (None,) * 3 if bias is None else bias.chunk(3)
+        weights, biases = in_projections(self)
         q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
         return q, k, v
 

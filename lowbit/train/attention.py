@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowbit.models.wrap import change_class, plain_class
-from lowbit.nn.attention import MultiheadForward
+from lowbit.nn.attention import MultiheadForward, in_projections
 from lowbit.nn.base import Announced
 from lowbit.recipes import Recipe
 from lowbit.recipes import recipe as find_recipe
@@ -100,14 +100,11 @@ class TrainMultiheadAttention(Announced, MultiheadForward, nn.MultiheadAttention
         return self.q_proj.state
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        packed, bias = self._parameters["in_proj_weight"], self._parameters["in_proj_bias"]
-        # Split once, so that backward concatenates the gradients of the parts once.
-        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if packed is None else packed.chunk(3)
-        q_bias, k_bias, v_bias = (None,) * 3 if bias is None else bias.chunk(3)
+        weights, biases = in_projections(self)
         return (
-            self.q_proj(query, weights[0], q_bias),
-            self.k_proj(key, weights[1], k_bias),
-            self.v_proj(value, weights[2], v_bias),
+            self.q_proj(query, weights[0], biases[0]),
+            self.k_proj(key, weights[1], biases[1]),
+            self.v_proj(value, weights[2], biases[2]),
         )
 
     def project_back(self, y_BTE: Tensor) -> Tensor:
@@ -115,10 +112,11 @@ class TrainMultiheadAttention(Announced, MultiheadForward, nn.MultiheadAttention
         return result
 
     def quantized_weights(self) -> Iterator[tuple[Tensor | None, Reuse]]:
-        """Yield the parameter that each projection reads, with the projection's ``Reuse``."""
-        packed = self._parameters["in_proj_weight"]
+        """Yield the parameter that each projection reads, with its ``Reuse``; None if a parametrization computes it."""
+        packed = self._parameters.get("in_proj_weight")
         for name in _PROJECTIONS:
-            yield packed if packed is not None else self._parameters[f"{name}_weight"], getattr(self, name).reuse
+            parameter = self._parameters.get(f"{name}_weight") if packed is None else packed
+            yield parameter, getattr(self, name).reuse
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Register a copy with the State of its own model."""
