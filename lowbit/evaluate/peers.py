@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowbit.models import find_output_layers
+from lowbit.convert.protect import output_layers_protected
+from lowbit.convert.select import DEFAULT_SKIP
 from lowbit.models.ties import tensor_bytes
 
 __all__ = ["PEERS", "Peer", "bytes_of", "find"]
@@ -37,10 +38,10 @@ _MODULES = {"optimum-quanto": "optimum.quanto"}
 
 def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     """Parent, name and layer of all Linear layers except output layers, which lowbit skips too."""
-    outputs = {id(layer) for layer in find_output_layers(model).values()}
+    protection = output_layers_protected(model, DEFAULT_SKIP)
     for path, module in list(model.named_modules()):
         for name, layer in list(module.named_children()):
-            if type(layer) is nn.Linear and id(layer) not in outputs and "lm_head" not in f"{path}.{name}":
+            if type(layer) is nn.Linear and protection(f"{path}.{name}".lstrip("."), layer) is None:
                 yield module, name, layer
 
 
@@ -78,7 +79,9 @@ def _bitsandbytes(model: nn.Module) -> None:
 def _quanto(model: nn.Module) -> None:
     from optimum.quanto import freeze, qint4, quantize
 
-    quantize(model, weights=qint4, exclude="*lm_head")
+    quantized = {id(layer) for _, _, layer in _linears(model)}
+    others = [name for name, layer in model.named_modules() if type(layer) is nn.Linear and id(layer) not in quantized]
+    quantize(model, weights=qint4, exclude=others)
     freeze(model)
 
 
