@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import lowbit as lb
 from lowbit.bench.fit_steps import by, training
-from lowbit.bench.handwritten import LARGE, SMALL, SUBJECT, Shape, made, peak, planned
+from lowbit.bench.handwritten import LARGE, SMALL, SUBJECT, Shape, meta_subject, new_model, peak
 from lowbit.machine import provenance
 from lowbit.plan.settings import TrainingSettings
 from lowbit.sizes import amount
@@ -57,7 +57,7 @@ class Claim(NamedTuple):
 
 def activations(settings: TrainingSettings, shape: Shape = LARGE) -> int:
     """Estimated peak bytes minus weights and optimizer states."""
-    weights = sum(p.nbytes for p in planned(shape).model.parameters())
+    weights = sum(p.nbytes for p in meta_subject(shape).model.parameters())
     return peak(settings, shape) - 3 * weights
 
 
@@ -107,7 +107,7 @@ def _precision() -> Iterator[Claim]:
     )
     sizes = []
     for name in ("int8", "int4-weight-only"):
-        rows = lb.quantize_(made(SMALL), name).layers
+        rows = lb.quantize_(new_model(SMALL), name).layers
         sizes.append(sum(row.bytes_before for row in rows) / sum(row.bytes_after for row in rows))
     yield Claim(
         "INT8 weights take a quarter of fp32, INT4 weights an eighth",
@@ -135,7 +135,7 @@ def _sums() -> Iterator[Claim]:
         '`lb.distributed.STRATEGIES["zero1"].bytes(P, G, S, 8)`, for the 7B model',
         ", ".join(f"`{name}` {size:.1f} GB" for name, size in per_process.items()),
     )
-    count = sum(p.numel() for p in made(LARGE, "meta").parameters())
+    count = sum(p.numel() for p in new_model(LARGE, "meta").parameters())
     yield Claim(
         f"A transformer of {LARGE.layers} layers of width {LARGE.width} has 350M parameters",
         "`sum(p.numel() for p in model.parameters())`",
@@ -172,11 +172,11 @@ def _offload() -> Iterator[Claim]:
 
 
 def _parts() -> Iterator[Claim]:
-    halves = TrainingSettings(micro_batches=LARGE.rows)
+    one_row_each = TrainingSettings(micro_batches=LARGE.rows)
     yield Claim(
         f"{LARGE.rows} micro-batches need 1/{LARGE.rows} of the activations",
         f"`lb.memory.micro_batches(batch, {LARGE.rows})`",
-        f"saves {_saved(halves)}",
+        f"saves {_saved(one_row_each)}",
     )
     long, short = LARGE._replace(length=2 * LARGE.length), LARGE
     own, tiled = TrainingSettings(fused_loss=True), TrainingSettings(attention=True, fused_loss=True)

@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,11 +23,10 @@ import lowbit as lb
 from lowbit.bench.fit_steps import by, measured, training
 from lowbit.bench.memory import Subject
 from lowbit.machine import provenance
-from lowbit.memory.timing import Timings
 from lowbit.optim.names import FAMILIES
 from lowbit.plan.fitting.choices import words
 from lowbit.plan.fitting.predict import Predictor
-from lowbit.plan.settings import TrainingSettings, make_optimizer, prepare_model_
+from lowbit.plan.settings import TrainingSettings
 from lowbit.plan.subject import Subject as Planned
 from lowbit.plan.techniques import STRATEGY, TECHNIQUES, Technique
 from lowbit.recipes import RECIPES
@@ -36,7 +34,17 @@ from lowbit.sizes import amount
 from lowbit.tables import markdown
 
 __all__ = [
-    "LARGE", "SMALL", "SUBJECT", "Shape", "Transformer", "made", "next_token_loss", "peak", "planned", "run", "tokens",
+    "LARGE",
+    "SMALL",
+    "SUBJECT",
+    "Shape",
+    "Transformer",
+    "meta_subject",
+    "new_model",
+    "next_token_loss",
+    "peak",
+    "run",
+    "tokens",
 ]  # fmt: skip
 
 
@@ -112,34 +120,31 @@ def tokens(shape: Shape, device: str = "cpu") -> Tensor:
     return ids.to(device)
 
 
-def made(shape: Shape, device: str = "cpu") -> nn.Module:
+def new_model(shape: Shape, device: str = "cpu") -> nn.Module:
     """The model with the weights of seed 0."""
     torch.manual_seed(0)
     with torch.device(device):
         return Transformer(shape)
 
 
-SUBJECT = Subject("hand-written transformer", lambda: made(SMALL), lambda: tokens(SMALL), ())
+SUBJECT = Subject("hand-written transformer", lambda: new_model(SMALL), lambda: tokens(SMALL), ())
 
 
 @cache
-def planned(shape: Shape) -> Planned:
+def meta_subject(shape: Shape) -> Planned:
     """A model of this shape on the meta device, and its batch."""
-    return Planned(made(shape, "meta"), tokens(shape, "meta"))
+    return Planned(new_model(shape, "meta"), tokens(shape, "meta"))
+
+
+@cache
+def _predictor(shape: Shape) -> Predictor:
+    return Predictor(meta_subject(shape))
 
 
 @cache
 def peak(settings: TrainingSettings, shape: Shape = LARGE) -> int:
-    """Estimated peak bytes of a step. A step with offloaded states or weights is predicted as plans predict it."""
-    subject = planned(shape)
-    if settings.offload_states or settings.offload_weights:
-        with patch.object(Timings, "seconds", lambda self, call: None):  # ops of this size take minutes to time
-            return Predictor(subject).whole(settings).peak_bytes
-    part = next(iter(lb.memory.micro_batches(subject.batch, settings.micro_batches)))[0]
-    return lb.estimate(
-        subject.model, part, optimizer=lambda params: make_optimizer(params, settings),
-        prepare=lambda model: prepare_model_(model, settings), micro_batches=settings.micro_batches,
-    ).peak_bytes  # fmt: skip
+    """Peak bytes of a step, as plans predict it."""
+    return _predictor(shape).whole_peak(settings)
 
 
 # -- techniques -------------------------------------------------------------------------------------------------------
@@ -178,7 +183,7 @@ def _single() -> Iterator[tuple[str, Technique, TrainingSettings]]:
 
 def techniques_table() -> str:
     """Peaks, estimates and losses of every technique of one process."""
-    plain, subject = trained(TrainingSettings()), Planned(made(SMALL), tokens(SMALL))
+    plain, subject = trained(TrainingSettings()), Planned(new_model(SMALL), tokens(SMALL))
     base = measured(by(TrainingSettings(), SUBJECT), SUBJECT, steps=1).peak
     large = peak(TrainingSettings())
     rows = [("", "plain training", amount(base), "", amount(large), "", "bit-identical", "bit-identical")]
@@ -203,7 +208,7 @@ _PROMISES = {"equal": "bit-identical", "close": "another order of sums", "own": 
 # -- recipes ----------------------------------------------------------------------------------------------------------
 def recipes_table() -> str:
     """Layers that each recipe converts, and its effect on the loss of a step or on logits."""
-    ids, plain = tokens(SMALL), made(SMALL).eval()
+    ids, plain = tokens(SMALL), new_model(SMALL).eval()
     with torch.no_grad():
         exact = plain(ids)
     loss = next_token_loss(exact, ids)
@@ -224,7 +229,7 @@ def _layers(report: lb.Report) -> str:
 
 
 def _served(name: str, ids: Tensor, exact: Tensor, loss: Tensor) -> str:
-    model = made(SMALL).eval()
+    model = new_model(SMALL).eval()
     calibration = lb.calibrate(model, name, [ids]) if "static" in name else None
     report = lb.quantize_(model, name, calibration)
     with torch.no_grad():
@@ -233,7 +238,7 @@ def _served(name: str, ids: Tensor, exact: Tensor, loss: Tensor) -> str:
 
 
 def _fine_tuned(name: str, ids: Tensor, exact: Tensor, loss: Tensor) -> str:
-    model = made(SMALL)
+    model = new_model(SMALL)
     report = lb.qat.prepare_(model, name)
     model(ids)  # static scales observe a batch
     value = next_token_loss(model(ids), ids)
@@ -242,7 +247,7 @@ def _fine_tuned(name: str, ids: Tensor, exact: Tensor, loss: Tensor) -> str:
 
 
 def _trained_in(name: str, ids: Tensor, exact: Tensor, loss: Tensor) -> str:
-    model = made(SMALL)
+    model = new_model(SMALL)
     report = lb.train.prepare_(model, name)
     value = next_token_loss(model(ids), ids)
     value.backward()
@@ -252,7 +257,7 @@ def _trained_in(name: str, ids: Tensor, exact: Tensor, loss: Tensor) -> str:
 # -- optimizers -------------------------------------------------------------------------------------------------------
 def optimizers_table() -> str:
     """Losses after some steps and bytes of states per parameter of every optimizer."""
-    count = sum(p.numel() for p in made(SMALL).parameters())
+    count = sum(p.numel() for p in new_model(SMALL).parameters())
     rows = []
     for family in dict.fromkeys(row.family for row in FAMILIES):
         plain: Trained | None = None
@@ -268,9 +273,9 @@ def optimizers_table() -> str:
 
 
 # -- sharding strategies ----------------------------------------------------------------------------------------------
-def _gradients(strategy: str) -> tuple[float, list[Tensor], int]:
-    """Loss of a step, whole weights after it, and bytes sent, in one process of several."""
-    model, ids = made(SMALL), tokens(SMALL)
+def _one_step(strategy: str) -> tuple[list[Tensor], int]:
+    """Whole weights after a step, and bytes sent, in one process of several."""
+    model, ids = new_model(SMALL), tokens(SMALL)
     optimizer: Any = lb.optim.AdamW(model.parameters(), lr=1e-3, bits=32)
     group_size = PROCESSES if lb.distributed.STRATEGIES[strategy].grouped else None
     model, optimizer = lb.distributed.shard_(model, optimizer, strategy, group_size=group_size)
@@ -280,14 +285,13 @@ def _gradients(strategy: str) -> tuple[float, list[Tensor], int]:
         loss.backward()
         optimizer.step()
     weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-    dist.all_reduce(loss.detach())
-    return float(loss) / PROCESSES, [w.detach().clone() for w in weights], sent.total
+    return [w.detach().clone() for w in weights], sent.total
 
 
 def _process(rank: int, directory: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=PROCESSES)
-    results = {name: _gradients(name) for name in _strategies()}
+    results = {name: _one_step(name) for name in _strategies()}
     if rank == 0:
         torch.save(results, f"{directory}/results.pt")
     dist.destroy_process_group()
@@ -302,7 +306,7 @@ def strategies_table() -> str:
     with TemporaryDirectory() as meeting:
         mp.start_processes(_process, (meeting,), PROCESSES, start_method="spawn")
         results = torch.load(f"{meeting}/results.pt")
-    model, ids = made(SMALL), tokens(SMALL)
+    model, ids = new_model(SMALL), tokens(SMALL)
     optimizer = lb.optim.AdamW(model.parameters(), lr=1e-3, bits=32)
     for part in ids.chunk(PROCESSES):
         (next_token_loss(model(part), part) / PROCESSES).backward()
@@ -312,7 +316,7 @@ def strategies_table() -> str:
     rows = [
         (name, "bit-identical" if all(map(torch.equal, weights, exact)) else f"{_difference(weights, exact):.1e}",
          f"{sent / size:.2f} P")
-        for name, (_, weights, sent) in results.items()
+        for name, (weights, sent) in results.items()
     ]  # fmt: skip
     return markdown(("strategy", "weights after a step", "sent by a process"), rows, numbers=(2,))
 
@@ -325,7 +329,7 @@ def _difference(weights: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 # -- plans ------------------------------------------------------------------------------------------------------------
 def plans_table() -> str:
     """Plans within shares of the memory of plain training."""
-    model, ids = made(SMALL), tokens(SMALL)
+    model, ids = new_model(SMALL), tokens(SMALL)
     plain = Predictor(Planned(model, ids)).whole(TrainingSettings()).peak_bytes
     exact = trained(TrainingSettings())
     rows = []
@@ -344,8 +348,8 @@ def plans_table() -> str:
 def run(directory: Path) -> Path:
     """Measure, and write ``handwritten.md``."""
     directory.mkdir(parents=True, exist_ok=True)
-    about, count = provenance(), sum(p.numel() for p in made(SMALL).parameters())
-    large = sum(p.numel() for p in planned(LARGE).model.parameters())
+    about, count = provenance(), sum(p.numel() for p in new_model(SMALL).parameters())
+    large = sum(p.numel() for p in meta_subject(LARGE).model.parameters())
     text = [
         "# A hand-written transformer\n",
         *(f"- {name}: {value}" for name, value in about.items()),

@@ -213,10 +213,7 @@ class Predictor:
 
     def whole(self, settings: TrainingSettings) -> Prediction:
         """Return the prediction from an estimate of this step. The time of offload and communication is added."""
-        separate = settings.offload_states or settings.gpus > 1  # the optimizer step is estimated separately
-        usage = self._estimated(settings, settings.micro_batches, None if separate else settings)
-        if settings.offload_weights:
-            usage = Streaming.of(self.model).applied(usage)
+        usage = self._usage(settings)
         parts, step = parts_of(usage), self._step(settings)
         passes = [sum(usage.op_seconds[index] for index in part) for part in parts]
         seconds = sum(passes) + max(settings.micro_batches - len(passes), 0) * passes[-1] + step.seconds
@@ -228,14 +225,27 @@ class Predictor:
             saved = self._table(settings, settings.checkpoint or KEEP).kept
             seconds += settings.micro_batches * self._moved(float(saved.sum()))
         seconds += self._exchanged(settings, passes[-1])
+        peak, peak_event = self._peak(settings, usage)
+        return Prediction(settings, peak, seconds, peak_event, whole=True)
+
+    def whole_peak(self, settings: TrainingSettings) -> int:
+        """Return the peak of ``whole`` without timing the ops of forward and backward."""
+        return self._peak(settings, self._usage(settings))[0]
+
+    def _usage(self, settings: TrainingSettings) -> Estimate:
+        """Return an estimate of this step, without the optimizer step if that is estimated separately."""
+        usage = self._estimated(settings, settings.micro_batches, None if _steps_separately(settings) else settings)
+        return Streaming.of(self.model).applied(usage) if settings.offload_weights else usage
+
+    def _peak(self, settings: TrainingSettings, usage: Estimate) -> tuple[int, str]:
+        """Return the peak bytes of a step with this ``_usage``, and the event at the peak."""
         if settings.gpus > 1:
             usage = Sharing.of(settings, self.model).applied(usage)
         peak, peak_event = usage.peak_bytes, str(usage.peak_event)
-        if separate:
-            peak += self._resident_states(settings)
-            stepping = self._stepping(settings)
-            peak, peak_event = max((peak, peak_event), (stepping, "step of (optimizer)"))
-        return Prediction(settings, peak, seconds, peak_event, whole=True)
+        if not _steps_separately(settings):
+            return peak, peak_event
+        stepping = self._stepping(settings)
+        return max((peak + self._resident_states(settings), peak_event), (stepping, "step of (optimizer)"))
 
     def compared(self, settings: TrainingSettings, name: str, most: int) -> Comparison:
         """Compare the loss of a few rows in fp32 and in the precision of the settings, see ``compare``."""
@@ -438,6 +448,11 @@ class Predictor:
             optimizer=None if optimizer is None else lambda params: make_optimizer(params, settings),
             prepare=prepared, accumulate=within,
         )  # fmt: skip
+
+
+def _steps_separately(settings: TrainingSettings) -> bool:
+    """Whether the optimizer step is estimated apart from forward and backward."""
+    return settings.offload_states or settings.gpus > 1
 
 
 def _only(settings: TrainingSettings, *names: str) -> TrainingSettings:
