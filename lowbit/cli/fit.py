@@ -19,9 +19,9 @@ from lowbit.files import exclusive, write_atomically, write_json
 from lowbit.machine import provenance
 from lowbit.plan import TrainingPlan
 from lowbit.plan import fit as plan_training
-from lowbit.plan.ladder import Climb, climb, climb_own, report, rungs_of
+from lowbit.plan.ladder import Climb, climb, estimate_ladder, report, rungs_of
+from lowbit.plan.ladder.estimated import NUMBERS
 from lowbit.plan.ladder.limits import LIMITS
-from lowbit.plan.ladder.own import NUMBERS
 from lowbit.plan.subject import Subject
 from lowbit.progress import bar
 from lowbit.serialize.huggingface import is_directory
@@ -97,7 +97,7 @@ def fit(
         _refuse(context, {**_OF_LADDER, "gpus": "--gpus"}, "applies to the ladder's own models, not to MODEL")
         _refuse(context, _OF_PLAN, "applies to a plan, not to --ladder")
         _check_batch_options(context, model)
-        _climb_own(model, memory, rows, length, directory, json)
+        _estimate(model, memory, rows, length, directory, json)
         return
     if ladder:
         _refuse(context, {**_OF_BATCH, **_OF_PLAN}, "applies to lowbit fit MODEL, and --ladder uses its own models")
@@ -247,28 +247,29 @@ def _climb(memory: str, gpus: int, directory: Path | None, search: int, quick: b
         errors.print(f"report: {path}", soft_wrap=True)
 
 
-def _climb_own(name: str, memory: str | None, rows: int, length: int, directory: Path | None, json: bool) -> None:
+def _estimate(name: str, memory: str | None, rows: int, length: int, directory: Path | None, json: bool) -> None:
+    """Print the ladder of estimated peaks of the model."""
     if memory is not None:
         budget_in(memory, "--memory")  # raises before the model is loaded
     model, batch, loss = find(name, rows, length, "MODEL")
     with bar("estimating") as progress:
-        climbed = climb_own(Subject(model, batch, loss), memory, progress=progress)
-    head, table = climbed.table()
+        ladder = estimate_ladder(Subject(model, batch, loss), memory, progress=progress)
+    head, table = ladder.table()
     if directory is not None:
         origin = provenance(shlex.join(["lowbit", *sys.argv[1:]]), kernels=processor())
         lines = [
             f"# Memory techniques on {name}, estimated", "", markdown(head, table, NUMBERS), "",
-            *(f"- {line}" for line in climbed.remarks()), "",
+            *(f"- {line}" for line in ladder.remarks()), "",
             "## How it was made", "", *(f"- {key}: {value}" for key, value in origin.items()),
         ]  # fmt: skip
-        write_json(directory / "ladder.json", {**climbed.as_dict(), "made": origin})
+        write_json(directory / "ladder.json", {**ladder.as_dict(), "made": origin})
         write_atomically(directory / "ladder.md", lambda file: file.write("\n".join(lines).encode() + b"\n"))
     if json:
-        print_json(climbed.as_dict())
+        print_json(ladder.as_dict())
         return
     out.print(f"{name}: each rung adds to the rungs above it that lower the peak; all rows are estimates")
     out.print(rich_table(head, table, NUMBERS))
-    for line in climbed.remarks():
+    for line in ladder.remarks():
         out.print(line, soft_wrap=True)
     if directory is not None:
         errors.print(f"report: {directory / 'ladder.md'}", soft_wrap=True)

@@ -246,7 +246,7 @@ def test_out_has_report_numbers_and_cells(run, ruled, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_rungs_on_a_model_of_ones_own(run, mine, tmp_path):
+def test_the_ladder_of_estimated_peaks(run, mine, tmp_path):
     """Two Linear layers and no repeated blocks: checkpoints and streaming do not apply."""
     text = run("fit", "--ladder", mine, "--memory", "60%", "--out", str(tmp_path / "out"))
     data = json.loads((tmp_path / "out" / "ladder.json").read_text())

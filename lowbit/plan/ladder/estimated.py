@@ -1,4 +1,4 @@
-"""The rungs on a model of the user: peak and time of each, estimated at the size that the model has.
+"""The ladder of estimated peaks: peak and time of each rung on a model of the user, at the size that the model has.
 
 The ladder of ``ascent`` trains its own transformer in processes with a limit, and scales it. A model of the user has
 one size and its own batch, so here every rung is an estimate of one step, as in a plan of ``lb.fit``.
@@ -23,14 +23,14 @@ from lowbit.progress import Progress
 from lowbit.sizes import amount, budget_in, share_changed
 from lowbit.tables import aligned
 
-__all__ = ["NUMBERS", "OwnLadder", "OwnRow", "climb_own"]
+__all__ = ["NUMBERS", "EstimatedLadder", "EstimatedRow", "estimate_ladder"]
 
 #: Numeric columns of the table.
 NUMBERS = (1, 2, 3)
 
 
 @dataclass(frozen=True)
-class OwnRow:
+class EstimatedRow:
     """A rung on the user's model.
 
     Attributes:
@@ -47,10 +47,10 @@ class OwnRow:
 
 
 @dataclass(frozen=True)
-class OwnLadder:
-    """The rungs on the user's model. ``print`` shows a table. ``budget`` is in bytes, or None."""
+class EstimatedLadder:
+    """The ladder of estimated peaks. ``print`` shows a table. ``budget`` is in bytes, or None."""
 
-    rows: tuple[OwnRow, ...]
+    rows: tuple[EstimatedRow, ...]
     budget: int | None
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -60,7 +60,7 @@ class OwnLadder:
         rows = [self._cells(row, first.peak_bytes) for row in self.rows]
         return (head if self.budget is None else (*head, "fits")), rows
 
-    def _cells(self, row: OwnRow, first: int) -> tuple[str, ...]:
+    def _cells(self, row: EstimatedRow, first: int) -> tuple[str, ...]:
         prediction = row.prediction
         if prediction is None:
             cells: tuple[str, ...] = (row.rung.name, "", "", "")
@@ -96,12 +96,12 @@ class OwnLadder:
         return aligned([head, *rows], NUMBERS)
 
 
-def climb_own(
+def estimate_ladder(
     subject: Subject,
     budget: str | int | None = None,
     rungs: Sequence[Rung] = RUNGS,
     progress: Progress = lambda what, done, total: None,
-) -> OwnLadder:
+) -> EstimatedLadder:
     """Estimate ``rungs`` in order, each on top of the rungs below that lower the peak. The model does not change.
 
     Args:
@@ -116,11 +116,11 @@ def climb_own(
     """
     limit = None if budget is None else budget_in(budget, "ladder")
     check_mode(subject.model, "ladder")
-    predictor, rows = Predictor(subject), list[OwnRow]()
+    predictor, rows = Predictor(subject), list[EstimatedRow]()
     progress(rungs[0].name, 0, len(rungs))
     plain = TrainingSettings(bf16_params=has_half(subject.model), loaded=loaded(subject.model))
     below = predictor.whole(plain)
-    rows.append(OwnRow(rungs[0], below, True))
+    rows.append(EstimatedRow(rungs[0], below, True))
     for number, rung in enumerate(rungs[1:], 1):
         progress(rung.name, number, len(rungs))
         row = _row(predictor, rung, below)
@@ -130,10 +130,10 @@ def climb_own(
     progress("done", len(rungs), len(rungs))
     first = rows[0].prediction
     assert first is not None
-    return OwnLadder(tuple(rows), None if limit is None else limit.of(first.peak_bytes))
+    return EstimatedLadder(tuple(rows), None if limit is None else limit.of(first.peak_bytes))
 
 
-def _row(predictor: Predictor, rung: Rung, below: Prediction) -> OwnRow:
+def _row(predictor: Predictor, rung: Rung, below: Prediction) -> EstimatedRow:
     settings = rung.on(below.settings)
     reason = rung.why_not(predictor.subject) or conflict(settings)
     if reason is None and settings.micro_batches > 1:
@@ -141,9 +141,9 @@ def _row(predictor: Predictor, rung: Rung, below: Prediction) -> OwnRow:
     if reason is None and settings == below.settings:
         reason = "the batch cannot be split" if "micro_batches" in rung.changes else "the model has it already"
     if reason is not None:
-        return OwnRow(rung, None, False, reason)
+        return EstimatedRow(rung, None, False, reason)
     prediction = predictor.whole(settings)
     if prediction.peak_bytes < LOWER * below.peak_bytes:
-        return OwnRow(rung, prediction, True)
+        return EstimatedRow(rung, prediction, True)
     change = share_changed(prediction.peak_bytes / below.peak_bytes - 1)
-    return OwnRow(rung, prediction, False, f"it does not lower the peak here ({change})")
+    return EstimatedRow(rung, prediction, False, f"it does not lower the peak here ({change})")
