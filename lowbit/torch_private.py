@@ -126,6 +126,13 @@ def after_backward(run: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(run)
 
 
+def before_backward(tensor: Tensor, run: Callable[[Any], object]) -> None:
+    """Calls ``run`` when a backward pass reaches ``tensor``. A write to a view replaces its node, not its base's."""
+    for one in (tensor, tensor._base):
+        if one is not None and one.grad_fn is not None:
+            one.grad_fn.register_prehook(run)
+
+
 def single_level_function() -> type:
     """The base of ``torch.autograd.Function`` for a single level of autograd, which torch.func does not transform."""
     return torch.autograd.function._SingleLevelFunction

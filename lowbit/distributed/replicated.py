@@ -27,7 +27,8 @@ from lowbit.dist_utils import scatter_flat
 from lowbit.distributed.zero import as_shard, in_buckets, rows_of, rows_per_process
 from lowbit.models.replicas import Replicas
 from lowbit.optim.shards import local
-from lowbit.torch_private import after_backward, graph_task
+from lowbit.tiled.lazy_logits import LazyLogits
+from lowbit.torch_private import after_backward, before_backward, graph_task
 
 __all__ = ["BUCKET_BYTES", "LEAST_BUCKETS", "ShardedGradients", "bucket_bytes"]
 
@@ -204,8 +205,12 @@ class _Reducer:
                 self._flight.work.wait()
             self._reset()
         tensors = [tensor for tensor in _tensors(output) if tensor.grad_fn is not None]
+        begin = partial(_begin, weakref.ref(self))
         for tensor in tensors:
-            tensor.register_hook(partial(_begin, weakref.ref(self)))
+            if isinstance(tensor, LazyLogits):  # a hook would compute them
+                tensor.before_backward(begin)
+            else:
+                before_backward(tensor, begin)
         self._expects = not tensors  # the output has tensors where they are not found
 
     def begin(self) -> None:
@@ -340,7 +345,7 @@ class _Reducer:
 
 
 # -- hooks ------------------------------------------------------------------------------------------------------------
-def _begin(weak: weakref.ref[_Reducer], gradient: Tensor) -> None:
+def _begin(weak: weakref.ref[_Reducer], gradients: Any) -> None:
     reducer = weak()
     if reducer is not None:
         reducer.begin()

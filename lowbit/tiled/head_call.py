@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowbit.torch_private import before_backward
+
 __all__ = ["REMEDY", "HeadCall", "watched_calls"]
 
 #: The end of error messages.
@@ -27,6 +29,7 @@ class HeadCall:
         path: Path of the layer in its model.
         fused: Whether a cross-entropy was computed without logits.
         reader: Name of the first operation that read logits; None if none did.
+        before_backward: Functions of gradients, which run when a backward pass reaches the logits or a fused loss.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class HeadCall:
         self.weight, self.bias, self.dtype, self.path, self._warn = weight, bias, dtype, path, warn
         self.fused = False
         self.reader: str | None = None
+        self.before_backward: list[Callable[[Any], object]] = []
         if _WATCHED.calls is not None:
             self._warn = lambda name: None
             _WATCHED.calls.append(self)
@@ -47,10 +51,20 @@ class HeadCall:
             if not self.fused:
                 self._warn(name)
 
+    def reached(self, gradients: Any) -> None:
+        """Run ``before_backward``."""
+        for run in self.before_backward:
+            run(gradients)
+
+    def announced(self, result: Tensor) -> Tensor:
+        """Return ``result``, at whose backward ``reached`` runs first."""
+        before_backward(result, self.reached)
+        return result
+
     def multiplied(self, hidden: Tensor) -> Tensor:
         """Return the logits of ``hidden``, as the layer does."""
         with self.without_autocast(hidden):
-            return F.linear(*self.operands(hidden))
+            return self.announced(F.linear(*self.operands(hidden)))
 
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return ``hidden``, weight and bias in ``dtype``."""

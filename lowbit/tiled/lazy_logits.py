@@ -123,6 +123,15 @@ class LazyLogits(Tensor):
         """Return the names of inner tensors: none is allocated for it."""
         return [], None
 
+    def before_backward(self, run: Callable[[Any], object]) -> None:
+        """Run a function when a backward pass reaches the logits or a loss of them. Nothing is computed for it.
+
+        Args:
+            run: Takes gradients, which it must not change.
+        """
+        if _is_tracked(self):
+            self._source.call.before_backward.append(run)
+
     def _read(self, name: str) -> Tensor:
         """Return the logits as a plain tensor."""
         self._source.call.read_by(name)
@@ -197,6 +206,7 @@ class _Logits(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         source = ctx.source
+        source.call.reached(grad)
         hidden, weight, bias, dtype = source.hidden, source.call.weight, source.call.bias, source.call.dtype
         grad = grad.movedim(source.axis, -1).to(dtype)
         rows = grad.reshape(-1, grad.shape[-1])
@@ -310,10 +320,10 @@ def _cross_entropy(
         dtype = torch.float32
     with torch.set_grad_enabled(torch.is_grad_enabled() and _is_tracked(logits)), call.without_autocast(hidden):
         rows, matrix, bias = call.operands(hidden)
-        loss = linear_cross_entropy(
+        loss = call.announced(linear_cross_entropy(
             rows, matrix, target, bias, ignore_index=ignore_index, reduction="none" if weighted else reduction,
             label_smoothing=label_smoothing, rounded=True,
-        )  # fmt: skip
+        ))  # fmt: skip
         if weighted:
             loss = _weighted(loss, target, weight, ignore_index, reduction)
         return loss.to(dtype)

@@ -120,6 +120,11 @@ def _kept(rank: int, path: str) -> None:
         RuntimeError, match=r"3.weight is sharded already.*use no_sync for all micro-batches but the last"
     ):
         plain(x).sum().backward()
+    layer, _ = sharded("zero2-replicated", nn.Linear(64, 8))
+    output = layer(torch.randn(2, 3, 64))
+    output.mul_(0.5)
+    output.sum().backward()
+    assert all(isinstance(p.grad, DTensor) for p in layer.parameters()), "the output was a view that is written to"
     dist.destroy_process_group()
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
@@ -563,6 +564,52 @@ def test_sharded_training(strategy, tmp_path):
         torch.distributed.destroy_process_group()
     assert calls[0].fused
     assert_close((value, {key.removeprefix("module."): gradient for key, gradient in found.items()}), expected, 1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.filterwarnings("ignore:memory.fuse_loss_")
+def test_replicated_training_reduces_gradients_without_logits(tied, tmp_path):
+    def both_forwards_first(model):
+        model.zero_grad()
+        losses = [LOSSES[name](model(IDS)) for name in ("shifted", "last token")]
+        for loss in losses:
+            loss.backward()
+
+    def both_outputs(model):
+        model.zero_grad()
+        logits, loss = model(IDS, IGNORED)
+        (loss + LOSSES["last token"](logits)).backward()
+
+    def aside(model):
+        """The inner module's backward does not reduce gradients, even if a forward of the outer one has preceded."""
+        model.zero_grad()
+        loss = LOSSES["shifted"](model(IDS))
+        LOSSES["last token"](getattr(model, "module", model)(IDS)).backward()
+        assert not any(isinstance(p.grad, DTensor) for p in model.parameters())
+        loss.backward()
+
+    def read(model):
+        trained(model, READERS["written below a view"])
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = made(tied=tied)
+        runs, expected = (both_forwards_first, both_outputs, aside, read), []
+        for run in runs:
+            run(model)
+            expected.append([p.grad.clone() for p in model.parameters()])
+        model.zero_grad()
+        lb.memory.fuse_loss_(model, head="head")
+        sharded, _ = lb.distributed.shard_(model, torch.optim.SGD(model.parameters()), "zero2-replicated")
+        for run, gradients in zip(runs, expected, strict=True):
+            with watched_calls() as calls:
+                run(sharded)
+            assert run is read or all(call.fused and call.reader is None for call in calls)
+            for p, gradient in zip(model.parameters(), gradients, strict=True):
+                assert isinstance(p.grad, DTensor)
+                torch.testing.assert_close(p.grad.to_local(), gradient, rtol=1e-11, atol=1e-11)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_copies_pickles_states_and_the_way_back():
