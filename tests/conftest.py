@@ -77,10 +77,12 @@ def _own_cache(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _clean_state():
-    """Every test begins with the same random state, and fails if it leaves a setting behind."""
+    """Every test begins with the same random state and an empty compiler, and fails if it leaves a setting behind."""
     torch.manual_seed(0)
     threads = torch.get_num_threads()
     yield
+    if "torch._dynamo.utils" in sys.modules:  # recompilations of several tests would count towards one limit
+        torch.compiler.reset()
     assert torch.get_num_threads() == threads, "the test left another number of threads behind"
     tiny = torch.full((1,), 1e-39)
     assert bool(tiny * 1 != 0), "the test left set_flush_denormal(True) behind"

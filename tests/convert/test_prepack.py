@@ -122,7 +122,6 @@ def test_no_bit_depends_on_layout_mode_or_batch(recipe, k):
 @pytest.mark.parametrize("recipe", [*RECIPES, GROUPED], ids=str)
 @pytest.mark.parametrize("way", ["plain", "packed"])
 def test_compiled_cold_and_warm(recipe, way):
-    torch._dynamo.reset()
     plain = layer(recipe, 300)
     x, one = torch.randn(5, 300), plain if way == "plain" else PackedLinear(plain.weight, plain.bias, plain.recipe)
     compiled = torch.compile(one, fullgraph=True, backend="aot_eager")
@@ -252,7 +251,6 @@ def test_biases_require_grad_again_once_they_are_unpacked():
 
 
 def test_compiled_in_grad_mode():
-    torch._dynamo.reset()
     one, x = packed("int8", 64), torch.randn(3, 64)
     compiled = torch.compile(one, fullgraph=True, backend="aot_eager")
     assert_same_bits(compiled(x).detach(), one(x).detach())

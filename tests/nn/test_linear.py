@@ -266,7 +266,6 @@ class Model(nn.Module):
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize("recipe", ["int8", "int4-weight-only", "mxfp8", "nvfp4"])
 def test_compile_without_graph_breaks(recipe):
-    torch._dynamo.reset()
     model = Model(recipe)
     x = torch.randn(2, 3, 33)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -282,7 +281,6 @@ def test_compile_without_graph_breaks(recipe):
 
 
 def test_inductor():
-    torch._dynamo.reset()
     model, x = Model("int8"), torch.randn(2, 3, 33)
     compiled = torch.compile(model, fullgraph=True)
     with torch.no_grad():

@@ -122,7 +122,6 @@ FUNCTIONS = {
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_compiled_functions_give_the_same_bits(name, backend):
-    torch._dynamo.reset()
     x = random_matrix(16, 96, seed=1)
     compiled = torch.compile(FUNCTIONS[name], backend=backend, fullgraph=True)
     assert_same_bits(compiled(x), FUNCTIONS[name](x), f"{name} with {backend}")
@@ -131,7 +130,6 @@ def test_compiled_functions_give_the_same_bits(name, backend):
 @not_2_10("dynamo fails on its own guard for a key that the compiled function adds to a dict")
 def test_names_first_met_while_compiling():
     """Caches of names must not change under the compiler's guards."""
-    torch._dynamo.reset()
     x = random_matrix(8, 44, seed=1)
     function = lambda x: (
         lb.quantize(x, "e3m1b2:group11:bf16").t().dequantize() + lb.decode(lb.encode(x, "e2m3b2"), "e2m3b2").t()
@@ -143,7 +141,6 @@ def test_names_first_met_while_compiling():
 
 
 def test_compiled_gradients():
-    torch._dynamo.reset()
 
     def loss(x: Tensor, q: lb.Quantized) -> Tensor:
         return lb.scaled_mm(lb.fake_quantize(x, "fp8_e4m3:row"), q, out_dtype=torch.float32)
@@ -158,7 +155,6 @@ def test_compiled_gradients():
 
 
 def test_dynamic_shapes_compile_once():
-    torch._dynamo.reset()
     counter = CompileCounter()
     f = torch.compile(lambda x: lb.fake_quantize(x, "mxfp8"), backend=counter, fullgraph=True, dynamic=True)
     for rows, cols in ((4, 64), (8, 96), (16, 33)):
@@ -410,7 +406,6 @@ def test_explain_knows_every_op_that_has_a_public_function():
 
 
 def test_compiled_stochastic_rounding_draws_a_seed_a_call_and_follows_a_tensor_of_steps():
-    torch._dynamo.reset()
     x, counter = torch.rand(64), CompileCounter()
     drawn = torch.compile(lambda x: lb.encode(x, "fp4_e2m1", "stochastic"), backend=counter, fullgraph=True)
     assert not torch.equal(drawn(x), drawn(x))

@@ -134,7 +134,6 @@ def test_accumulated_gradients_are_sums_and_are_clipped_as_any(recipe):
 @pytest.mark.parametrize("recipe", ["fp8", STOCHASTIC_ROWS, "fp8-delayed"], ids=str)
 def test_compiled_blocks_under_autocast_have_the_bits_of_eager(recipe):
     """Blocks that are compiled one by one, inside a model that is not, under bf16 autocast."""
-    torch._dynamo.reset()
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(33, 33), nn.ReLU()) for _ in range(2)]
     model = nn.Sequential(*blocks, nn.Linear(33, 9))

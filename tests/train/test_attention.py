@@ -339,7 +339,6 @@ def test_mixed_precision_with_working_copies():
 @pytest.mark.parametrize("recipe", ["fp8", STOCHASTIC, DELAYED], ids=str)
 @pytest.mark.parametrize("layer", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
 def test_compiled_it_computes_the_same(layer, recipe):
-    torch._dynamo.reset()
     model = layer(WIDTH, HEADS, 64, 0.0, batch_first=True)
     lb.train.prepare_(model, recipe)
     x, state = torch.randn(BATCH, LENGTH, WIDTH), lb.train.state(model)

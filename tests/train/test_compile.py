@@ -35,7 +35,6 @@ class Model(nn.Module):
 @pytest.mark.parametrize("recipe", [*TRAINING, STOCHASTIC, DELAYED], ids=str)
 def test_one_compilation_serves_all_steps_in_the_bits_of_eager(recipe):
     """Three steps of two micro-batches, which grow, so that delayed scales differ from current ones."""
-    torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
     def trained(compiled: bool) -> list[Tensor]:
@@ -68,7 +67,6 @@ def test_one_compilation_serves_all_steps_in_the_bits_of_eager(recipe):
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("recipe", ["fp8", STOCHASTIC, DELAYED], ids=str)
 def test_compiled_code_takes_any_number_of_rows(recipe):
-    torch._dynamo.reset()
     model, counter = nn.Sequential(nn.Linear(17, 5)), CompileCounterWithBackend("aot_eager")
     lb.train.prepare_(model, recipe)
     eager = copy.deepcopy(model)

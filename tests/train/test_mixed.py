@@ -234,7 +234,6 @@ def test_copies_and_pickles_run_their_own_weights():
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("copies", [False, True])
 def test_compiled(copies, dynamic):
-    torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
     lb.train.mixed_(model, "bf16", working_copies=copies, fp32_gradients=copies)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)

@@ -92,7 +92,6 @@ class Container(torch.optim.Optimizer):
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_optimizer_made_of_others_takes_one_step(compiled):
-    torch._dynamo.reset()
     model, counter = prepared(), CompileCounterWithBackend("aot_eager")
     optimizer = Container(sgd(model[0]), sgd(model[2]))
     forward = torch.compile(model, backend=counter, fullgraph=True) if compiled else model
@@ -239,7 +238,6 @@ def test_a_step_that_a_scaler_skips_does_not_count():
 
 
 def test_a_compiled_step_counts():
-    torch._dynamo.reset()
     model = prepared()
     optimizer = sgd(model)
     step = torch.compile(lambda: optimizer.step(), backend="aot_eager")
@@ -284,7 +282,6 @@ class Adapted(nn.Module):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_a_copy_whose_layers_are_frozen_follows_the_adapters(copied: Callable[[nn.Module], nn.Module], compiled: bool):
-    torch._dynamo.reset()
     model = Adapted()
     lb.train.prepare_(model, RECIPE, skip=())
     model.body.requires_grad_(False)
