@@ -41,7 +41,9 @@ def fuse_loss_(
     computes them and frees them. Any other operation computes and keeps them, so its result is the same as before. If
     this happens before the loss, the loss is not fused, and a warning says so once. Targets are class indices. All
     options of ``F.cross_entropy`` are supported except the combination of ``weight`` and ``label_smoothing``, with
-    which logits are computed. So are they in a model compiled by ``torch.compile``.
+    which logits are computed. So are they in a model compiled by ``torch.compile``, and if an autograd function returns
+    them. ``DistributedDataParallel`` has such a function with ``find_unused_parameters``, and in the first step with
+    ``static_graph``.
 
     Hugging Face causal language models that are called with ``labels``, if ``head`` is None: the model returns ``loss``
     and ``logits=None``. The loss equals that of ``ForCausalLMLoss`` up to rounding of sums, and supports

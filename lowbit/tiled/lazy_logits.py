@@ -92,6 +92,7 @@ class LazyLogits(Tensor):
     _shared: _Shared
     _steps: tuple[Callable[[Tensor], Tensor], ...]  # the views that lead from the shared tensor to this one
     _value: Tensor | None
+    _node: Any  # the autograd node of this tensor; another one follows if an autograd function returns the tensor
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,7 +101,7 @@ class LazyLogits(Tensor):
         if isinstance(first, LazyLogits) and first._shared.value is None:
             if func in _FACTS:
                 return _known(func, *args, **kwargs)
-            rule = _RULES.get(func)
+            rule = _RULES.get(func) if _node(first) is first._node else None
             result = NotImplemented if rule is None else rule(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -134,13 +135,18 @@ class LazyLogits(Tensor):
 
     def _read(self, name: str) -> Tensor:
         """Return the logits as a plain tensor."""
-        self._source.call.read_by(name)
+        call, node = self._source.call, _node(self)
+        call.read_by(name if node is self._node or node is None else node.name())
         if self._value is None:
             value = self._shared.compute()
             with torch.inference_mode(False), torch.set_grad_enabled(_is_tracked(self)):
                 for step in self._steps:
                     value = step(value)
             self._value = value
+        if node is not self._node:
+            with torch.inference_mode(False), torch.enable_grad():
+                followed = _Followed.apply(self, self._value.detach())  # type: ignore[no-untyped-call]
+            self._value, self._node = call.announced(followed), node
         return self._value
 
     def _read_below_autograd(self, name: str) -> Tensor:
@@ -175,7 +181,7 @@ def lazy_logits(call: HeadCall, hidden: Tensor) -> Tensor:
 def _made(source: _Source, shared: _Shared | None = None, steps: tuple[Any, ...] = ()) -> Tensor:
     call = source.call
     logits: Any = _Logits.apply(source.hidden, call.weight, call.bias, source)  # type: ignore[no-untyped-call]
-    logits._source, logits._steps, logits._value = source, steps, None
+    logits._source, logits._steps, logits._value, logits._node = source, steps, None, _node(logits)
     logits._shared = _Shared(source, _is_tracked(logits)) if shared is None else shared
     return logits  # type: ignore[no-any-return]
 
@@ -183,6 +189,11 @@ def _made(source: _Source, shared: _Shared | None = None, steps: tuple[Any, ...]
 def _is_tracked(logits: Any) -> bool:
     """Return whether the logits have gradients, without computing them."""
     return bool(_known(Tensor.requires_grad.__get__, logits))  # type: ignore[attr-defined]
+
+
+def _node(logits: Any) -> Any:
+    """Return the ``grad_fn`` of the logits, without computing them."""
+    return _known(Tensor.grad_fn.__get__, logits)  # type: ignore[union-attr]
 
 
 def _known(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -218,6 +229,18 @@ class _Logits(torch.autograd.Function):
                 rows.sum(0).to(bias.dtype) if wanted[2] else None,
                 None,
             )
+
+
+class _Followed(torch.autograd.Function):
+    """Gives computed logits the gradient of ``LazyLogits`` that an autograd function has returned."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: LazyLogits, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
 
 
 # -- rules: functions of lazy logits that need no values. They return NotImplemented for other calls -------------------

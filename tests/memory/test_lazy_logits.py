@@ -216,6 +216,95 @@ def test_any_other_operation_computes_the_logits(name):
     assert calls[0].reader is not None
 
 
+def halving(forward: Callable[[Any, Tensor], Tensor], dropped: int = 0) -> Callable[[Tensor], Tensor]:
+    """An autograd function with this forward, which drops tokens from the end. It halves gradients."""
+
+    class Halving(torch.autograd.Function):
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return 0.5 * F.pad(grad, (0, 0, 0, dropped))
+
+    Halving.forward = staticmethod(forward)
+    return Halving.apply
+
+
+def in_place(ctx: Any, x: Tensor) -> Tensor:
+    ctx.mark_dirty(x)
+    x.mul_(2.0)
+    return x
+
+
+def saving(ctx: Any, x: Tensor) -> Tensor:
+    result = x.clone()
+    ctx.save_for_backward(x, result)
+    return result
+
+
+#: Autograd functions that halve gradients, by the result of their forward.
+HALVING = {
+    "itself": halving(lambda ctx, x: x),
+    "a clone": halving(lambda ctx, x: x.clone()),
+    "a view": halving(lambda ctx, x: x.view_as(x)),
+    "a view of the same shape": halving(lambda ctx, x: x.view(x.shape)),
+    "a part": halving(lambda ctx, x: x[:, :-1], 1),
+    "a copy": halving(lambda ctx, x: x[:, :-1].contiguous(), 1),
+    "detached": halving(lambda ctx, x: x.detach()),
+    "written to": halving(in_place),
+    "saved": halving(saving),
+}
+
+
+def rows_of(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.reshape(-1, V), TARGETS[:, : x.shape[1]].reshape(-1)
+
+
+#: Losses of the results of such functions.
+AFTER: dict[str, Callable[[Tensor], Tensor]] = {
+    "cross-entropy": lambda x: F.cross_entropy(*rows_of(x)),
+    "by keyword": lambda x: F.cross_entropy(input=x.transpose(1, 2), target=TARGETS[:, : x.shape[1]]),
+    "twice": lambda x: F.cross_entropy(*rows_of(x)) + F.cross_entropy(x[:, 2], TARGETS[:, 2]),
+    "again": lambda x: F.cross_entropy(*rows_of(HALVING["a clone"](x))),
+    "squares": lambda x: x.square().mean() + x.argmax(-1).double().mean() + x.detach().mean(),
+    "below autograd": lambda x: Doubled.apply(F.pad(x, (0, 0, 0, T - x.shape[1]))),
+}
+
+
+@pytest.mark.parametrize("result", HALVING)
+@pytest.mark.filterwarnings("ignore:memory.fuse_loss_")
+def test_autograd_functions_that_return_logits_keep_their_backward(result):
+    model = made()
+    fused = copy.deepcopy(model)
+    lb.memory.fuse_loss_(fused, head="head")
+    for after in AFTER.values():
+
+        def loss(x, after=after):
+            return after(HALVING[result](x.clone() if result == "written to" else x))
+
+        with watched_calls() as calls:
+            found = trained(fused, loss)
+        assert_close(found, trained(model, loss), 1e-12)
+        assert calls[0].reader is not None and not calls[0].fused
+
+
+def test_logits_beside_a_function_stay_fused_and_its_reader_is_named():
+    model = made()
+    lb.memory.fuse_loss_(model, head="head")
+    logits = model(IDS)
+    halved = HALVING["a clone"](logits)
+    with pytest.warns(UserWarning, match="HalvingBackward reads the logits of 'head' before"):
+        found = torch.autograd.grad(AFTER["cross-entropy"](halved), model.head.bias)[0]
+    whole = model(IDS)
+    expected = torch.autograd.grad(AFTER["cross-entropy"](whole), model.head.bias)[0]
+    torch.testing.assert_close(2 * found, expected, rtol=1e-12, atol=1e-12)
+    halved.add_(1.0)
+    with watched_calls() as calls:
+        logits = model(IDS)
+        HALVING["a clone"](logits)
+        AFTER["cross-entropy"](logits)
+    torch.testing.assert_close(halved, whole + 1.0)
+    assert calls[0].fused and calls[0].reader is None
+
+
 @st.composite
 def views(draw: Any) -> list[tuple[str, tuple[Any, ...]]]:
     """Views and copies of logits, some of which do not fit their shape."""
@@ -529,19 +618,30 @@ def test_a_step_allocates_no_logits():
     assert p.peak_bytes - p.by_kind.get("other", 0) - weights == pytest.approx(fused, rel=0.03)
 
 
-@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.filterwarnings("ignore")
-def test_data_parallel_training_has_the_same_gradients(unused, tmp_path):
+def test_data_parallel_training_has_the_same_gradients(options, tied, tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        model = made(tied=True)
+        model = made(tied=tied)
         expected = trained(model, LOSSES["flattened"])
         lb.memory.fuse_loss_(model, head="head")
-        parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=unused)
-        value, found = trained(parallel, LOSSES["flattened"])
+        parallel = nn.parallel.DistributedDataParallel(model, **options)
+
+        def doubled(state, bucket):
+            """A reduction that shows in the gradients."""
+            done: torch.futures.Future[Tensor] = torch.futures.Future()
+            done.set_result(2 * bucket.buffer())
+            return done
+
+        parallel.register_comm_hook(None, doubled)
+        for _ in range(3):
+            value, found = trained(parallel, LOSSES["flattened"])
+            found = {name: 0.5 * gradient for name, gradient in found.items()}
+            assert_close((value, {name.removeprefix("module."): g for name, g in found.items()}), expected)
     finally:
         torch.distributed.destroy_process_group()
-    assert_close((value, {name.removeprefix("module."): g for name, g in found.items()}), expected)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
