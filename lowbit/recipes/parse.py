@@ -100,7 +100,8 @@ def recipe(name: str | Recipe, *, group: int | None = None) -> Recipe:
     if foreign in FOREIGN and base not in RECIPES:
         raise ValueError(f"recipe {name!r}: {FOREIGN[foreign]}")
     known = RECIPES.get(ALIASES.get(foreign, spelled(base)))
-    if known is None and spelled(base).endswith(_WEIGHT_ONLY):
+    options = bool(scaling) and find_scaling(scaling.split(":")[0]) is None
+    if (known is None or options) and spelled(base).endswith(_WEIGHT_ONLY):
         return _weight_only(base.lower()[: -len(_WEIGHT_ONLY)], f"group{group}" if group is not None else scaling)
     if known is None:
         raise ValueError(f"unknown recipe {name!r}{_suggestion(name)}; expected one of {_known()}")

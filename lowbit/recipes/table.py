@@ -128,8 +128,13 @@ RECIPES: dict[str, Recipe] = {
             forward=Gemm(Cast("nvfp4:global_row", rule="four-over-six"), Cast("nvfp4", rule="four-over-six")),
             name="nvfp4-eden", about="NVFP4 with gradients by MS-EDEN (Quartet II); trains; nvfp4 for inference",
         ),
+        Recipe(Gemm(None, "mxfp4"), name="mxfp4-weight-only", about="MXFP4 weights"),
         Recipe(Gemm(None, "nvfp4"), name="nvfp4-weight-only", about="NVFP4 weights"),
         Recipe(Gemm("int8:row", "int4:group128"), name="w4a8", about="4-bit weights, 8-bit activations"),
+        # Block types of GGUF files (llama.cpp), whose names are Q4_0 and so on.
+        Recipe(Gemm(None, "int4:group32:fp16"), name="q4-0", about="GGUF Q4_0: 4-bit weights, one fp16 scale per 32"),
+        Recipe(Gemm(None, "int5:group32:fp16"), name="q5-0", about="GGUF Q5_0: 5-bit weights, one fp16 scale per 32"),
+        Recipe(Gemm(None, "int8:group32:fp16"), name="q8-0", about="GGUF Q8_0: 8-bit weights, one fp16 scale per 32"),
         # Static input scales: quantize_ needs a calibration.
         Recipe(
             Gemm(Cast("int8:tensor", scale="static"), "int8:row"),

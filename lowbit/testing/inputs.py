@@ -46,12 +46,12 @@ def distinct_formats() -> list[Format]:
 def schemes() -> list[Scheme]:
     """Every format with every kind of scaling and every option, once each at least.
 
-    Integers of fewer than 4 bits and codebooks that are not distinct have some scalings each: the code is that of the
-    others.
+    Integers of other widths than 4 and 8 bits, and codebooks that are not distinct, have some scalings each: the code
+    is that of the others.
     """
     plain, small = _scalings("fp32"), [f"{s}{turn}" for s in _scalings("e8m0", "fp8_e4m3") for turn in ("", ":T")]
     distinct = distinct_formats()
-    elements = [f for f in distinct if f.kind != "integer" or f.bits >= 4]
+    elements = [f for f in distinct if f.kind != "integer" or f.bits in (4, 8)]
     texts = [f"{f}:{s}" for f in elements if f.signed or f.kind != "integer" for s in (*plain, *small)]
     texts += [f"{f}:{s}:affine" for f in elements if f.kind == "integer" for s in plain]
     texts += [f"{f}:{s}" for f in element_formats() if f not in distinct for s in ("row", "group7", "mx")]
@@ -75,6 +75,8 @@ _OPTIONS = [
     "nvfp4:global_row", "int8:row:e4m3:global_row", "nvfp4:ceil", "mxfp4:nearest", "mxfp4:nearest:T",
     "int4:group32:full", "int8:row:full", "int4:group7:bf16:full", "int8:group128:fp16:full",
     "int4:group32:e4m3:ceil:full:global_row",
+    "int6:row", "int6:group16:fp16", "int6:mx", "uint6:group7:affine", "uint6:tensor:affine",
+    "int5:group32:fp16", "int5:tensor", "int5:group7:bf16:full", "uint5:row:affine:bf16", "uint5:group32:affine",
     "int3:tensor", "int3:group32", "int3:mx", "int3:block7x7:full", "uint3:group7:affine", "uint3:row:affine:bf16",
     "int2:row", "int2:group32:full", "int2:nvfp4", "int2:group7:bf16", "uint2:col:affine", "uint2:group32:affine",
 ]  # fmt: skip

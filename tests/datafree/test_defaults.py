@@ -22,7 +22,7 @@ EXPECTED = {
     "nf4": "nearest",
     "int4-weight-only:group32": "magnitude", "uint4-weight-only": "nearest", "mxfp4": "mse", "mxfp4-weight-only": "mse",
     "nvfp4": "mse", "nvfp4-weight-only": "mse", "mxfp6": "nearest", "mxfp8": "nearest", "fp8": "nearest",
-    "int2-weight-only:group32": "magnitude",
+    "int2-weight-only:group32": "magnitude", "q4_0": "magnitude", "q5_0": "magnitude", "q8_0": "nearest",
 }  # fmt: skip
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 

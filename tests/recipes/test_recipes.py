@@ -39,7 +39,11 @@ DIGESTS = {
     "mxfp4": ("42a604d97a7f6f8e", "deb5b3511167e004"),
     "nvfp4": ("6e251b6f17e8934a", "a09c6feb981cea0f"),
     "nvfp4-eden": ("6e251b6f17e8934a", "c491b627497cdaec"),
+    "mxfp4-weight-only": ("37472541bb8d2f5f", None),
     "nvfp4-weight-only": ("723f7f43f7fd52dd", None),
+    "q4-0": ("eb4854cbfb819e39", None),
+    "q5-0": ("aa53b958a7f2ceae", None),
+    "q8-0": ("52646b18d2c33d21", None),
     "w4a8": ("ca21c0e6128ad7ac", None),
 }
 
@@ -209,8 +213,19 @@ def test_the_fields_names_are_aliases():
 
 @pytest.mark.parametrize(
     ("name", "weight"),
+    [("q4_0", "int4:group32:fp16"), ("q5_0", "int5:group32:fp16"), ("q8_0", "int8:group32:fp16")],
+)
+def test_ggufs_block_types_are_recipes(name, weight):
+    row = lb.recipe(name)
+    assert row is lb.recipe(name.upper()) is lb.recipe(name.replace("_", "-"))
+    assert row.weight == lb.scheme(weight) and row.input is None and not row.trains
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"),
     [
         ("mxfp4-weight-only", "mxfp4"),
+        ("mxfp4-weight-only:ceil", "mxfp4:ceil"),
         ("INT3_weight_only:group128", "int3:group128"),
         ("fp6_e3m2-weight-only:row", "fp6_e3m2:row"),
         ("uint2-weight-only:group32:affine", "uint2:group32:affine"),
