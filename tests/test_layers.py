@@ -49,6 +49,7 @@ LAYERS = [
     {"nn"},
     {"convert"},
     {"serialize"},
+    {"interop"},
     {"memory", "progress"},
     {"optim"},
     {"train"},

@@ -22,7 +22,7 @@ from lowbit.serialize import huggingface, safetensors
 from lowbit.serialize.empty import empty_weights, to_meta_
 from lowbit.serialize.layout import CONFIG, DTYPES, REBUILD, VERSION, WEIGHTS, in_features, our_config
 
-__all__ = ["load_model"]
+__all__ = ["Layer", "Saved", "load_into", "load_model"]
 
 
 class Layer(NamedTuple):
@@ -88,13 +88,23 @@ def load_model(directory: str | Path, model: nn.Module | None = None, prepack: b
     wrapped = [name for name, _ in inner.named_modules() if name.split(".")[-1] == "_orig_mod"]
     if wrapped:
         raise ValueError(f"modules inside the model are compiled ({wrapped[0]}); load first, then compile them")
-    _load_into(inner, saved, built)
+    load_into(inner, saved, built)
     if prepack:
         prepack_(model)
     return model
 
 
-def _load_into(model: nn.Module, saved: Saved, built: bool) -> None:
+def load_into(model: nn.Module, saved: Saved, built: bool) -> None:
+    """Quantize the layers of ``model`` that are quantized in the file, and fill the model.
+
+    Args:
+        model: A plain or quantized model.
+        saved: The tensors, with names and dtypes of lowbit's layers.
+        built: Whether the model was built for the file, so that its tensors get the file's dtypes.
+
+    Raises:
+        ValueError: Model and file do not fit each other; the model is unchanged.
+    """
     new_layers = _check_layers(model, saved)
     expected = _expected(model, saved, new_layers)
     _check_tensors(saved, expected)

@@ -12,7 +12,7 @@ from torch import Tensor
 from lowbit.files import is_file_name, left_behind, read_json, replaced, resumable, shown, write_json
 from lowbit.serialize import safetensors
 
-__all__ = ["INDEX", "Checkpoint", "Group", "Written", "pack", "write_index"]
+__all__ = ["INDEX", "SINGLE", "Checkpoint", "Group", "Written", "pack", "write_index"]
 
 #: The file of an unsharded model, and the index of a sharded one.
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

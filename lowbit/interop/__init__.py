@@ -1,0 +1,1 @@
+"""Models in the layouts of other programs, with codes and scales unchanged."""

@@ -1,0 +1,306 @@
+"""Writes a quantized model as a directory in the layout of compressed-tensors."""
+
+from __future__ import annotations
+
+import errno
+import json
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.convert.engine import origin, quantized_layers
+from lowbit.files import sync_directory, write_json
+from lowbit.interop.compressed_tensors import layouts
+from lowbit.interop.compressed_tensors.schemes import Format, group_of
+from lowbit.models.check import uncompiled
+from lowbit.models.names import plain_name
+from lowbit.models.wrap import plain_class
+from lowbit.nn.base import kind
+from lowbit.nn.linear import QuantLinear
+from lowbit.nn.packed import PackedLinear
+from lowbit.report import Report, report_on
+from lowbit.serialize import huggingface, safetensors
+from lowbit.serialize.saving import distinct
+from lowbit.serialize.shards import SINGLE, Group, pack, write_index
+from lowbit.sizes import amount
+
+__all__ = ["write"]
+
+#: The largest file of weights in bytes, unless one layer is larger. transformers has the same limit.
+SHARD_BYTES = 5 * 10**9
+
+#: Bytes to leave free on the disk, for the configs and the tokenizer.
+_SPARE = 64 << 20
+
+#: Patterns of the files that a tokenizer or a processor consists of.
+_TOKENIZER_FILES = (
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
+    "*.tiktoken", "*.model", "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+
+#: Layers whose outputs vLLM computes by one matmul, with one global scale.
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+#: Formats that readers decode to bf16 whatever the dtype of the model, so that other dtypes fail at the first matmul.
+_BF16_ONLY = ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized")
+
+
+class _Layer(NamedTuple):
+    """A quantized Linear, and how it is written."""
+
+    module: QuantLinear | PackedLinear
+    format: Format
+    group: dict[str, Any]
+
+    def kinds(self) -> dict[str, layouts.Kind]:
+        """The dtypes and shapes of its tensors by name."""
+        shape = (self.module.out_features, self.module.in_features)
+        kinds = layouts.weight_kinds(self.format, self.module.scheme, shape)
+        recipe = self.module.recipe
+        return kinds | layouts.input_kinds(recipe.input) if recipe.static and recipe.input is not None else kinds
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by name, without the bias."""
+        tensors = layouts.to_tensors(self.module.weight, self.format)
+        scales, scheme = getattr(self.module, "input_scales", None), self.module.recipe.input
+        return tensors if scales is None or scheme is None else tensors | layouts.input_tensors(scales, scheme)
+
+
+@torch.no_grad()
+def write(model: nn.Module, path: str | Path, tokenizer: Any = None) -> Report:
+    """Write a quantized Hugging Face model for transformers, vLLM and other readers of compressed-tensors.
+
+    Codes and scales are unchanged. The directory gets its name when it is complete.
+
+    Args:
+        model: A model of transformers whose Linears ``quantize_`` has quantized.
+        path: The directory; it must not exist, or be empty.
+        tokenizer: An object with ``save_pretrained``, or a directory whose tokenizer files are copied.
+
+    Returns:
+        The report, with a row for each quantized layer.
+
+    Raises:
+        ValueError: The model is not of transformers, or has a layer that compressed-tensors cannot express. The
+            message names the nearest recipe that works.
+        FileExistsError: ``path`` has other content.
+        FileNotFoundError: The directory of the tokenizer has no tokenizer.
+        OSError: The directory cannot be written, or the disk has too little space.
+    """
+    model, path = uncompiled(model), Path(path)
+    if not huggingface.is_pretrained(model):
+        raise ValueError(
+            f"compressed-tensors is a layout for models of transformers, and this is a {type(model).__name__}; "
+            f"use lowbit.save_model, or merge adapters first"
+        )
+    layers = _layers(model)
+    plain = _plain_tensors(model, layers)
+    config = _config(model, layers)
+    files = pack(_groups(layers, plain), SHARD_BYTES)
+    tokenizer_files = _tokenizer_files(tokenizer)
+    size = sum(group[1] for groups in files for group in groups)
+    with _new_directory(path, size) as directory:
+        rows = []
+        for index, groups in enumerate(files):
+            file = SINGLE if len(files) == 1 else f"model-{index + 1:05}-of-{len(files):05}.safetensors"
+            rows.append({"file": file, "names": _write_file(directory / file, groups, layers, plain)})
+        if len(files) > 1:
+            write_index(directory, rows)
+        write_json(directory / "config.json", config)
+        generation = huggingface.describe(model)["generation"]
+        if generation is not None:
+            write_json(directory / "generation_config.json", generation)
+        for source in tokenizer_files:
+            shutil.copy2(source, directory / source.name)
+        if hasattr(tokenizer, "save_pretrained"):
+            tokenizer.save_pretrained(str(directory))
+    modules = {name: layer.module for name, layer in layers.items()}
+    report = report_on("compressed_tensors.write", model, modules, f"written to {path}")
+    return replace(report, notes=_notes(layers, model))
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+def _layers(model: nn.Module) -> dict[str, _Layer]:
+    """The quantized layers by name. Raises ValueError for a layer that cannot be written."""
+    for name, module in model.named_modules():
+        if kind(module) in ("qat", "training"):
+            raise ValueError(f"layer {name!r} is prepared for training; convert the model before writing it")
+    layers = {}
+    for name, module in quantized_layers(model).items():
+        source = origin(module)
+        linear = source is None or issubclass(plain_class(source.layer), nn.Linear)
+        if not isinstance(module, QuantLinear | PackedLinear) or not linear:
+            kind_of = type(module if source is None else source.layer).__name__
+            raise ValueError(
+                f"layer {name!r} was a {kind_of}, and compressed-tensors has quantized Linears only; quantize the "
+                f"model again with skip={name!r}"
+            )
+        try:
+            layers[plain_name(name)] = _Layer(module, *group_of(module.recipe))
+        except ValueError as error:
+            raise ValueError(f"layer {name!r}: {error}") from None
+        block = module.scheme.block
+        if block[0] == 1 and block[1] is not None and module.in_features % block[1]:
+            raise ValueError(
+                f"layer {name!r} has in_features {module.in_features}, no multiple of its groups of {block[1]}, and "
+                f"compressed-tensors has whole groups only; quantize it with another group, or with one scale per row"
+            )
+    if not layers:
+        raise ValueError("the model has no quantized layer; call lowbit.quantize_ first, or save_pretrained")
+    return layers
+
+
+def _plain_tensors(model: nn.Module, layers: dict[str, _Layer]) -> dict[str, Tensor]:
+    """All other tensors, each once."""
+    state = {plain_name(name): value for name, value in model.state_dict().items()}
+    plain = {
+        name: value for name, value in state.items() if name.rpartition(".")[0] not in layers or name.endswith(".bias")
+    }
+    tensors, _ = distinct(plain)
+    for name, value in (*tensors.items(), *((name, layer.module.weight.codes) for name, layer in layers.items())):
+        if value.is_meta:
+            raise ValueError(f"{name!r} is on the meta device and has no values; load the model first")
+    safetensors.check_writable(tensors)
+    return tensors
+
+
+def _groups(layers: dict[str, _Layer], plain: dict[str, Tensor]) -> list[Group]:
+    """Names and bytes of tensors that are written together: those of a layer, and each other tensor."""
+    groups: list[Group] = [((name,), value.nbytes) for name, value in plain.items()]
+    for name, layer in layers.items():
+        kinds = {
+            f"{name}.{part}": torch.empty(kind.shape, dtype=kind.dtype, device="meta")
+            for part, kind in layer.kinds().items()
+        }
+        groups.append((tuple(kinds), sum(tensor.nbytes for tensor in kinds.values())))
+    return groups
+
+
+def _write_file(path: Path, groups: Iterable[Group], layers: dict[str, _Layer], plain: dict[str, Tensor]) -> list[str]:
+    """Write one file, layer by layer, and return the names of its tensors."""
+    layout: dict[str, Tensor] = {}
+    for names, _ in groups:
+        for name in names:
+            layer, _, part = name.rpartition(".")
+            kind = layouts.Kind(plain[name].dtype, plain[name].shape) if name in plain else layers[layer].kinds()[part]
+            layout[name] = torch.empty(kind.shape, dtype=kind.dtype, device="meta")
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for names, _ in groups:
+            layer = names[0].rpartition(".")[0]
+            if names[0] in plain:
+                yield names[0], plain[names[0]].cpu()
+            else:
+                yield from ((f"{layer}.{part}", value.cpu()) for part, value in layers[layer].tensors().items())
+
+    path.touch()
+    safetensors.write_streamed(path, layout, tensors())
+    return list(layout)
+
+
+# -- config ------------------------------------------------------------------------------------------------------------
+def _config(model: Any, layers: dict[str, _Layer]) -> dict[str, Any]:
+    described = huggingface.describe(model)
+    config = dict(described["config"])
+    config["architectures"] = [described["architecture"]]
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = _dtype(model, layers)
+    config["quantization_config"] = _quantization_config(model, layers)
+    return config
+
+
+def _dtype(model: nn.Module, layers: dict[str, _Layer]) -> str:
+    """The dtype of the model, or bf16 if readers run it in bf16 only."""
+    if any(layer.format.name in _BF16_ONLY for layer in layers.values()):
+        return "bfloat16"
+    dtype = next(iter(layers.values())).module.weight_dtype
+    return str(getattr(model, "dtype", dtype) or dtype).removeprefix("torch.")
+
+
+def _quantization_config(model: nn.Module, layers: dict[str, _Layer]) -> dict[str, Any]:
+    """The config of all layers. One group names the class Linear, several the paths of their layers."""
+    groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    for name, layer in layers.items():
+        groups.setdefault(json.dumps(layer.group, sort_keys=True), (layer.group, []))[1].append(name)
+    formats = {layer.format.name for layer in layers.values()}
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "config_groups": {
+            f"group_{index}": {"targets": ["Linear"] if len(groups) == 1 else names, **group}
+            for index, (group, names) in enumerate(groups.values())
+        },
+        "ignore": [
+            plain_name(name)
+            for name, module in model.named_modules(remove_duplicate=False)
+            if isinstance(module, nn.Linear) and kind(module) is None
+        ],
+        "kv_cache_scheme": None,
+    }
+
+
+def _notes(layers: dict[str, _Layer], model: nn.Module) -> tuple[str, ...]:
+    notes = []
+    if _dtype(model, layers) == "bfloat16" and getattr(model, "dtype", None) not in (None, torch.bfloat16):
+        notes.append("config.json has dtype bfloat16, because readers run this format in bf16 only")
+    for parent in sorted({name.rpartition(".")[0] for name in layers}):
+        for fused in _FUSED:
+            siblings = [layers[name] for child in fused if (name := f"{parent}.{child}") in layers]
+            scales = [layer.module.weight.global_scale for layer in siblings if layer.module.scheme.global_scale]
+            if any(not torch.equal(scale, scales[0]) for scale in scales):  # type: ignore[arg-type]
+                notes.append(
+                    f"{parent} has different global scales for {', '.join(fused)}; vLLM uses one for all of them, "
+                    f"which changes the weights"
+                )
+                return tuple(notes)  # one example is enough
+    return tuple(notes)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+def _tokenizer_files(tokenizer: Any) -> list[Path]:
+    """The tokenizer's files in a directory. Raises FileNotFoundError if it has none."""
+    if tokenizer is None or hasattr(tokenizer, "save_pretrained"):
+        return []
+    directory = Path(tokenizer)
+    files = sorted({file for pattern in _TOKENIZER_FILES for file in directory.glob(pattern) if file.is_file()})
+    if not files:
+        raise FileNotFoundError(f"{directory} has no tokenizer files; give the tokenizer, or its directory")
+    return files
+
+
+@contextmanager
+def _new_directory(path: Path, size: int) -> Iterator[Path]:
+    """Yield a temporary directory, which becomes ``path`` at the end; a failure removes it.
+
+    Raises:
+        FileExistsError: ``path`` has content.
+        OSError: The disk has less free space than ``size`` bytes.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError(f"{path} is not an empty directory; remove it, or write to another one")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(path.parent).free
+    if free < size + _SPARE:
+        raise OSError(
+            errno.ENOSPC,
+            f"{path.parent} has {amount(free)} free, and the model needs {amount(size + _SPARE)}",
+            str(path),
+        )
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    temporary.mkdir()
+    try:
+        yield temporary
+        if path.exists():
+            path.rmdir()
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_directory(path.parent)
