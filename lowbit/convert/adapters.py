@@ -22,7 +22,7 @@ from lowbit.nn.linear import QuantLinear
 from lowbit.ops.conv import spans_tensor
 from lowbit.recipes import Recipe
 
-__all__ = ["ADAPTERS", "Adapter", "Make", "Plain", "find", "register", "unusual"]
+__all__ = ["ADAPTERS", "EXPERTS", "Adapter", "Make", "Plain", "find", "register", "unusual"]
 
 #: ``make(parameter, matrix, bias)`` returns a QuantLinear. ``matrix`` [out, in] is ``parameter`` or a part of it, as a
 #: view or a copy.
@@ -121,8 +121,8 @@ def find(module: nn.Module) -> Found:
             f"a {cls.__name__} replaces {' and '.join(changed)} of {base.__name__}, and may compute something else; "
             f"if it does not, call lowbit.convert.register({cls.__name__}, {base.__name__})",
         )
-    if _EXPERTS in ADAPTERS and _decorated(cls):
-        return Found(ADAPTERS[_EXPERTS], _EXPERTS, None)
+    if EXPERTS in ADAPTERS and _decorated(cls):
+        return Found(ADAPTERS[EXPERTS], EXPERTS, None)
     return Found(None, None, None)
 
 
@@ -253,13 +253,13 @@ def _attention_back(layer: nn.MultiheadAttention, quantized: QuantMultiheadAtten
 
 # -- stacked experts of transformers ----------------------------------------------------------------------------------
 #: The decorator of all classes of stacked experts, and the name of their row.
-_EXPERTS = "transformers.integrations.moe.use_experts_implementation"
+EXPERTS = "transformers.integrations.moe.use_experts_implementation"
 
 
 def _decorated(cls: type) -> bool:
     """Whether ``forward`` comes from the decorator."""
     module = getattr(getattr(cls, "forward", None), "__globals__", {}).get("__name__")
-    return bool(module == _EXPERTS.rpartition(".")[0])
+    return bool(module == EXPERTS.rpartition(".")[0])
 
 
 def _bias(part: Tensor, trained: bool) -> nn.Parameter:
@@ -313,5 +313,5 @@ ADAPTERS: dict[str, Adapter] = {
         _attention, _attention_back, _refuses_attention, (*_PROJECTIONS, "bias_k", "bias_v")
     ),
     "transformers.pytorch_utils.Conv1D": Adapter(_conv1d, _conv1d_back, unusual),
-    _EXPERTS: Adapter(_experts, _experts_back, _refuses_experts),
+    EXPERTS: Adapter(_experts, _experts_back, _refuses_experts),
 }

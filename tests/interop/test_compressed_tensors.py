@@ -244,7 +244,7 @@ def test_tokenizers_are_saved_or_copied(tmp_path):
     ("make", "told"),
     [
         (lambda model: lb.quantize_(model, "nf4"), r"no format has weights in nf4; the nearest .* 'int4-weight-only'"),
-        (lambda model: lb.quantize_(model, "int4-weight-only"), r"in_features 64, no multiple of its groups of 128"),
+        (lambda model: lb.quantize_(model, "int4-weight-only"), r"in_features is 64, no multiple of its groups of 128"),
         (lambda model: lb.quantize_(model, "int8", skip=("layers",)), r"lm_head|was a"),
         (lambda model: None, "no quantized layer"),
         (lambda model: lb.qat.prepare_(model, "int8"), "prepared for training"),

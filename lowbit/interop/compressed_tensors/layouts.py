@@ -6,7 +6,7 @@ The global scale of NVFP4 is stored as its reciprocal, because readers divide by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,8 @@ from lowbit.tensor.packing import pack, unpack
 from lowbit.tensor.quantized import Quantized, Scales, scale_dtype, zero_dtype
 
 __all__ = [
-    "STORAGES", "Kind", "from_tensors", "input_kinds", "input_scales", "input_tensors", "to_tensors", "weight_kinds",
+    "STORAGES", "Kind", "from_tensors", "input_kinds", "input_scales", "input_tensors", "joined", "rows", "to_tensors",
+    "weight_kinds",
 ]  # fmt: skip
 
 
@@ -68,19 +69,13 @@ def weight_kinds(format: Format, scheme: Scheme, shape: tuple[int, int]) -> dict
 
 
 def to_tensors(weight: Quantized, format: Format) -> dict[str, Tensor]:
-    """The tensors of a weight ``[N, K]`` by name.
+    """The tensors of a weight ``[N, K]`` by name; groups must divide K.
 
     Raises:
-        ValueError: K is not a multiple of the group, or a zero point is outside of the format.
+        ValueError: A zero point is outside of the format.
     """
-    scheme, (rows, cols) = weight.scheme, (int(size) for size in weight.shape)
-    block = scheme.block
-    if block[0] == 1 and block[1] is not None and cols % block[1]:
-        raise ValueError(
-            f"compressed-tensors has whole groups only, and {cols} columns are no multiple of {block[1]}; quantize "
-            f"this layer with another group, or with one scale per row"
-        )
-    kinds = weight_kinds(format, scheme, (rows, cols))
+    scheme, (lines, cols) = weight.scheme, (int(size) for size in weight.shape)
+    kinds = weight_kinds(format, scheme, (lines, cols))
     storage = STORAGES[format.storage]
     scale = weight.scale.view(torch.float8_e4m3fn) if scheme.global_scale else weight.scale
     tensors = {
@@ -97,7 +92,7 @@ def to_tensors(weight: Quantized, format: Format) -> dict[str, Tensor]:
             else (zero ^ 128).view(torch.int8) + (128 - _half(scheme))
         )
     if format.storage == "words":
-        tensors["weight_shape"] = torch.tensor([rows, cols])
+        tensors["weight_shape"] = torch.tensor([lines, cols])
     return {name: tensors[name].contiguous() for name in kinds}
 
 
@@ -127,6 +122,45 @@ def from_tensors(
     scale = tensors["weight_scale"].view(scale_dtype(scheme)).reshape(scheme.scale_shape(rows, cols))
     codes = storage.load(tensors[storage.name], scheme, cols)
     return Quantized(codes, scale, zero_point, global_scale, scheme, torch.Size(shape), dtype)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+def rows(weight: Quantized, begin: int, end: int) -> Quantized:
+    """Rows of a weight ``[N, K]``. Blocks must not be divided."""
+    if (begin, end) == (0, weight.shape[0]):
+        return weight
+    block = weight.scheme.block[0]
+    lines = slice(None) if block is None else slice(begin // block, -(-end // block))
+    zero = None if weight.zero_point is None else weight.zero_point[lines]
+    shape = torch.Size((end - begin, weight.shape[1]))
+    return Quantized(
+        weight.codes[begin:end], weight.scale[lines], zero, weight.global_scale, weight.scheme, shape, weight.dtype
+    )
+
+
+def joined(weights: Sequence[Quantized]) -> Quantized:
+    """Weights of one scheme below each other. Raises ValueError if that needs two scales where the scheme has one."""
+    first = weights[0]
+    block = first.scheme.block[0]
+    if len(weights) == 1:
+        return first
+    shared = [first.global_scale] if block is not None else [first.scale, first.global_scale]
+    for weight in weights[1:]:
+        other = [weight.global_scale] if block is not None else [weight.scale, weight.global_scale]
+        if any(a is not None and b is not None and not torch.equal(a, b) for a, b in zip(shared, other, strict=True)):
+            raise ValueError("matrices that one matmul computes have different scales of the whole matrix")
+    if block is not None and any(weight.shape[0] % block for weight in weights[:-1]):
+        raise ValueError(f"matrices that one matmul computes end within a block of {block} rows")
+    zeros = [weight.zero_point for weight in weights if weight.zero_point is not None]
+    return Quantized(
+        torch.cat([weight.codes for weight in weights]),
+        first.scale if block is None else torch.cat([weight.scale for weight in weights]),
+        torch.cat(zeros) if zeros else None,
+        first.global_scale,
+        first.scheme,
+        torch.Size((sum(int(weight.shape[0]) for weight in weights), first.shape[1])),
+        first.dtype,
+    )
 
 
 # -- static inputs -----------------------------------------------------------------------------------------------------

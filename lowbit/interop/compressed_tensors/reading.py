@@ -6,24 +6,25 @@ The files are untrusted. Names, dtypes and shapes are checked against the model 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.convert.adapters import find
+from lowbit.convert.adapters import EXPERTS, find
 from lowbit.files import read_json, shown
 from lowbit.interop.compressed_tensors import layouts
+from lowbit.interop.compressed_tensors.names import Names
 from lowbit.interop.compressed_tensors.schemes import Format, input_of, recipe_of, scheme_of
+from lowbit.nn.experts import stacks
 from lowbit.nn.linear import QuantLinear
 from lowbit.recipes import Recipe
 from lowbit.scaling import Scheme
 from lowbit.serialize import huggingface
 from lowbit.serialize.loading import Layer, Saved, load_into
 from lowbit.serialize.shards import Checkpoint
-from lowbit.tensor.quantized import Scales
 from lowbit.user_warnings import warn
 
 __all__ = ["detect", "read"]
@@ -37,19 +38,33 @@ _UNUSED = ("input_global_scale",)
 _CACHE = re.compile(r".*\.(k_scale|v_scale|q_scale|k_zero_point|v_zero_point)")
 
 
-class _Layer(NamedTuple):
-    """A quantized Linear in the checkpoint."""
+#: Names of classes in targets that mean every Linear.
+_CLASSES = ("Linear", "Module")
 
+
+class _Matrix(NamedTuple):
+    """A quantized matrix in the checkpoint."""
+
+    name: str
     format: Format
     scheme: Scheme
     recipe: Recipe
     shape: tuple[int, int]
-    dtype: torch.dtype
 
     def kinds(self) -> dict[str, layouts.Kind]:
+        """The dtypes and shapes of its tensors by name."""
         kinds = layouts.weight_kinds(self.format, self.scheme, self.shape)
         input = self.recipe.input
         return kinds | layouts.input_kinds(input) if self.recipe.static and input is not None else kinds
+
+
+class _Wanted(NamedTuple):
+    """The weight of a QuantLinear, and the names in the checkpoint of the matrices below each other in it."""
+
+    path: str
+    names: tuple[str, ...]
+    rows: int
+    cols: int
 
 
 def detect(path: str | Path) -> bool:
@@ -84,20 +99,21 @@ def read(path: str | Path) -> nn.Module:
     model: Any = huggingface.without_weights(path)
     if getattr(model.config, "quantization_config", None) is not None:
         del model.config.quantization_config
-    layers = _layers(path, config, checkpoint, model)
+    names = Names(model)
+    layers: dict[str, Layer] = {}
     tensors: dict[str, Tensor] = {}
     used: set[str] = set()
-    for name, layer in layers.items():
-        tensors |= _state(checkpoint, name, layer, used)
-    rest, tied = _plain(checkpoint, model, layers, used)
+    for name, module in model.named_modules(remove_duplicate=False):
+        for wanted in _weights(checkpoint, name, module, names):
+            matrices = [_matrix(path, config, checkpoint, source, wanted) for source in wanted.names]
+            before = layers.get(name, Layer(matrices[0].recipe, model.dtype, []))
+            if any(matrix.recipe != before.recipe for matrix in matrices):
+                raise ValueError(f"{path / CONFIG} has several schemes within {name}, and lowbit one for all experts")
+            layers[name] = before._replace(widths=[*(before.widths or ()), wanted.cols])
+            tensors |= _state(checkpoint, wanted.path, matrices, model.dtype, used)
+    rest, tied = _plain(checkpoint, model, layers, names, used)
     _refuse_unused(checkpoint, model, used, config)
-    saved = Saved(
-        path / CONFIG,
-        {name: Layer(layer.recipe, layer.dtype, [layer.shape[1]]) for name, layer in layers.items()},
-        {**tensors, **rest},
-        tied,
-        None,
-    )
+    saved = Saved(path / CONFIG, layers, {**tensors, **rest}, tied, None)
     load_into(model, saved, built=False)
     return model.eval()  # type: ignore[no-any-return]
 
@@ -124,42 +140,65 @@ def _quantization_config(path: Path) -> dict[str, Any]:
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
-def _layers(path: Path, config: dict[str, Any], checkpoint: Checkpoint, model: nn.Module) -> dict[str, _Layer]:
-    """The quantized Linears of the model, by name."""
-    groups = config["config_groups"]
-    layers = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        scale = checkpoint.entries.get(f"{name}.weight_scale")
-        if scale is None:
-            continue
-        _, listed, _ = find(module)
-        if listed is None or not isinstance(module, nn.Linear):
-            raise ValueError(f"{scale.path} has {name}.weight_scale, and {name} is a {type(module).__name__}")
-        group = _group_of(name, module, groups, config.get("ignore") or [])
-        if group is None:
-            raise ValueError(f"{path / CONFIG} has no config group for {name}, whose weight_scale {scale.path} holds")
-        try:
-            weights = group.get("weights")
-            if not isinstance(weights, dict) or group.get("output_activations"):
-                raise ValueError("a group needs weights, and no output_activations")
-            name_of = group.get("format") or config.get("format")
-            dtype = str(scale.dtype).removeprefix("torch.")
-            format, scheme = scheme_of(weights, str(name_of), dtype)
-            recipe = recipe_of(scheme, input_of(group.get("input_activations")))
-        except ValueError as error:
-            raise ValueError(f"{path / CONFIG}: layer {name!r}: {error}") from None
-        shape = (module.out_features, module.in_features)
-        layers[name] = _Layer(format, recipe.weight, recipe, shape, module.weight.dtype)
-    return layers
+def _weights(checkpoint: Checkpoint, path: str, module: Any, names: Names) -> list[_Wanted]:
+    """The quantized weights of a module; none if it has none in the checkpoint."""
+    _, listed, _ = find(module)
+    if listed == EXPERTS and not module.is_transposed and (children := names.experts(path, module)) is not None:
+        stacked = [
+            (inner, getattr(module, stack), parts)
+            for inner, stack, parts in zip(("gate_up", "down"), stacks(module), children, strict=True)
+        ]
+        wanted = [
+            _Wanted(
+                f"{path}.{inner}.{index}",
+                tuple(_found(checkpoint, f"{path}.{index}.{child}", names) for child in parts),
+                stack.shape[1],
+                stack.shape[2],
+            )
+            for inner, stack, parts in stacked
+            for index in range(stack.shape[0])
+        ]
+        return wanted if any(f"{name}.weight_scale" in checkpoint.entries for name in wanted[0].names) else []
+    name = _found(checkpoint, path, names)
+    scale = checkpoint.entries.get(f"{name}.weight_scale")
+    if scale is None:
+        return []
+    if listed is None or not isinstance(module, nn.Linear):
+        raise ValueError(f"{scale.path} has {name}.weight_scale, and {path} is a {type(module).__name__}")
+    return [_Wanted(path, (name,), module.out_features, module.in_features)]
 
 
-def _group_of(name: str, module: nn.Module, groups: dict[str, Any], ignore: list[str]) -> dict[str, Any] | None:
-    """The group for a layer: one that names it, else one whose pattern matches, else one that names its class."""
-    classes = {cls.__name__ for cls in type(module).__mro__}
+def _found(checkpoint: Checkpoint, path: str, names: Names) -> str:
+    """The name of a Linear in this checkpoint, which may be that of the model."""
+    return path if f"{path}.weight_scale" in checkpoint.entries else names.layer(path)
+
+
+def _matrix(path: Path, config: dict[str, Any], checkpoint: Checkpoint, name: str, wanted: _Wanted) -> _Matrix:
+    scale = checkpoint.entries.get(f"{name}.weight_scale")
+    if scale is None:
+        raise ValueError(f"{path} lacks {name}.weight_scale, and has others of the same module; copy it again")
+    group = _group_of(name, config["config_groups"], config.get("ignore") or [])
+    if group is None:
+        raise ValueError(f"{path / CONFIG} has no config group for {name}, whose weight_scale {scale.path} holds")
+    try:
+        weights = group.get("weights")
+        if not isinstance(weights, dict) or group.get("output_activations"):
+            raise ValueError("a group needs weights, and no output_activations")
+        dtype = str(scale.dtype).removeprefix("torch.")
+        format, scheme = scheme_of(weights, str(group.get("format") or config.get("format")), dtype)
+        recipe = recipe_of(scheme, input_of(group.get("input_activations")))
+    except ValueError as error:
+        raise ValueError(f"{path / CONFIG}: layer {name!r}: {error}") from None
+    shape = (wanted.rows // len(wanted.names), wanted.cols)
+    return _Matrix(name, format, recipe.weight, recipe, shape)
+
+
+def _group_of(name: str, groups: dict[str, Any], ignore: list[str]) -> dict[str, Any] | None:
+    """The group for a Linear: one that names it, else one whose pattern matches, else one that names its class."""
     ways: tuple[Callable[[str], bool], ...] = (
         lambda target: target == name,
         lambda target: target.startswith("re:") and _matches(target[3:], name),
-        lambda target: target in classes,
+        lambda target: target in _CLASSES,
     )
     if any(way(target) for target in ignore for way in ways):
         return None
@@ -178,21 +217,35 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
-def _state(checkpoint: Checkpoint, name: str, layer: _Layer, used: set[str]) -> dict[str, Tensor]:
-    """The state of the layer as a QuantLinear, without the bias. Adds the names that it has read to ``used``."""
-    tensors = {}
-    for part, kind in layer.kinds().items():
-        tensors[part] = _read(checkpoint, f"{name}.{part}", kind)
-        used.add(f"{name}.{part}")
-    used |= {f"{name}.{part}" for part in _UNUSED}
+def _state(
+    checkpoint: Checkpoint, path: str, matrices: list[_Matrix], dtype: torch.dtype, used: set[str]
+) -> dict[str, Tensor]:
+    """The state of a QuantLinear without the bias. Adds the names that it has read to ``used``."""
+    weights, scales = [], []
+    for matrix in matrices:
+        tensors = {}
+        for part, kind in matrix.kinds().items():
+            tensors[part] = _read(checkpoint, f"{matrix.name}.{part}", kind)
+            used.add(f"{matrix.name}.{part}")
+        used |= {f"{matrix.name}.{part}" for part in _UNUSED}
+        try:
+            weights.append(layouts.from_tensors(tensors, matrix.format, matrix.scheme, matrix.shape, dtype))
+            if matrix.recipe.static and matrix.recipe.input is not None:
+                scales.append(layouts.input_scales(tensors, matrix.recipe.input))
+        except ValueError as error:
+            raise ValueError(f"{_file(checkpoint, matrix)}: layer {matrix.name!r}: {error}") from None
+    pairs = ((a, b) for row in scales for a, b in zip(row, scales[0], strict=True))
+    if any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs):
+        raise ValueError(f"{_file(checkpoint, matrices[0])}: {path} has different input scales for one input")
     try:
-        weight = layouts.from_tensors(tensors, layer.format, layer.scheme, layer.shape, layer.dtype)
-        scales: Scales | None = None
-        if layer.recipe.static and layer.recipe.input is not None:
-            scales = layouts.input_scales(tensors, layer.recipe.input)
+        weight = layouts.joined(weights)
     except ValueError as error:
-        raise ValueError(f"{checkpoint.entries[f'{name}.weight_scale'].path}: layer {name!r}: {error}") from None
-    return QuantLinear(weight, None, layer.recipe, scales).state_dict(prefix=f"{name}.")
+        raise ValueError(f"{_file(checkpoint, matrices[0])}: {path}: {error}") from None
+    return QuantLinear(weight, None, matrices[0].recipe, scales[0] if scales else None).state_dict(prefix=f"{path}.")
+
+
+def _file(checkpoint: Checkpoint, matrix: _Matrix) -> Path:
+    return checkpoint.entries[f"{matrix.name}.weight_scale"].path
 
 
 def _read(checkpoint: Checkpoint, name: str, kind: layouts.Kind) -> Tensor:
@@ -210,32 +263,65 @@ def _read(checkpoint: Checkpoint, name: str, kind: layouts.Kind) -> Tensor:
 
 
 def _plain(
-    checkpoint: Checkpoint, model: nn.Module, layers: dict[str, _Layer], used: set[str]
+    checkpoint: Checkpoint, model: nn.Module, layers: Iterable[str], names: Names, used: set[str]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """All other tensors of the model, and for each other name of a tied tensor the name with its value."""
+    quantized = tuple(f"{path}." for path in layers)
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     first: dict[int, str] = {}
-    state = {
-        name: value
-        for name, value in model.state_dict(keep_vars=True).items()
-        if name.rpartition(".")[0] not in layers or name.endswith(".bias")
+    stored = {
+        name: name if name in checkpoint.entries else names.stored(name)
+        for name in model.state_dict()
+        if not name.startswith(quantized) or name.endswith(".bias")
     }
-    for name in sorted(state, key=lambda name: name not in checkpoint.entries):
+    state = model.state_dict(keep_vars=True)
+    for name in sorted(stored, key=lambda name: stored[name] not in checkpoint.entries):
         source = first.setdefault(id(state[name]), name)
-        entry = checkpoint.entries.get(name)
+        entry = checkpoint.entries.get(stored[name])
+        used.add(stored[name])
+        parts = None if entry is not None else _expert_names(model, name, names)
         if source != name:
             tied[name], tensors[name] = source, tensors[source]
-        elif entry is not None:
-            if entry.shape != state[name].shape:
-                raise ValueError(
-                    f"{entry.path} has {name} with shape {list(entry.shape)}, expected {list(state[name].shape)}"
-                )
-            tensors[name] = checkpoint.read(name)
+        elif parts is not None:
+            tensors[name] = _stack(checkpoint, state[name], parts)
+            used |= {part for rows in parts for part in rows}
+        elif entry is None:
+            raise ValueError(f"{checkpoint.directory} lacks {stored[name]}, which the model needs; copy it again")
+        elif entry.shape != state[name].shape:
+            raise ValueError(
+                f"{entry.path} has {stored[name]} with shape {list(entry.shape)}, expected {list(state[name].shape)}"
+            )
         else:
-            raise ValueError(f"{checkpoint.directory} lacks {name}, which the model needs; copy the directory again")
-        used.add(name)
+            tensors[name] = checkpoint.read(stored[name])
     return tensors, tied
+
+
+def _expert_names(model: nn.Module, name: str, names: Names) -> list[list[str]] | None:
+    """For a stack of float experts the names of the matrices of each expert, below each other; else None."""
+    path, _, stack = name.rpartition(".")
+    module: Any = model.get_submodule(path)
+    if find(module).listed != EXPERTS or stack not in stacks(module):
+        return None
+    children = names.experts(path, module)
+    if children is None:
+        return None
+    parts = children[stacks(module).index(stack)]
+    count = len(getattr(module, stack))
+    return [[f"{names.layer(f'{path}.{index}.{child}')}.weight" for child in parts] for index in range(count)]
+
+
+def _stack(checkpoint: Checkpoint, like: Tensor, parts: list[list[str]]) -> Tensor:
+    """The float matrices of all experts, with the shape of ``like``."""
+    missing = next((name for rows in parts for name in rows if name not in checkpoint.entries), None)
+    if missing is not None:
+        raise ValueError(f"{checkpoint.directory} lacks {missing}, which the model needs; copy it again")
+    shape = (like.shape[1] // len(parts[0]), like.shape[2])
+    for name in (name for rows in parts for name in rows):
+        entry = checkpoint.entries[name]
+        if entry.shape != shape:
+            raise ValueError(f"{entry.path} has {name} with shape {list(entry.shape)}, expected {list(shape)}")
+    return torch.stack([torch.cat([checkpoint.read(name) for name in rows]) for rows in parts])
 
 
 def _refuse_unused(checkpoint: Checkpoint, model: Any, used: set[str], config: dict[str, Any]) -> None:

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.convert.engine import origin, quantized_layers
+from lowbit.convert.engine import quantized_layers
 from lowbit.files import sync_directory, write_json
 from lowbit.interop.compressed_tensors import layouts
-from lowbit.interop.compressed_tensors.schemes import Format, group_of
+from lowbit.interop.compressed_tensors.layers import StoredLayer, stored_layers
+from lowbit.interop.compressed_tensors.names import Names
 from lowbit.models.check import uncompiled
 from lowbit.models.names import plain_name
-from lowbit.models.wrap import plain_class
 from lowbit.nn.base import kind
-from lowbit.nn.linear import QuantLinear
-from lowbit.nn.packed import PackedLinear
 from lowbit.report import Report, report_on
 from lowbit.serialize import huggingface, safetensors
 from lowbit.serialize.saving import distinct
@@ -50,27 +49,6 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 #: Formats that readers decode to bf16 whatever the dtype of the model, so that other dtypes fail at the first matmul.
 _BF16_ONLY = ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized")
-
-
-class _Layer(NamedTuple):
-    """A quantized Linear, and how it is written."""
-
-    module: QuantLinear | PackedLinear
-    format: Format
-    group: dict[str, Any]
-
-    def kinds(self) -> dict[str, layouts.Kind]:
-        """The dtypes and shapes of its tensors by name."""
-        shape = (self.module.out_features, self.module.in_features)
-        kinds = layouts.weight_kinds(self.format, self.module.scheme, shape)
-        recipe = self.module.recipe
-        return kinds | layouts.input_kinds(recipe.input) if recipe.static and recipe.input is not None else kinds
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Its tensors by name, without the bias."""
-        tensors = layouts.to_tensors(self.module.weight, self.format)
-        scales, scheme = getattr(self.module, "input_scales", None), self.module.recipe.input
-        return tensors if scales is None or scheme is None else tensors | layouts.input_tensors(scales, scheme)
 
 
 @torch.no_grad()
@@ -100,9 +78,10 @@ def write(model: nn.Module, path: str | Path, tokenizer: Any = None) -> Report:
             f"compressed-tensors is a layout for models of transformers, and this is a {type(model).__name__}; "
             f"use lowbit.save_model, or merge adapters first"
         )
-    layers = _layers(model)
-    plain = _plain_tensors(model, layers)
-    config = _config(model, layers)
+    names = Names(model)
+    layers = stored_layers(model, names)
+    plain = _plain_tensors(model, names)
+    config = _config(model, layers, names)
     files = pack(_groups(layers, plain), SHARD_BYTES)
     tokenizer_files = _tokenizer_files(tokenizer)
     size = sum(group[1] for groups in files for group in groups)
@@ -121,57 +100,25 @@ def write(model: nn.Module, path: str | Path, tokenizer: Any = None) -> Report:
             shutil.copy2(source, directory / source.name)
         if hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(str(directory))
-    modules = {name: layer.module for name, layer in layers.items()}
-    report = report_on("compressed_tensors.write", model, modules, f"written to {path}")
+    report = report_on("compressed_tensors.write", model, quantized_layers(model), f"written to {path}")
     return replace(report, notes=_notes(layers, model))
 
 
-# -- layers ------------------------------------------------------------------------------------------------------------
-def _layers(model: nn.Module) -> dict[str, _Layer]:
-    """The quantized layers by name. Raises ValueError for a layer that cannot be written."""
-    for name, module in model.named_modules():
-        if kind(module) in ("qat", "training"):
-            raise ValueError(f"layer {name!r} is prepared for training; convert the model before writing it")
-    layers = {}
-    for name, module in quantized_layers(model).items():
-        source = origin(module)
-        linear = source is None or issubclass(plain_class(source.layer), nn.Linear)
-        if not isinstance(module, QuantLinear | PackedLinear) or not linear:
-            kind_of = type(module if source is None else source.layer).__name__
-            raise ValueError(
-                f"layer {name!r} was a {kind_of}, and compressed-tensors has quantized Linears only; quantize the "
-                f"model again with skip={name!r}"
-            )
-        try:
-            layers[plain_name(name)] = _Layer(module, *group_of(module.recipe))
-        except ValueError as error:
-            raise ValueError(f"layer {name!r}: {error}") from None
-        block = module.scheme.block
-        if block[0] == 1 and block[1] is not None and module.in_features % block[1]:
-            raise ValueError(
-                f"layer {name!r} has in_features {module.in_features}, no multiple of its groups of {block[1]}, and "
-                f"compressed-tensors has whole groups only; quantize it with another group, or with one scale per row"
-            )
-    if not layers:
-        raise ValueError("the model has no quantized layer; call lowbit.quantize_ first, or save_pretrained")
-    return layers
-
-
-def _plain_tensors(model: nn.Module, layers: dict[str, _Layer]) -> dict[str, Tensor]:
-    """All other tensors, each once."""
+# -- tensors -----------------------------------------------------------------------------------------------------------
+def _plain_tensors(model: nn.Module, names: Names) -> dict[str, Tensor]:
+    """All tensors but those of quantized weights, each once, by their names in the checkpoint."""
+    quantized = tuple(f"{plain_name(path)}." for path in quantized_layers(model))
     state = {plain_name(name): value for name, value in model.state_dict().items()}
-    plain = {
-        name: value for name, value in state.items() if name.rpartition(".")[0] not in layers or name.endswith(".bias")
-    }
-    tensors, _ = distinct(plain)
-    for name, value in (*tensors.items(), *((name, layer.module.weight.codes) for name, layer in layers.items())):
+    for name, value in state.items():
         if value.is_meta:
             raise ValueError(f"{name!r} is on the meta device and has no values; load the model first")
+    plain = {name: value for name, value in state.items() if not name.startswith(quantized) or name.endswith(".bias")}
+    tensors, _ = distinct(plain)
     safetensors.check_writable(tensors)
-    return tensors
+    return names.tensors(model, tensors)
 
 
-def _groups(layers: dict[str, _Layer], plain: dict[str, Tensor]) -> list[Group]:
+def _groups(layers: dict[str, StoredLayer], plain: dict[str, Tensor]) -> list[Group]:
     """Names and bytes of tensors that are written together: those of a layer, and each other tensor."""
     groups: list[Group] = [((name,), value.nbytes) for name, value in plain.items()]
     for name, layer in layers.items():
@@ -183,7 +130,9 @@ def _groups(layers: dict[str, _Layer], plain: dict[str, Tensor]) -> list[Group]:
     return groups
 
 
-def _write_file(path: Path, groups: Iterable[Group], layers: dict[str, _Layer], plain: dict[str, Tensor]) -> list[str]:
+def _write_file(
+    path: Path, groups: Iterable[Group], layers: dict[str, StoredLayer], plain: dict[str, Tensor]
+) -> list[str]:
     """Write one file, layer by layer, and return the names of its tensors."""
     layout: dict[str, Tensor] = {}
     for names, _ in groups:
@@ -206,24 +155,24 @@ def _write_file(path: Path, groups: Iterable[Group], layers: dict[str, _Layer], 
 
 
 # -- config ------------------------------------------------------------------------------------------------------------
-def _config(model: Any, layers: dict[str, _Layer]) -> dict[str, Any]:
+def _config(model: Any, layers: dict[str, StoredLayer], names: Names) -> dict[str, Any]:
     described = huggingface.describe(model)
     config = dict(described["config"])
     config["architectures"] = [described["architecture"]]
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = _dtype(model, layers)
-    config["quantization_config"] = _quantization_config(model, layers)
+    config["quantization_config"] = _quantization_config(model, layers, names)
     return config
 
 
-def _dtype(model: nn.Module, layers: dict[str, _Layer]) -> str:
+def _dtype(model: nn.Module, layers: dict[str, StoredLayer]) -> str:
     """The dtype of the model, or bf16 if readers run it in bf16 only."""
     if any(layer.format.name in _BF16_ONLY for layer in layers.values()):
         return "bfloat16"
-    dtype = next(iter(layers.values())).module.weight_dtype
+    dtype = next(iter(layers.values())).layer.weight_dtype
     return str(getattr(model, "dtype", dtype) or dtype).removeprefix("torch.")
 
 
-def _quantization_config(model: nn.Module, layers: dict[str, _Layer]) -> dict[str, Any]:
+def _quantization_config(model: nn.Module, layers: dict[str, StoredLayer], names: Names) -> dict[str, Any]:
     """The config of all layers. One group names the class Linear, several the paths of their layers."""
     groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for name, layer in layers.items():
@@ -237,23 +186,31 @@ def _quantization_config(model: nn.Module, layers: dict[str, _Layer]) -> dict[st
             f"group_{index}": {"targets": ["Linear"] if len(groups) == 1 else names, **group}
             for index, (group, names) in enumerate(groups.values())
         },
-        "ignore": [
-            plain_name(name)
-            for name, module in model.named_modules(remove_duplicate=False)
-            if isinstance(module, nn.Linear) and kind(module) is None
-        ],
+        "ignore": _ignored(model, names),
         "kv_cache_scheme": None,
     }
 
 
-def _notes(layers: dict[str, _Layer], model: nn.Module) -> tuple[str, ...]:
+def _ignored(model: nn.Module, names: Names) -> list[str]:
+    """The modules with a float matrix, which readers may take for Linears: Linears, routers, and stacked experts."""
+    ignored = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        dims = {0 if value is None else value.dim() for value in module._parameters.values()}
+        if kind(module) is not None or isinstance(module, nn.Embedding) or not dims & {2, 3}:
+            continue
+        name = names.layer(plain_name(path))
+        ignored.append(name if 2 in dims else f"re:{re.escape(name)}\\..*")
+    return ignored
+
+
+def _notes(layers: dict[str, StoredLayer], model: nn.Module) -> tuple[str, ...]:
     notes = []
     if _dtype(model, layers) == "bfloat16" and getattr(model, "dtype", None) not in (None, torch.bfloat16):
         notes.append("config.json has dtype bfloat16, because readers run this format in bf16 only")
     for parent in sorted({name.rpartition(".")[0] for name in layers}):
         for fused in _FUSED:
             siblings = [layers[name] for child in fused if (name := f"{parent}.{child}") in layers]
-            scales = [layer.module.weight.global_scale for layer in siblings if layer.module.scheme.global_scale]
+            scales = [layer.weight.global_scale for layer in siblings if layer.layer.scheme.global_scale]
             if any(not torch.equal(scale, scales[0]) for scale in scales):  # type: ignore[arg-type]
                 notes.append(
                     f"{parent} has different global scales for {', '.join(fused)}; vLLM uses one for all of them, "

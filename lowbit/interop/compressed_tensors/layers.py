@@ -1,0 +1,116 @@
+"""The quantized layers of a model as Linears of a checkpoint: one per Linear, and two or three per expert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lowbit.convert.engine import origin, quantized_layers
+from lowbit.interop.compressed_tensors import layouts
+from lowbit.interop.compressed_tensors.names import Names
+from lowbit.interop.compressed_tensors.schemes import Format, group_of
+from lowbit.models.names import plain_name
+from lowbit.models.wrap import plain_class
+from lowbit.nn.base import kind
+from lowbit.nn.experts import QuantExperts
+from lowbit.nn.linear import QuantLinear
+from lowbit.nn.packed import PackedLinear
+from lowbit.tensor.quantized import Quantized
+
+__all__ = ["StoredLayer", "stored_layers"]
+
+
+class StoredLayer(NamedTuple):
+    """A Linear of a checkpoint: rows ``begin`` to ``end`` of a quantized layer.
+
+    Attributes:
+        layer: The quantized layer.
+        begin: Its first row.
+        end: The row after its last.
+        format: The format of its weight.
+        group: Its entry of ``config_groups``, without ``targets``.
+    """
+
+    layer: QuantLinear | PackedLinear
+    begin: int
+    end: int
+    format: Format
+    group: dict[str, Any]
+
+    @property
+    def weight(self) -> Quantized:
+        """The rows of the weight."""
+        return layouts.rows(self.layer.weight, self.begin, self.end)
+
+    def kinds(self) -> dict[str, layouts.Kind]:
+        """The dtypes and shapes of its tensors by name."""
+        shape, recipe = (self.end - self.begin, self.layer.in_features), self.layer.recipe
+        kinds = layouts.weight_kinds(self.format, self.layer.scheme, shape)
+        return kinds | layouts.input_kinds(recipe.input) if recipe.static and recipe.input is not None else kinds
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by name, without the bias."""
+        tensors = layouts.to_tensors(self.weight, self.format)
+        scales, scheme = getattr(self.layer, "input_scales", None), self.layer.recipe.input
+        return tensors if scales is None or scheme is None else tensors | layouts.input_tensors(scales, scheme)
+
+
+def stored_layers(model: nn.Module, names: Names) -> dict[str, StoredLayer]:
+    """The Linears by their names in the checkpoint.
+
+    Raises:
+        ValueError: The model has no quantized layer, or one that compressed-tensors cannot express.
+    """
+    for path, module in model.named_modules():
+        if kind(module) in ("qat", "training"):
+            raise ValueError(f"layer {path!r} is prepared for training; convert the model before writing it")
+    layers: dict[str, StoredLayer] = {}
+    for path, module in quantized_layers(model).items():
+        try:
+            for name, layer, begin, end in _linears(plain_name(path), module, names):
+                _check(layer, begin)
+                layers[name] = StoredLayer(layer, begin, end, *group_of(layer.recipe))
+        except ValueError as error:
+            raise ValueError(f"layer {path!r}: {error}") from None
+    if not layers:
+        raise ValueError("the model has no quantized layer; call lowbit.quantize_ first, or save_pretrained")
+    return layers
+
+
+def _linears(path: str, module: Any, names: Names) -> Iterator[tuple[str, Any, int, int]]:
+    """The name, layer, first row and row after the last of each Linear of a quantized layer."""
+    source = origin(module)
+    plain = module if source is None else source.layer
+    if isinstance(module, QuantLinear | PackedLinear) and (source is None or issubclass(plain_class(plain), nn.Linear)):
+        if names.is_converted(f"{path}.weight"):
+            raise ValueError(f"checkpoints have another matrix for it; {_skip(path)}")
+        yield names.layer(path), module, 0, module.out_features
+        return
+    if not isinstance(module, QuantExperts):
+        raise ValueError(f"it was a {type(plain).__name__}, and only Linears can be quantized; {_skip(path)}")
+    children = names.experts(path, plain)
+    inner: list[Any] = [*module.gate_up, *module.down]
+    if children is None or plain.is_transposed or any(layer.bias is not None for layer in inner):
+        raise ValueError(f"checkpoints do not have one matrix without bias per expert; {_skip(path)}")
+    for layers, parts in ((module.gate_up, children.first), (module.down, children.second)):
+        for index, layer in enumerate(layers):
+            rows = int(layer.out_features) // len(parts)  # type: ignore[arg-type]
+            for part, child in enumerate(parts):
+                yield names.layer(f"{path}.{index}.{child}"), layer, part * rows, (part + 1) * rows
+
+
+def _skip(path: str) -> str:
+    return f"quantize the model again with skip={path!r}"
+
+
+def _check(layer: QuantLinear | PackedLinear, begin: int) -> None:
+    rows, cols = layer.scheme.block
+    if rows == 1 and cols is not None and layer.in_features % cols:
+        raise ValueError(
+            f"in_features is {layer.in_features}, no multiple of its groups of {cols}, and compressed-tensors has "
+            f"whole groups only; quantize it with another group, or with one scale per row"
+        )
+    if rows is not None and begin % rows:
+        raise ValueError(f"row {begin} begins a matrix within a block of {rows} rows; use a recipe with groups or rows")
