@@ -261,17 +261,55 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path, make, to
     assert not list(tmp_path.iterdir())
 
 
+def test_an_output_layer_that_shared_its_weight_has_its_own(tmp_path):
+    model = build(tied=True)
+    with pytest.warns(UserWarning, match="lm_head shared its weight"):
+        lb.quantize_(model, "int8", skip=())
+    ours.write(model, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    back = ours.read(tmp_path / "out")
+    assert isinstance(back.lm_head, QuantLinear) and torch.equal(logits(back), logits(model))
+
+
+def test_packed_layers_are_written(tmp_path):
+    model = build()
+    lb.quantize_(model, "int8", prepack=True)
+    ours.write(model, tmp_path / "out")
+    assert torch.equal(logits(ours.read(tmp_path / "out")), logits(model))
+
+
+def test_names_of_checkpoints_differ_from_names_in_memory(tmp_path):
+    """vLLM reads the former, transformers both."""
+    pytest.importorskip("transformers", minversion="5")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(vocab_size=100, **sizes),
+        vision_config=transformers.CLIPVisionConfig(image_size=28, patch_size=14, **sizes),
+        image_token_index=99,
+    )
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    lb.quantize_(model, {"*": "int8-weight-only", "patch_embedding": None})
+    ours.write(model, tmp_path / "out")
+    assert "language_model.model.layers.0.mlp.up_proj.weight_scale" in Checkpoint(tmp_path / "out").entries
+    back = ours.read(tmp_path / "out")
+    assert torch.equal(logits(back), logits(model))
+    theirs, info = type(model).from_pretrained(str(tmp_path / "out"), dtype="auto", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    torch.testing.assert_close(logits(theirs), logits(model), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.thinned(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "name",
     ["int2-weight-only:group32", "int4-weight-only:group32", "int8-weight-only", "uint4-weight-only:group32", "int8",
      "w4a8:group32", "fp8", "fp8-tensor", "fp8-weight-only", "nvfp4-weight-only", "mxfp4-weight-only",
-     "mxfp6-weight-only", "mxfp8-weight-only"],
+     "mxfp6-weight-only", "mxfp8-weight-only", "int8-static-affine", "fp8-static:tensor"],
 )  # fmt: skip
 def test_transformers_computes_the_same(tmp_path, name, dtype):
     model = build().to(dtype)
-    lb.quantize_(model, name)
+    batches = [torch.arange(12).reshape(2, 6)]
+    lb.quantize_(model, name, lb.calibrate(model, name, batches) if recipe(name).static else None)
     ours.write(model, tmp_path / "out")
     affine = name.startswith("uint")  # transformers builds zero points of the wrong shape unless it decodes them
     kwargs = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if affine else {}

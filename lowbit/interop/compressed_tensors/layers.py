@@ -26,6 +26,7 @@ class StoredLayer(NamedTuple):
     """A Linear of a checkpoint: rows ``begin`` to ``end`` of a quantized layer.
 
     Attributes:
+        path: Its path in the model, where experts have a Linear per matrix.
         layer: The quantized layer.
         begin: Its first row.
         end: The row after its last.
@@ -33,6 +34,7 @@ class StoredLayer(NamedTuple):
         group: Its entry of ``config_groups``, without ``targets``.
     """
 
+    path: str
     layer: QuantLinear | PackedLinear
     begin: int
     end: int
@@ -67,26 +69,31 @@ def stored_layers(model: nn.Module, names: Names) -> dict[str, StoredLayer]:
         if kind(module) in ("qat", "training"):
             raise ValueError(f"layer {path!r} is prepared for training; convert the model before writing it")
     layers: dict[str, StoredLayer] = {}
+    refused: dict[str, str] = {}
     for path, module in quantized_layers(model).items():
         try:
-            for name, layer, begin, end in _linears(plain_name(path), module, names):
+            for inner, layer, begin, end in _linears(plain_name(path), module, names):
                 _check(layer, begin)
-                layers[name] = StoredLayer(layer, begin, end, *group_of(layer.recipe))
+                layers[names.layer(inner)] = StoredLayer(inner, layer, begin, end, *group_of(layer.recipe))
         except ValueError as error:
-            raise ValueError(f"layer {path!r}: {error}") from None
+            refused[path] = str(error)
+    if refused:
+        first, *others = refused
+        more = f". The same or another reason holds for {len(others)} more: {', '.join(others[:4])}" if others else ""
+        raise ValueError(f"layer {first!r}: {refused[first]}{more}")
     if not layers:
         raise ValueError("the model has no quantized layer; call lowbit.quantize_ first, or save_pretrained")
     return layers
 
 
 def _linears(path: str, module: Any, names: Names) -> Iterator[tuple[str, Any, int, int]]:
-    """The name, layer, first row and row after the last of each Linear of a quantized layer."""
+    """The path, layer, first row and row after the last of each Linear of a quantized layer."""
     source = origin(module)
     plain = module if source is None else source.layer
     if isinstance(module, QuantLinear | PackedLinear) and (source is None or issubclass(plain_class(plain), nn.Linear)):
         if names.is_converted(f"{path}.weight"):
             raise ValueError(f"checkpoints have another matrix for it; {_skip(path)}")
-        yield names.layer(path), module, 0, module.out_features
+        yield path, module, 0, module.out_features
         return
     if not isinstance(module, QuantExperts):
         raise ValueError(f"it was a {type(plain).__name__}, and only Linears can be quantized; {_skip(path)}")
@@ -98,7 +105,7 @@ def _linears(path: str, module: Any, names: Names) -> Iterator[tuple[str, Any, i
         for index, layer in enumerate(layers):
             rows = int(layer.out_features) // len(parts)  # type: ignore[arg-type]
             for part, child in enumerate(parts):
-                yield names.layer(f"{path}.{index}.{child}"), layer, part * rows, (part + 1) * rows
+                yield f"{path}.{index}.{child}", layer, part * rows, (part + 1) * rows
 
 
 def _skip(path: str) -> str:

@@ -160,6 +160,10 @@ def _config(model: Any, layers: dict[str, StoredLayer], names: Names) -> dict[st
     config = dict(described["config"])
     config["architectures"] = [described["architecture"]]
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = _dtype(model, layers)
+    if kind(model.get_output_embeddings() or model) in ("quantized", "packed"):  # it has a weight of its own
+        for inner in (config, config.get("text_config")):
+            if isinstance(inner, dict):
+                inner["tie_word_embeddings"] = False
     config["quantization_config"] = _quantization_config(model, layers, names)
     return config
 
@@ -173,10 +177,14 @@ def _dtype(model: nn.Module, layers: dict[str, StoredLayer]) -> str:
 
 
 def _quantization_config(model: nn.Module, layers: dict[str, StoredLayer], names: Names) -> dict[str, Any]:
-    """The config of all layers. One group names the class Linear, several the paths of their layers."""
+    """The config of all layers. One group names the class Linear, several their layers.
+
+    Layers are named as in checkpoints, for vLLM, and also as in memory, for transformers.
+    """
     groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for name, layer in layers.items():
-        groups.setdefault(json.dumps(layer.group, sort_keys=True), (layer.group, []))[1].append(name)
+        targets = groups.setdefault(json.dumps(layer.group, sort_keys=True), (layer.group, []))[1]
+        targets += dict.fromkeys((name, layer.path))
     formats = {layer.format.name for layer in layers.values()}
     return {
         "quant_method": "compressed-tensors",
@@ -198,8 +206,8 @@ def _ignored(model: nn.Module, names: Names) -> list[str]:
         dims = {0 if value is None else value.dim() for value in module._parameters.values()}
         if kind(module) is not None or isinstance(module, nn.Embedding) or not dims & {2, 3}:
             continue
-        name = names.layer(plain_name(path))
-        ignored.append(name if 2 in dims else f"re:{re.escape(name)}\\..*")
+        for name in dict.fromkeys((names.layer(plain_name(path)), plain_name(path))):
+            ignored.append(name if 2 in dims else f"re:{re.escape(name)}\\..*")
     return ignored
 
 
