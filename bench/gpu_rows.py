@@ -69,7 +69,7 @@ def _codes(scheme: Scheme, count: int, cols: int, architecture: int) -> _Codes:
         made((count, scheme.packed_cols(cols)), torch.uint8),
         made(shape, scale_dtype(scheme)),
         made(shape, zero_dtype(scheme)) if scheme.affine else None,
-        made(scheme.global_scale_shape(count), torch.float32) if scheme.global_scale else None,
+        made(scheme.global_scale_shape(count, cols), torch.float32) if scheme.global_scale else None,
     )
 
 

@@ -31,7 +31,7 @@ from lowbit.ops.optim import FLOAT_STATES
 from lowbit.optim import STATES, States
 from lowbit.plan.techniques import FALLBACKS, LIVE, TECHNIQUES, Technique
 from lowbit.recipes import OPTIONS, RECIPES
-from lowbit.scaling import SCALINGS, SHORT_NAMES, Scaling, find_scaling, scheme
+from lowbit.scaling import SCALINGS, SHORT_NAMES, SUPERBLOCK, Scaling, find_scaling, scheme
 from lowbit.tables import markdown
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -81,7 +81,9 @@ def scalings() -> str:
         scaling = find_scaling(example)
         assert isinstance(scaling, Scaling), example
         block = " x ".join("all" if size is None else str(size) for size in (scaling.rows, scaling.cols))
-        scale = scaling.scale_format + (", and one global fp32 scale per tensor" if scaling.global_scale else "")
+        span = f"{SUPERBLOCK} columns" if scaling.scale_format in ("uint6", "int8") else "tensor"
+        scale = scaling.scale_format + (", also of a minimum" if scaling.minimum else "")
+        scale += f", and one global fp32 scale per {span}" if scaling.global_scale else ""
         return f"`{pattern}`", f"`{example}`" if example != pattern else "", block, scale
 
     return markdown(("scaling", "example", "block, rows x cols", "scale"), (row(name) for name in SCALINGS))

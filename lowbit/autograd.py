@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from lowbit.backends.registry import forced, use_backend
 from lowbit.ops import OPS
 from lowbit.ops.conv import Conv, window
-from lowbit.ops.spec import stored_global, stored_scale
+from lowbit.ops.linear import weight_scales
 from lowbit.torch_private import below_autograd, functorch_level, graph_task, single_level_function
 
 __all__ = ["backend_now", "bias_gradient", "first_order", "in_backward", "on_backend", "transformed", "uncompiled"]
@@ -186,7 +186,7 @@ def _weight_setup(name: str, ctx: Any, inputs: tuple[Any, ...], output: Tensor) 
     ctx.backend, ctx.scheme, ctx.x_shape, ctx.x_dtype = forced(), call.scheme, call.x.shape, call.x.dtype
     ctx.bias_dtype = call.bias.dtype if _wanted(call.bias) else None
     ctx.window = window(call) if isinstance(call, Conv) else None
-    weight = (call.weight, stored_scale(call.scale, call.scheme), call.zero_point, stored_global(call.global_scale))
+    weight = (call.weight, *weight_scales(call))
     ctx.save_for_backward(*(weight if _wanted(call.x) else [None] * 4))
 
 

@@ -43,7 +43,8 @@ class ScaleFormat:
     roundings: tuple[str, ...]
 
 
-#: fp32 scales are exact. bf16 and fp16 scales round up, so that no element clips. For others an option chooses.
+#: fp32 scales are exact. bf16 and fp16 scales round up, so that no element clips. For e8m0 and e4m3 an option chooses.
+#: Integers are the scales of superblocks.
 SCALE_FORMATS: dict[str, ScaleFormat] = {
     row.name: row
     for row in (
@@ -52,6 +53,8 @@ SCALE_FORMATS: dict[str, ScaleFormat] = {
         ScaleFormat("fp16", 2, "float16", ("ceil",)),
         ScaleFormat("e8m0", 3, "uint8", ("floor", "ceil", "nearest")),
         ScaleFormat("fp8_e4m3", 4, "uint8", ("nearest", "ceil")),
+        ScaleFormat("uint6", 5, "uint8", ("nearest",)),
+        ScaleFormat("int8", 6, "uint8", ("nearest",)),
     )
 }
 
@@ -80,6 +83,8 @@ class Scaling:
     scale_format: str = "fp32"
     #: Whether an additional fp32 scale multiplies the blocks' scales.
     global_scale: bool = False
+    #: Whether each block has a minimum, as with the option ``min``.
+    minimum: bool = False
 
     def transposed(self) -> Scaling:
         return replace(self, rows=self.cols, cols=self.rows)
@@ -103,10 +108,15 @@ SCALINGS: dict[str, tuple[str, Callable[..., Scaling]]] = {
     "block{r}x{c}": (r"block(\d+)x(\d+)", lambda name, r, c: _sized("block{}x{}", r, c)),
     "mx": ("mx", lambda name: Scaling(name, 1, 32, "e8m0")),
     "nvfp4": ("nvfp4", lambda name: Scaling(name, 1, 16, "fp8_e4m3", global_scale=True)),
+    "super32": ("super32", lambda name: Scaling(name, 1, 32, "uint6", global_scale=True, minimum=True)),
+    "super16": ("super16", lambda name: Scaling(name, 1, 16, "int8", global_scale=True)),
 }
 
+#: Columns of a superblock, whose blocks share a global scale.
+SUPERBLOCK = 256
+
 #: The span of a global scale; kernels use the index.
-GLOBAL_SCALE_SPANS = (None, "tensor", "row")
+GLOBAL_SCALE_SPANS = (None, "tensor", "row", "superblock")
 
 #: Short scheme names. Names are API.
 SHORT_NAMES: dict[str, str] = {
@@ -115,6 +125,9 @@ SHORT_NAMES: dict[str, str] = {
     "mxfp4": "fp4_e2m1:mx",
     "nvfp4": "fp4_e2m1:nvfp4",
     "nf4": "nf4:group64",
+    "q4_k": "uint4:super32",
+    "q5_k": "uint5:super32",
+    "q6_k": "int6:super16",
 }
 #: More short names for functions that only take 8-bit schemes. Recipes with these names quantize weights in these
 #: schemes. For other functions ``int8`` is a format.
@@ -124,13 +137,13 @@ _LONG_TO_SHORT = {long: short for short, long in SHORT_NAMES.items()}
 _GRAMMAR = (
     "a scheme is SHORT or FORMAT:SCALING, then options, such as 'int8:row', 'uint4:group128:affine', 'mxfp4:ceil'; "
     f"short names: {', '.join(SHORT_NAMES)}; scalings: {', '.join(SCALINGS)}; "
-    "options: affine, e8m0 | bf16 | fp16 | e4m3, floor | ceil | nearest, full, global_row, T"
+    "options: affine | min, e8m0 | bf16 | fp16 | e4m3, floor | ceil | nearest, full, global_row, T"
 )
 
 #: Options that set the scale format.
 _SCALE_OPTIONS = {"e8m0": "e8m0", "bf16": "bf16", "fp16": "fp16", "e4m3": "fp8_e4m3"}
 #: Options in the order of a scheme's canonical name.
-_OPTIONS = ("affine", *_SCALE_OPTIONS, *SCALE_ROUNDINGS, "full", "global_row", "T")
+_OPTIONS = ("affine", *_SCALE_OPTIONS, "min", *SCALE_ROUNDINGS, "full", "global_row", "T")
 
 
 @dataclass(frozen=True)
@@ -147,15 +160,28 @@ class Scheme:
     scale_format: ScaleFormat
     #: How scales are rounded to their format.
     rounding: str
-    #: Whether each block has a zero point.
+    #: Whether each block has a zero point or a minimum.
     affine: bool = False
-    #: Span of the fp32 scale that multiplies the blocks' scales: ``"tensor"``, ``"row"``, or None if there is none.
+    #: Span of the fp32 scale that multiplies the blocks' scales: ``"tensor"``, ``"row"``, ``"superblock"`` (256 columns
+    #: of a row), or None if there is none.
     global_scale: str | None = None
     #: Signed integers only: map the element of largest magnitude to the most negative code. Scales may be negative.
     full: bool = False
+    #: Whether ``zero_point`` holds a number that is added to ``scale * code``, in place of an integer.
+    minimum: bool = False
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def superblocks(self) -> bool:
+        """Whether 256 columns share a global scale, and block scales are integers."""
+        return self.global_scale == "superblock"
+
+    @property
+    def reference_only(self) -> bool:
+        """Whether only the reference has kernels for the scheme."""
+        return self.minimum or self.superblocks
 
     @property
     def amax_divisor(self) -> float:
@@ -188,8 +214,9 @@ class Scheme:
 
     @property
     def scale_bits(self) -> int:
-        """Bits of one stored scale, including its zero point."""
-        return {"float32": 32, "bfloat16": 16, "float16": 16, "uint8": 8}[self.scale_format.dtype] + 8 * self.affine
+        """Bits of one stored scale, including its zero point or minimum."""
+        bits = {"float32": 32, "bfloat16": 16, "float16": 16, "uint8": 8}[self.scale_format.dtype]
+        return bits + (bits if self.minimum else 8 * self.affine)
 
     def block_of(self, rows: int, cols: int) -> tuple[int, int]:
         """Block size in a tensor of ``rows x cols``."""
@@ -200,8 +227,13 @@ class Scheme:
         r, c = self.block
         return (1 if r is None else -(-rows // r)), (1 if c is None else -(-cols // c))
 
-    def global_scale_shape(self, rows: int) -> tuple[int, int]:
-        """Shape of the global scale of a tensor with ``rows`` rows, for schemes that have one."""
+    def global_scale_shape(self, rows: int, cols: int) -> tuple[int, int]:
+        """Shape of the global scale of a tensor of ``rows x cols``, for schemes that have one.
+
+        With minima, a row holds the global scales of its superblocks, then those of their minima.
+        """
+        if self.superblocks:
+            return rows, (1 + self.minimum) * -(-cols // SUPERBLOCK)
         return (rows if self.global_scale == "row" else 1), 1
 
     def packed_cols(self, cols: int) -> int:
@@ -221,11 +253,16 @@ class Scheme:
         """Bytes of the codes, scales, global scales and zero points of a tensor of this shape."""
         rows, cols = as_matrix(shape)
         scales = prod(self.scale_shape(rows, cols)) * self.scale_bits // 8
-        global_scale = 4 * prod(self.global_scale_shape(rows)) if self.global_scale else 0
+        global_scale = 4 * prod(self.global_scale_shape(rows, cols)) if self.global_scale else 0
         return rows * self.packed_cols(cols) + scales + global_scale
 
     def params(self) -> list[int]:
-        """The integers that describe the scheme to kernels, in csrc's order; 0 for a block that spans its axis."""
+        """The integers that describe the scheme to kernels, in csrc's order; 0 for a block that spans its axis.
+
+        Raises ValueError for a scheme that only the reference supports.
+        """
+        if self.reference_only:
+            raise ValueError(f"only the reference supports {self}")
         return [
             *self.format.params(), *(extent or 0 for extent in self.block),
             self.scale_format.id, SCALE_ROUNDINGS[self.rounding], int(self.affine),
@@ -317,7 +354,13 @@ def _build(text: str, format: Format, scaling: Scaling, options: list[str]) -> S
             raise fail(f"unknown or repeated option {option!r}; {_GRAMMAR}")
     if format.bits > 8 or format.kind == "exponent":
         raise fail(f"elements cannot have the format {format.name}; use one of at most 8 bits, such as fp8_e4m3")
-    affine = "affine" in options
+    minimum = "min" in options or scaling.minimum
+    _check_superblocks(format, scaling, options, fail)
+    if minimum and (format.kind != "integer" or format.signed or "affine" in options):
+        raise fail(
+            f"a minimum needs an unsigned integer format without 'affine', not {format.name}; use uint4 or uint5"
+        )
+    affine = "affine" in options or minimum
     if affine and format.kind != "integer":
         raise fail(f"a zero point needs an integer format, not {format.name}; leave out 'affine'")
     if format.kind == "integer" and not format.signed and not affine:
@@ -330,6 +373,8 @@ def _build(text: str, format: Format, scaling: Scaling, options: list[str]) -> S
             f"one scale format at most; {scaling.name} has {scaling.scale_format}, and the options add {scale_options}"
         )
     scale_format = SCALE_FORMATS[_SCALE_OPTIONS[scale_options[0]] if scale_options else scaling.scale_format]
+    if "min" in options and scale_format.dtype == "uint8":
+        raise fail(f"a minimum is stored like a scale, which cannot be {scale_format.name}; use fp32, bf16 or fp16")
     if "T" in options:
         scaling = scaling.transposed()
     global_scale = _global_scale_of(scaling, scale_format, affine, format, "global_row" in options, fail)
@@ -346,8 +391,18 @@ def _build(text: str, format: Format, scaling: Scaling, options: list[str]) -> S
     default = scale_format.roundings[0]
     name = _canonical(format, scaling, [o for o in _OPTIONS if o in options and o not in (default, "T")])
     return Scheme(
-        name, format, (scaling.rows, scaling.cols), scale_format, rounding, affine, global_scale, full,
+        name, format, (scaling.rows, scaling.cols), scale_format, rounding, affine, global_scale, full, minimum,
     )  # fmt: skip
+
+
+def _check_superblocks(format: Format, scaling: Scaling, options: list[str], fail: Callable[[str], ValueError]) -> None:
+    """Raise ValueError if the scaling has superblocks, and the format or an option does not fit."""
+    if scaling.scale_format not in ("uint6", "int8"):
+        return
+    if options:
+        raise fail(f"{scaling.name} takes no options, got {', '.join(options)}; leave them out")
+    if format.kind != "integer" or format.signed == scaling.minimum:
+        raise fail(f"{scaling.name} needs {'un' if scaling.minimum else ''}signed integers, not {format.name}")
 
 
 def _global_scale_of(
@@ -358,7 +413,9 @@ def _global_scale_of(
     row: bool,
     fail: Callable[[str], ValueError],
 ) -> str | None:
-    """The span of the global scale. All schemes with E4M3 scales have one, and no others."""
+    """The span of the global scale. All schemes with E4M3 scales and with superblocks have one, and no others."""
+    if scale_format.name in ("uint6", "int8"):
+        return "superblock"
     if scale_format.name != "fp8_e4m3":
         if row:
             raise fail("'global_row' needs a scheme with a global scale; add ':e4m3', or use nvfp4")

@@ -11,13 +11,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowbit import scaling
 from lowbit.op_calls import original
 from lowbit.ops import OPS, Numerics
 from lowbit.ops.spec import matrix_shape
@@ -140,8 +141,23 @@ def place(impl: Impl, device: str) -> tuple[bool, int]:
     return interpreted, ORDER.index(impl.name)
 
 
+@cache
+def _scheme_fields(op: str) -> tuple[str, ...]:
+    """The arguments of an op that name schemes."""
+    return tuple(name for name in OPS[op].args._fields if name == "other" or name.endswith("scheme"))
+
+
+def _supports(op: str, inner: Callable[[Any], str | None], call: Any) -> str | None:
+    """``inner(call)``, or the reason if only the reference supports a scheme of the call."""
+    for name in _scheme_fields(op):
+        text = getattr(call, name)
+        if text is not None and scaling.scheme(text).reference_only:
+            return f"only the reference supports {text}, which has minima or superblocks"
+    return inner(call)
+
+
 def add(rows: tuple[Impl, ...]) -> None:
-    """Adds implementations to the table.
+    """Adds implementations to the table. Schemes with minima or superblocks are refused, except by the reference.
 
     Raises:
         ValueError: The op is unknown, or the name is not in ``ORDER``.
@@ -153,6 +169,8 @@ def add(rows: tuple[Impl, ...]) -> None:
             raise ValueError(
                 f"implementation {row.name!r} of {row.op!r} is not in ORDER; add it in lowbit/backends/registry.py"
             )
+        if row.name != "reference" and not row.op.startswith("optimizer_step"):  # which checks the schemes of moments
+            row = replace(row, supports=partial(_supports, row.op, row.supports))
         prepared.clear()
         _known.update((row.name, row.backend))
         for device in row.devices:

@@ -16,7 +16,7 @@ from lowbit.calibrate.identity import digest
 from lowbit.convert.maker import decibel
 from lowbit.files import is_file_name, read_json, replaced, shown, write_json
 from lowbit.nn.linear import INPUT_PARTS, PARTS, empty, empty_scales, plain_state
-from lowbit.ops.spec import stored_global, stored_scale
+from lowbit.ops.spec import stored_global, stored_scale, stored_zero
 from lowbit.recipes import Recipe
 from lowbit.serialize import safetensors
 from lowbit.serialize.layout import DTYPES
@@ -311,12 +311,14 @@ def _weight(name: str, row: dict[str, Any], recipe: Recipe, tensors: dict[str, T
     expected = empty(tuple(shape), recipe.weight, dtype, "meta")
     parts = {part: tensors.pop(f"{name}.{part}") for part in PARTS if f"{name}.{part}" in tensors}
     parts["scale"] = stored_scale(parts["scale"], recipe.weight.name)
+    zero_point = stored_zero(parts.get("zero_point"), recipe.weight.name)
     global_scale = stored_global(parts.get("global_scale"))
-    if global_scale is not None:
-        parts["global_scale"] = global_scale
+    for part, stored in (("zero_point", zero_point), ("global_scale", global_scale)):
+        if stored is not None:
+            parts[part] = stored
     _check_parts(name, parts, expected.parts)
     return Quantized(
-        parts["codes"], parts["scale"], parts.get("zero_point"), global_scale, recipe.weight, expected.shape, dtype
+        parts["codes"], parts["scale"], zero_point, global_scale, recipe.weight, expected.shape, dtype
     )  # fmt: skip
 
 

@@ -132,7 +132,8 @@ def _describe(scheme: Scheme) -> dict[str, Any]:
         "scale format": scheme.scale_format.name,
         "scale rounding": scheme.rounding,
         "signed full range": scheme.full,
-        "zero point": scheme.affine,
+        "zero point": scheme.affine and not scheme.minimum,
+        "minimum": scheme.minimum,
         "global fp32 scale": f"one per {scheme.global_scale}" if scheme.global_scale else False,
         "bits per element (1024 x 1024)": round(8 * scheme.nbytes(example) / (example[0] * example[1]), 4),
     }

@@ -23,8 +23,8 @@ _P, _BETA, _KAPPA, _ROUNDS = 0.7, 10.0, 1.01, 20
 
 def unfit(scheme: Scheme) -> str | None:
     """Why the method does not support a scheme; None if it does."""
-    if scheme.format.kind != "integer" or scheme.scale_format.dtype == "uint8":
-        return f"{scheme} does not have integers with floating-point scales"
+    if scheme.format.kind != "integer" or scheme.scale_format.dtype == "uint8" or scheme.minimum:
+        return f"{scheme} does not have integers with floating-point scales, or has minima in place of zero points"
     return None
 
 

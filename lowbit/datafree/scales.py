@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowbit.functional import fake_quantize, quantize
-from lowbit.reference import in_blocks, spread
+from lowbit.reference import in_blocks, of_range, spread
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Scales
 
@@ -30,6 +30,9 @@ _FRACTIONS = tuple(1.04 - 0.01 * k for k in range(45))
 
 #: Offsets from the nearest E4M3 code of a block's scale, and from the E8M0 exponent.
 _E4M3_CODES, _E8M0_CODES = range(-8, 8), (-1, 1)
+
+#: Offsets from the integer scale of a block of a superblock, and fractions of a block's range around its center.
+_INTEGER_CODES, _SHARES = (-2, -1, 1, 2), (1.04, 0.96, 0.92, 0.88, 0.84)
 
 #: Rounds of the least-squares fit of scales to codes.
 _ROUNDS = 2
@@ -138,7 +141,12 @@ def rescaled(best: Scales, scale: Tensor) -> Scales:
 # -- candidates -------------------------------------------------------------------------------------------------------
 def _candidates(weight: Tensor, scheme: Scheme, best: Scales, tenths: range) -> Iterator[Scales]:
     """Candidates besides the scheme's default scales. ``tenths``: the grid for integers."""
-    if scheme.affine:
+    if scheme.minimum:
+        yield from _around_center(weight, scheme, best)
+    elif scheme.superblocks:
+        for offset in _INTEGER_CODES:
+            yield best._replace(scale=(best.scale.int() + offset).clamp(1, 127).to(torch.uint8))
+    elif scheme.affine:
         yield from _narrowed(weight, scheme, best)
     elif not best.scale.is_floating_point():
         yield from _codes(scheme, best)
@@ -161,6 +169,15 @@ def _codes(scheme: Scheme, best: Scales) -> Iterator[Scales]:
     for offset in offsets:
         code = (magnitude + offset).clamp(least, most)
         yield best._replace(scale=(code if e8m0 else code | (best.scale.int() & 0x80)).to(torch.uint8))
+
+
+def _around_center(weight: Tensor, scheme: Scheme, best: Scales) -> Iterator[Scales]:
+    """For schemes with minima: wider and narrower ranges."""
+    high, low = (in_blocks(end, scheme, -torch.inf).amax((1, 3)) for end in (weight, -weight))
+    center, half = (high - low) / 2, (high + low) / 2
+    for share in _SHARES:
+        pair = of_range(center - share * half, center + share * half, scheme, best.global_scale)
+        yield Scales(*pair, best.global_scale)
 
 
 def _narrowed(weight: Tensor, scheme: Scheme, best: Scales) -> Iterator[Scales]:

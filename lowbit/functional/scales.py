@@ -34,7 +34,7 @@ def stored_scales(
     if global_scale is not None:
         if not scheme.global_scale:
             raise ValueError(f"{scheme} has no global_scale; add ':e4m3' for block scales with a global scale")
-        stored_global = _stored_global(global_scale, scheme.global_scale_shape(as_matrix(tuple(x.shape))[0]), x.device)
+        stored_global = _stored_global(global_scale, scheme.global_scale_shape(*as_matrix(tuple(x.shape))), x.device)
     elif scheme.global_scale:
         if scale is not None:
             raise ValueError(f"{scheme}: a scale needs its global_scale, since decoding multiplies by both; pass both")
@@ -94,9 +94,13 @@ def _stored_zero(scheme: Scheme, zero: Tensor | int | None, shape: tuple[int, in
     if not scheme.affine:
         raise ValueError(f"{scheme} has no zero point; add ':affine' to the scheme, or drop zero_point")
     if zero is None:
-        raise ValueError(f"{scheme}: a scale needs its zero_point; pass both")
+        raise ValueError(f"{scheme}: a scale needs its zero_point{' (the minimum)' * scheme.minimum}; pass both")
     value = _shaped(f"{scheme}: zero_point", torch.as_tensor(zero, device=device), shape)
     dtype = zero_dtype(scheme)
+    if scheme.minimum:
+        if value.dtype != dtype and not torch.equal(value.to(dtype).double(), value.double()):
+            raise ValueError(f"{scheme} stores minima as {dtype}, which cannot represent this zero_point exactly")
+        return value.to(dtype)
     unreadable = torch.compiler.is_compiling() or value.is_meta or is_fake(value)
     if value.dtype == dtype and (scheme.format.bits == 8 or unreadable):
         return value

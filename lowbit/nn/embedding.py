@@ -67,7 +67,7 @@ class QuantEmbedding(nn.Module):
         each = scheme.block[0] == 1
         q = Quantized(
             rows(table.codes), rows(table.scale, each), rows(table.zero_point, each),
-            rows(table.global_scale, scheme.global_scale_shape(2)[0] == 2), scheme,
+            rows(table.global_scale, scheme.global_scale_shape(2, 1)[0] == 2), scheme,
             torch.Size((flat.shape[0], self.embedding_dim)), table.dtype,
         )  # fmt: skip
         if self.linear.rotation is None:

@@ -15,7 +15,7 @@ from lowbit.nn.base import kind
 from lowbit.nn.linear import PARTS, QuantLinear
 from lowbit.op_calls import call
 from lowbit.ops.grouped import has_rows_of_its_own
-from lowbit.ops.spec import stored_global, stored_scale
+from lowbit.ops.spec import stored_global, stored_scale, stored_zero
 from lowbit.torch_private import is_fake
 
 __all__ = ["QuantExperts", "stack_experts_", "stacks"]
@@ -216,6 +216,7 @@ def _stack(layers: nn.ModuleList, x: Tensor) -> _Stack | None:
                 return None
     assert parts["scale"] is not None
     parts["scale"] = stored_scale(parts["scale"], first.scheme.name)
+    parts["zero_point"] = stored_zero(parts["zero_point"], first.scheme.name)
     parts["global_scale"] = stored_global(parts["global_scale"])
     return _Stack(layers, parts)
 

@@ -35,7 +35,7 @@ class QuantizedRows:
 
     def __init__(self, scheme: Scheme | str) -> None:
         self.scheme = find_scheme(scheme)
-        if self.scheme.block[0] != 1 or (self.scheme.global_scale and self.scheme.global_scale_shape(2)[0] != 2):
+        if self.scheme.block[0] != 1 or (self.scheme.global_scale and self.scheme.global_scale_shape(2, 1)[0] != 2):
             raise ValueError(
                 f"QuantizedRows: expected a scheme in which each row has its own scales, got {self.scheme}; use for "
                 f"instance int8:row, int4:group32 or fp8_e4m3:group32"

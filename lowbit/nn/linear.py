@@ -17,7 +17,7 @@ from lowbit.functional.arguments import refuse_tangents
 from lowbit.nn.base import Announced
 from lowbit.op_calls import call
 from lowbit.ops.conv import Window
-from lowbit.ops.spec import stored_global, stored_scale
+from lowbit.ops.spec import stored_global, stored_scale, stored_zero
 from lowbit.recipes import Recipe
 from lowbit.scaling import Scheme, as_matrix
 from lowbit.tensor.quantized import Quantized, Scales, scale_dtype, zero_dtype
@@ -71,7 +71,7 @@ def empty(
         make((*shape[:-1], scheme.packed_cols(cols)), torch.uint8),
         make(scales, scale_dtype(scheme)),
         make(scales, zero_dtype(scheme)) if scheme.affine else None,
-        make(scheme.global_scale_shape(rows), torch.float32) if scheme.global_scale else None,
+        make(scheme.global_scale_shape(rows, cols), torch.float32) if scheme.global_scale else None,
         scheme, torch.Size(shape), dtype,
     )  # fmt: skip
 
@@ -85,11 +85,11 @@ class QuantLinear(Announced, nn.Module):
     which is faster on CPUs.
 
     The parameters are ``codes``, ``scale``, ``zero_point`` (affine schemes), ``global_scale`` (two-level schemes), and
-    with static input scales ``input_scale`` and ``input_zero_point``. Floating-point scales are stored as integers with
-    the same bits; ``.weight`` views them as floats. Integers have no gradient, so ``model.requires_grad_(True)`` raises
-    in torch; set it on the floating-point parameters instead. ``AveragedModel`` would average these integers too, so
-    average only floating-point parameters, for instance with ``multi_avg_fn=lambda a, b, n: ema(a, b, n) if
-    a[0].is_floating_point() else None``.
+    with static input scales ``input_scale`` and ``input_zero_point``. Floating-point scales and minima are stored as
+    integers with the same bits; ``.weight`` views them as floats. Integers have no gradient, so
+    ``model.requires_grad_(True)`` raises in torch; set it on the floating-point parameters instead. ``AveragedModel``
+    would average these integers too, so average only floating-point parameters, for instance with ``multi_avg_fn=lambda
+    a, b, n: ema(a, b, n) if a[0].is_floating_point() else None``.
 
     ``state_dict`` also has the scheme's name as ``_extra_state``: ASCII in a uint8 tensor, which safetensors and
     distributed checkpoints can store. It includes ``in_features`` if rows of codes end within a byte.
@@ -151,8 +151,9 @@ class QuantLinear(Announced, nn.Module):
         parts: dict[str, Any] = self._parameters
         shape = torch.Size((self.out_features, self.in_features))
         return Quantized(
-            parts["codes"], stored_scale(parts["scale"], self.scheme.name), parts["zero_point"],
-            stored_global(parts["global_scale"]), self.scheme, shape, self.weight_dtype,
+            parts["codes"], stored_scale(parts["scale"], self.scheme.name),
+            stored_zero(parts["zero_point"], self.scheme.name), stored_global(parts["global_scale"]),
+            self.scheme, shape, self.weight_dtype,
         )  # fmt: skip
 
     @property

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lowbit import reference, scaling
 from lowbit.ops import matmul
-from lowbit.ops.linear import input_scales, scale_arguments
+from lowbit.ops.linear import input_scales, scale_arguments, weight_scales
 from lowbit.ops.matmul import ScaledMM
 from lowbit.ops.spec import (
     FLOATS,
@@ -35,8 +35,6 @@ from lowbit.ops.spec import (
     require_float,
     require_input,
     require_scales,
-    stored_global,
-    stored_scale,
 )
 from lowbit.scaling import Scheme
 from lowbit.tensor import packing
@@ -203,8 +201,7 @@ class Weight(NamedTuple):
 
 def group_weight(call: Conv, group: int) -> Weight:
     """The weight of a group. Scales that several groups share are repeated if a slice would not fit the scheme."""
-    scale, global_scale = stored_scale(call.scale, call.scheme), stored_global(call.global_scale)
-    weight = Weight(call.weight, call.scheme, scale, call.zero_point, global_scale)
+    weight = Weight(call.weight, call.scheme, *weight_scales(call))
     if call.groups == 1:
         return weight
     scheme = scaling.scheme(call.scheme)
@@ -222,7 +219,7 @@ def group_weight(call: Conv, group: int) -> Weight:
         weight.codes[part], weight.scheme, weight.scale[blocks],
         None if weight.zero_point is None else weight.zero_point[blocks],
         global_scale[part]
-        if global_scale is not None and scaling.scheme(weight.scheme).global_scale == "row"
+        if global_scale is not None and scaling.scheme(weight.scheme).global_scale in ("row", "superblock")
         else global_scale,
     )  # fmt: skip
 
@@ -237,8 +234,12 @@ def _by_row(weight: Weight, scheme: Scheme) -> Weight:
 
     cols = scheme.block[1]
     options = [
-        option for option, has in (("affine", scheme.affine), ("global_row", scheme.global_scale is not None)) if has
-    ]
+        option
+        for option, has in (
+            ("min" if scheme.minimum else "affine", scheme.affine), ("global_row", scheme.global_scale is not None),
+        )
+        if has
+    ]  # fmt: skip
     if scheme.scale_format.name != "fp32":
         options.insert(0, {"fp8_e4m3": "e4m3"}.get(scheme.scale_format.name, scheme.scale_format.name))
     words = [scheme.format.name, "row" if cols is None else f"group{cols}", *options]
@@ -312,8 +313,7 @@ def _check(call: Conv) -> None:
         f"{list(call.kernel_size)}, the weight in {scheme} must be [out channels, a multiple of {call.groups}; "
         f"{scheme.packed_cols(cols)}] bytes, got {list(call.weight.shape)}",
     )
-    scales = (stored_scale(call.scale, call.scheme), call.zero_point, stored_global(call.global_scale))
-    require_scales("conv", scheme, rows, cols, *scales)
+    require_scales("conv", scheme, rows, cols, *weight_scales(call))
     require(call.out_dtype in FLOATS, f"lowbit.conv: out_dtype must be a 16- or 32-bit float, got {call.out_dtype}")
     if call.bias is not None:
         require_float("conv", "bias", call.bias)

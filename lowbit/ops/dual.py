@@ -47,7 +47,7 @@ def _outputs(call: QuantizeBoth) -> list[Out]:
     outs: list[Out] = []
     for single in quantize_calls(call):
         scheme = scaling.scheme(single.scheme)
-        global_shape = scheme.global_scale_shape(rows) if scheme.global_scale else (0,)
+        global_shape = scheme.global_scale_shape(rows, cols) if scheme.global_scale else (0,)
         outs += [
             ((rows, scheme.packed_cols(cols)), torch.uint8),
             (scheme.scale_shape(rows, cols), scale_dtype(scheme)),

@@ -29,6 +29,7 @@ from lowbit.ops.spec import (
     require_scales,
     stored_global,
     stored_scale,
+    stored_zero,
 )
 from lowbit.tensor import packing
 from lowbit.tensor.quantized import Scales
@@ -68,11 +69,17 @@ def scale_arguments(scales: Scales | None) -> tuple[Tensor | None, Tensor | None
     return (None, None, None) if scales is None else scales
 
 
+def weight_scales(call: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Scale, zero point and global scale of the weight of a Linear or Conv, in the dtypes of its scheme."""
+    zero_point = stored_zero(call.zero_point, call.scheme)
+    return stored_scale(call.scale, call.scheme), zero_point, stored_global(call.global_scale)
+
+
 def product(call: Linear, a: Tensor, scales: Scales | None = None) -> ScaledMM:
     """The matmul of ``a`` and the weight. ``a``: the rows of x, or with ``input_scheme`` their codes."""
     return ScaledMM(
         a, call.weight, call.x.shape[-1], call.input_scheme, call.scheme, *scale_arguments(scales),
-        stored_scale(call.scale, call.scheme), call.zero_point, stored_global(call.global_scale), call.bias,
+        *weight_scales(call), call.bias,
         call.out_dtype if call.out_scheme is None else torch.float32,
     )  # fmt: skip
 
@@ -120,7 +127,7 @@ def _check(call: Linear) -> None:
             f"[out features, {scheme.packed_cols(cols)}] bytes, got {list(call.weight.shape)}"
         )
     rows = call.weight.shape[0]
-    scales = (stored_scale(call.scale, call.scheme), call.zero_point, stored_global(call.global_scale))
+    scales = weight_scales(call)
     require_scales("linear", scheme, rows, cols, *scales)
     if call.out_dtype not in FLOATS:
         raise ValueError(f"lowbit.linear: out_dtype must be a 16- or 32-bit float, got {call.out_dtype}")

@@ -102,10 +102,8 @@ def _cost(call: ScaledMM) -> Cost:
 
 def is_whole(call: ScaledMM) -> bool:
     """Whether every row of both operands has one scale, which the epilogue can apply."""
-    return all(
-        side.scheme is None or scaling.scheme(side.scheme).scale_shape(side.data.shape[0], call.cols)[1] == 1
-        for side in sides(call)
-    )
+    schemes = [(None if side.scheme is None else scaling.scheme(side.scheme), len(side.data)) for side in sides(call)]
+    return all(s is None or (s.scale_shape(rows, call.cols)[1] == 1 and not s.minimum) for s, rows in schemes)
 
 
 #: The largest K whose int8 products fit an int32 accumulator, for any codes.

@@ -139,13 +139,13 @@ def _scale_outs(x: Tensor, scheme: scaling.Scheme) -> list[Out]:
 
 
 def _global_scale_outputs(call: GlobalScale) -> list[Out]:
-    return [(scaling.scheme(call.scheme).global_scale_shape(matrix_shape(call.x)[0]), torch.float32)]
+    return [(scaling.scheme(call.scheme).global_scale_shape(*matrix_shape(call.x)), torch.float32)]
 
 
 def _quantize_global_outputs(call: QuantizeGlobal) -> list[Out]:
     scheme = scaling.scheme(call.scheme)
     scale, _ = _scale_outs(call.x, scheme)
-    shape = scheme.global_scale_shape(matrix_shape(call.x)[0])
+    shape = scheme.global_scale_shape(*matrix_shape(call.x))
     return [_codes_out(call.x, scheme), scale, (shape, torch.float32)]
 
 
@@ -193,7 +193,7 @@ def _check_quantize(call: Quantize) -> None:
     scheme = scaling.scheme(call.scheme)
     _check_x("quantize", call, scheme)
     rows, cols = matrix_shape(call.x)
-    require_global_scale("quantize", scheme, rows, call.global_scale)
+    require_global_scale("quantize", scheme, rows, cols, call.global_scale)
     if call.factors is not None:
         require_factors(call.factors, rows, cols)
 
@@ -225,7 +225,7 @@ def _check_fake(call: FakeQuantize | FakeQuantizeBackward) -> None:
         require_scales("fake_quantize", scheme, *matrix_shape(call.x), call.scale, call.zero_point, call.global_scale)
     else:
         require(call.zero_point is None, "lowbit.fake_quantize: a zero_point needs its scale; give both or neither")
-        require_global_scale("fake_quantize", scheme, matrix_shape(call.x)[0], call.global_scale)
+        require_global_scale("fake_quantize", scheme, *matrix_shape(call.x), call.global_scale)
     if isinstance(call, FakeQuantizeBackward):
         require(
             call.grad.shape == call.x.shape,

@@ -169,6 +169,12 @@ def stored_scale(scale: Tensor, name: str) -> Tensor:
     return scale.view(dtype) if same_bits else scale
 
 
+def stored_zero(zero_point: Tensor | None, name: str) -> Tensor | None:
+    """``stored_scale`` for a zero point or minimum."""
+    minimum = zero_point is not None and scaling.scheme(name).minimum
+    return stored_scale(zero_point, name) if zero_point is not None and minimum else zero_point
+
+
 def stored_global(global_scale: Tensor | None) -> Tensor | None:
     """``stored_scale`` for a global scale."""
     return (
@@ -196,7 +202,8 @@ def require_scales(
             f"got {scale.dtype} {list(scale.shape)}"
         )
     if (zero_point is not None) != scheme.affine:
-        need = "needs a zero_point" if scheme.affine else "has no zero_point (add ':affine' for one)"
+        word = "minimum as zero_point" if scheme.minimum else "zero_point"
+        need = f"needs a {word}" if scheme.affine else "has no zero_point (add ':affine' for one)"
         raise ValueError(f"lowbit.{op}: {scheme} {need}")
     if zero_point is not None:
         want = zero_dtype(scheme)
@@ -205,16 +212,16 @@ def require_scales(
                 f"lowbit.{op}: {scheme} keeps zero points as {want} {list(expected)}, "
                 f"got {zero_point.dtype} {list(zero_point.shape)}"
             )
-    require_global_scale(op, scheme, rows, global_scale)
+    require_global_scale(op, scheme, rows, cols, global_scale)
 
 
-def require_global_scale(op: str, scheme: scaling.Scheme, rows: int, global_scale: Tensor | None) -> None:
+def require_global_scale(op: str, scheme: scaling.Scheme, rows: int, cols: int, global_scale: Tensor | None) -> None:
     if (global_scale is not None) != bool(scheme.global_scale):
         raise ValueError(f"lowbit.{op}: {scheme} {'needs an' if scheme.global_scale else 'has no'} global_scale")
-    expected = scheme.global_scale_shape(rows)
+    expected = scheme.global_scale_shape(rows, cols)
     if global_scale is not None and (global_scale.dtype != torch.float32 or tuple(global_scale.shape) != expected):
         raise ValueError(
-            f"lowbit.{op}: {scheme} keeps the global_scale of {rows} rows as float32 {list(expected)}, "
+            f"lowbit.{op}: {scheme} keeps the global_scale of a [{rows}, {cols}] matrix as float32 {list(expected)}, "
             f"got {global_scale.dtype} {list(global_scale.shape)}"
         )
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lowbit.formats import find
 from lowbit.functional import decode, encode
+from lowbit.reference import of_blocks
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Scales, scale_dtype, zero_dtype
 
@@ -54,6 +55,16 @@ def _fp8(raw: Tensor, dtype: torch.dtype) -> Tensor:
     return encode(raw.abs().clamp(min=find("fp8_e4m3").min_subnormal).copysign(raw), "fp8_e4m3")
 
 
+def _integer(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """The nearest scale of a superblock's block; at least 1, because a scale of 0 would get no gradient."""
+    return raw.round().clamp(1, 63).to(dtype)
+
+
+def _signed_integer(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """As ``_integer`` for signed scales, of magnitude 1 at least."""
+    return encode(raw.abs().round().clamp(1, 127).copysign(raw), "int8")
+
+
 def _constant(raw: Tensor) -> Tensor:
     """The same fp32 numbers without a gradient.
 
@@ -76,11 +87,20 @@ _KINDS: dict[str, _Kind] = {
         lambda raw: torch.exp2(_exponent(raw)) * math.log(2.0),
     ),
     "fp8_e4m3": _Kind(lambda stored: decode(stored, "fp8_e4m3"), _fp8, lambda raw: 1.0),
+    "uint6": _Kind(lambda stored: stored.float(), _integer, lambda raw: 1.0),
+    "int8": _Kind(lambda stored: decode(stored, "int8"), _signed_integer, lambda raw: 1.0),
 }
 
 
+def _minimum(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """Minima as they are stored: finite numbers, or the integers of superblocks."""
+    if not dtype.is_floating_point:
+        return raw.round().clamp(0, 63).to(dtype)
+    return raw.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
+
+
 class Learned(NamedTuple):
-    """The learned numbers of one tensor: scales and zero points, fp32 ``[R, C]``, and its constant global scale."""
+    """The learned numbers of one tensor: scales, zero points or minima, fp32 ``[R, C]``; its constant global scale."""
 
     scale: Tensor
     zero_point: Tensor | None = None
@@ -96,7 +116,9 @@ class Learned(NamedTuple):
         """The scales and zero points as ``scheme`` stores them."""
         stored = _KINDS[scheme.scale_format.name].stored(_constant(self.scale), scale_dtype(scheme))
         zero = self.zero_point
-        if zero is not None:
+        if zero is not None and scheme.minimum:
+            zero = _minimum(_constant(zero), scale_dtype(scheme))
+        elif zero is not None:
             zero = _constant(zero).round().clamp(scheme.format.qmin, scheme.format.qmax).to(zero_dtype(scheme))
         return Scales(stored, zero, self.global_scale)
 
@@ -104,7 +126,10 @@ class Learned(NamedTuple):
         """The gradients of the learned numbers from the result of ``fake_quantize_backward``, times ``factor``."""
         of_scale, of_zero = (grad[0], grad[1]) if scheme.affine else (grad, None)
         of_scale = of_scale * _KINDS[scheme.scale_format.name].slope(self.scale)
-        if self.global_scale is not None:
+        if self.global_scale is not None and scheme.superblocks:
+            unit, unit_of_minimum = of_blocks(self.global_scale, scheme, of_scale.shape[1])
+            of_scale, of_zero = of_scale * unit, None if of_zero is None else of_zero * -unit_of_minimum
+        elif self.global_scale is not None:
             of_scale = of_scale * self.global_scale
         return of_scale * factor, None if of_zero is None else of_zero * factor
 

@@ -82,6 +82,11 @@ class Cast:
                 f"Cast: delayed scaling needs a scheme with one fp32 scale per tensor, got {scheme}; "
                 f"use {scheme.format.name}:tensor, or scale='current'"
             )
+        if scale == "static" and scheme.reference_only:
+            raise ValueError(
+                f"Cast: static scales need a scheme without minima and superblocks, got {scheme}; "
+                f"use {scheme.format.name}:tensor{':affine' * (not scheme.format.signed)}, or scale='current'"
+            )
         if rule == "four-over-six" and (scheme.format.name, scheme.scale_format.name) != ("fp4_e2m1", "fp8_e4m3"):
             raise ValueError(
                 f"Cast: four-over-six needs FP4 elements with E4M3 scales, got {scheme}; use nvfp4, or rule='search'"

@@ -142,13 +142,13 @@ def _rescaled(base: Recipe, scaling: str) -> Recipe:
     if find_scaling(scaling.split(":")[0]) is None:
         raise ValueError(f"recipe {base.name!r}: unknown scaling {scaling!r}; write for instance {base.name}:group32")
     if base.weight.scale_format.name != "fp32":
-        plain = f"{base.weight.format.name}:{scaling}"
+        plain = f"{base.weight.format.name}:{scaling}{':affine' if base.weight.affine else ''}"
         raise ValueError(
             f"recipe {base.name!r} has scales in {base.weight.scale_format.name}, and its scaling is part of the "
             f"format; use a recipe with fp32 scales, such as int4-weight-only:{scaling}, "
             f"or Recipe(Gemm(None, {plain!r}), name='mine')"
         )
-    affine = ":affine" if base.weight.affine and "affine" not in scaling.split(":") else ""
+    affine = ":affine" if base.weight.affine and not {"affine", "min"} & set(scaling.split(":")) else ""
     weight = scheme(f"{base.weight.format.name}:{scaling}{affine}")
     if weight == base.weight:
         return base

@@ -133,8 +133,23 @@ RECIPES: dict[str, Recipe] = {
         Recipe(Gemm("int8:row", "int4:group128"), name="w4a8", about="4-bit weights, 8-bit activations"),
         # Block types of GGUF files (llama.cpp), whose names are Q4_0 and so on.
         Recipe(Gemm(None, "int4:group32:fp16"), name="q4-0", about="GGUF Q4_0: 4-bit weights, one fp16 scale per 32"),
+        Recipe(
+            Gemm(None, "uint4:group32:fp16:min"),
+            name="q4-1", about="GGUF Q4_1: 4-bit weights, one fp16 scale and minimum per 32",
+        ),
         Recipe(Gemm(None, "int5:group32:fp16"), name="q5-0", about="GGUF Q5_0: 5-bit weights, one fp16 scale per 32"),
+        Recipe(
+            Gemm(None, "uint5:group32:fp16:min"),
+            name="q5-1", about="GGUF Q5_1: 5-bit weights, one fp16 scale and minimum per 32",
+        ),
         Recipe(Gemm(None, "int8:group32:fp16"), name="q8-0", about="GGUF Q8_0: 8-bit weights, one fp16 scale per 32"),
+        Recipe(
+            Gemm(None, "q4_k"), name="q4-k", about="GGUF Q4_K: 4-bit weights, one 6-bit scale and minimum per 32"
+        ),
+        Recipe(
+            Gemm(None, "q5_k"), name="q5-k", about="GGUF Q5_K: 5-bit weights, one 6-bit scale and minimum per 32"
+        ),
+        Recipe(Gemm(None, "q6_k"), name="q6-k", about="GGUF Q6_K: 6-bit weights, one 8-bit scale per 16"),
         # Static input scales: quantize_ needs a calibration.
         Recipe(
             Gemm(Cast("int8:tensor", scale="static"), "int8:row"),

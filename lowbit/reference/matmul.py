@@ -26,7 +26,8 @@ class Operand(NamedTuple):
     @property
     def factors_out(self) -> bool:
         """Whether each row has one scale and zero point, so that the epilogue can apply the scale."""
-        return self.scheme is None or self.scheme.scale_shape(*self.data.shape)[1] == 1
+        scheme = self.scheme
+        return scheme is None or (scheme.scale_shape(*self.data.shape)[1] == 1 and not scheme.minimum)
 
     def values(self, scaled: bool) -> Tensor:
         """fp64 matrix of the operand's values, without the scale unless ``scaled``."""
@@ -65,7 +66,7 @@ def integer_segments(a: Operand, b: Operand) -> list[int] | None:
     """Starts of the segments of an integer matmul, and K at the end; None for matmuls that are summed as floats."""
     cols, blocks = a.data.shape[1], []
     for x in (a, b):
-        if x.scheme is None or x.scheme.format.kind != "integer":
+        if x.scheme is None or x.scheme.format.kind != "integer" or x.scheme.minimum:
             return None
         if not x.factors_out:
             blocks.append(x.scheme.block_of(*x.data.shape)[1])

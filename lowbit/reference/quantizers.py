@@ -12,7 +12,7 @@ from lowbit.reference.codec import (
     encode,
     require_subnormals,
 )
-from lowbit.reference.scales import block_scales, in_blocks, quotient, scale_value, spread
+from lowbit.reference.scales import block_scales, in_blocks, minimum_value, quotient, scale_value, spread
 from lowbit.scaling import Scheme
 
 
@@ -21,12 +21,20 @@ def divide(x: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
     return quotient(x, spread(scale, scheme.block_of(*x.shape), *x.shape))
 
 
+def above_minimum(x: Tensor, scheme: Scheme, minimum: Tensor | None, global_scale: Tensor | None) -> Tensor:
+    """``x [rows, cols]`` less the minimum of each block, fp32."""
+    assert minimum is not None
+    return x.float() - spread(minimum_value(minimum, scheme, global_scale), scheme.block_of(*x.shape), *x.shape)
+
+
 def quantize_static(
     x: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None, global_scale: Tensor | None, rng: Rng | None
 ) -> Tensor:
     """Codes ``[rows, cols]``, one per byte, of ``x`` with static scales."""
     require_subnormals(x)
     zero = None if zero_point is None else spread(zero_point, scheme.block_of(*x.shape), *x.shape)
+    if scheme.minimum:
+        x, zero = above_minimum(x, scheme, zero_point, global_scale), None
     return encode(divide(x, scale_value(scale, scheme, global_scale), scheme), scheme.format, rng, True, zero)
 
 
@@ -55,13 +63,19 @@ def dequantize(
     global_scale: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Code value times scale in fp32, then one rounding to ``dtype``; ``codes [rows, cols]``, one per byte."""
+    """Code value times scale in fp32, then one rounding to ``dtype``; ``codes [rows, cols]``, one per byte.
+
+    A minimum is added to the rounded product.
+    """
     require_subnormals(scale)
     block = scheme.block_of(*codes.shape)
     value = decode(codes, scheme.format)
-    if zero_point is not None:
+    if zero_point is not None and not scheme.minimum:
         value = value - spread(zero_point.float(), block, *codes.shape)
-    return cast(value * spread(scale_value(scale, scheme, global_scale), block, *codes.shape), dtype)
+    value = value * spread(scale_value(scale, scheme, global_scale), block, *codes.shape)
+    if zero_point is not None and scheme.minimum:
+        value = value + spread(minimum_value(zero_point, scheme, global_scale), block, *codes.shape)
+    return cast(value, dtype)
 
 
 def fake_quantize_backward(
@@ -69,12 +83,14 @@ def fake_quantize_backward(
 ) -> tuple[Tensor, Tensor]:
     """Straight-through gradient of ``x``, and LSQ gradient of the scales (arXiv 1902.08153), fp32 ``[R, C]``.
 
-    With zero points the second is ``[2, R, C]``: scales, then zero points (LSQ+, arXiv 2004.09576).
+    With zero points or minima the second is ``[2, R, C]``: scales, then these (LSQ+, arXiv 2004.09576).
     """
     block, format = scheme.block_of(*x.shape), scheme.format
     step = scale_value(scale, scheme, global_scale)
-    v = divide(x, step, scheme)
-    zero = torch.zeros_like(v) if zero_point is None else spread(zero_point.float(), block, *x.shape)
+    v = divide(above_minimum(x, scheme, zero_point, global_scale) if scheme.minimum else x, step, scheme)
+    zero = torch.zeros_like(v)
+    if zero_point is not None and not scheme.minimum:
+        zero = spread(zero_point.float(), block, *x.shape)
     if format.kind == "integer":
         kept = (v.round() + zero >= format.qmin) & (v.round() + zero <= format.qmax)
     else:
@@ -83,6 +99,7 @@ def fake_quantize_backward(
     slope = torch.where(kept, level - v, level) * grad.float()
     grad_scale = in_blocks(slope, scheme).sum((1, 3))
     if zero_point is not None:
-        moved = torch.where(kept, 0.0, -spread(step, block, *x.shape) * grad.float())
+        moved = grad.float() if scheme.minimum else -spread(step, block, *x.shape) * grad.float()
+        moved = torch.where(kept, 0.0, moved)
         grad_scale = torch.stack([grad_scale, in_blocks(moved, scheme).sum((1, 3))])
     return grad.where(kept, 0.0), grad_scale

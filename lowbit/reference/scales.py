@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from lowbit.formats import Format, find
 from lowbit.reference.codec import F32_INF, F32_MAGNITUDE, F32_SIGN, encode_magnitude, from_bits, to_bits
-from lowbit.scaling import Scheme, as_matrix
+from lowbit.scaling import SUPERBLOCK, Scheme, as_matrix
 from lowbit.tensor.quantized import scale_dtype, zero_dtype
 
 
@@ -16,12 +18,12 @@ def spread(per_block: Tensor, block: tuple[int, int], rows: int, cols: int) -> T
     return per_block.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :cols]
 
 
-def in_blocks(values: Tensor, scheme: Scheme) -> Tensor:
-    """``values [rows, cols]`` as ``[R, r, C, c]``; blocks at the edges, and empty axes, are padded with 0."""
+def in_blocks(values: Tensor, scheme: Scheme, fill: float = 0.0) -> Tensor:
+    """``values [rows, cols]`` as ``[R, r, C, c]``; blocks at the edges, and empty axes, are padded with ``fill``."""
     rows, cols = values.shape
     r, c = scheme.block_of(rows, cols)
     R, C = scheme.scale_shape(rows, cols)
-    return torch.nn.functional.pad(values, (0, C * c - cols, 0, R * r - rows)).reshape(R, r, C, c)
+    return torch.nn.functional.pad(values, (0, C * c - cols, 0, R * r - rows), value=fill).reshape(R, r, C, c)
 
 
 def block_amax(values: Tensor, scheme: Scheme) -> Tensor:
@@ -96,11 +98,35 @@ def scale_value(scale: Tensor, scheme: Scheme, global_scale: Tensor | None) -> T
     """The fp32 scale ``[R, C]`` for decoding, block scale times global scale; NaN has the sign of the product too."""
     if scale.dtype == torch.uint8:
         format = find(scheme.scale_format.name)
-        scale = from_bits(torch.tensor(format.bits_table, dtype=torch.int64, device=scale.device)[scale.long()])
+        table = torch.tensor(format.bits_table, dtype=torch.int64, device=scale.device)
+        scale = from_bits(table[scale.long() & (len(table) - 1)])
     if global_scale is None:
         return from_bits(to_bits(scale))
+    if scheme.superblocks:
+        global_scale = of_blocks(global_scale, scheme, scale.shape[1])[0]
     sign = (to_bits(scale) ^ to_bits(global_scale)) & F32_SIGN
     return from_bits(to_bits(scale.float() * global_scale) & F32_MAGNITUDE | sign)
+
+
+def of_blocks(global_scale: Tensor, scheme: Scheme, blocks: int) -> tuple[Tensor, Tensor]:
+    """The global scale of each of the ``blocks`` of a row, and that of its minimum, from those of superblocks.
+
+    Without minima both are the same.
+    """
+    count = global_scale.shape[1] // (1 + scheme.minimum)
+    wide = SUPERBLOCK // (scheme.block[1] or 1)
+    first, last = (
+        part.repeat_interleave(wide, 1)[:, :blocks]
+        for part in (global_scale[:, :count], global_scale[:, -count or None :])
+    )
+    return first, last
+
+
+def minimum_value(minimum: Tensor, scheme: Scheme, global_scale: Tensor | None) -> Tensor:
+    """The fp32 number ``[R, C]`` that decoding adds, from the stored minimum."""
+    if global_scale is None:
+        return minimum.float()
+    return -(of_blocks(global_scale, scheme, minimum.shape[1])[1] * minimum.float())
 
 
 def quotient(x: Tensor, scale: Tensor) -> Tensor:
@@ -111,7 +137,12 @@ def quotient(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def global_scale(x: Tensor, scheme: Scheme) -> Tensor:
-    """The global scale, fp32 ``[1, 1]`` or ``[rows, 1]``: finite amax divided by ``global_scale_divisor``."""
+    """The global scale, fp32 ``[1, 1]`` or ``[rows, 1]``: finite amax divided by ``global_scale_divisor``.
+
+    Of superblocks: ``superblock_scales``.
+    """
+    if scheme.superblocks:
+        return superblock_scales(x.reshape(as_matrix(tuple(x.shape))), scheme)
     magnitude = to_bits(x).reshape(as_matrix(tuple(x.shape)))
     magnitude = magnitude & F32_MAGNITUDE
     finite = magnitude.where(magnitude < F32_INF, 0)
@@ -126,8 +157,90 @@ def block_range(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     return -block_amax((-finite).clamp(min=0.0) + 0.0, scheme) + 0.0, block_amax(finite.clamp(min=0.0) + 0.0, scheme)
 
 
+# -- minima and superblocks --------------------------------------------------------------------------------------------
+def round_down(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Finite fp32 ``x`` rounded towards -Inf to a finite number of a 16-bit ``dtype``; fp32 stays."""
+    if dtype == torch.float32:
+        return x
+    format = find({torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype])
+    magnitude, positive = x.abs(), x > 0
+    code = round_up(magnitude, format).to(torch.int16)
+    code = code - (positive & (code.view(dtype).float() > magnitude)).to(torch.int16)
+    value = code.view(dtype)
+    return torch.where(positive, value, -value)
+
+
+def block_ends(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """The least and the largest finite element of each block, fp32 ``[R, C]``; 0 for a block without any."""
+    high, low = (
+        in_blocks(values.where(x.float().isfinite(), -torch.inf), scheme, -torch.inf).amax((1, 3))
+        for values in (x.float(), -x.float())
+    )
+    return (0.0 - low).where(low.isfinite(), 0.0) + 0.0, high.where(high.isfinite(), 0.0) + 0.0
+
+
+def _step(low: Tensor, high: Tensor, scheme: Scheme) -> Tensor:
+    """The unrounded scale of blocks from ``low`` to ``high``; without minima, of their amax."""
+    amount = (high - low).clamp(0.0, torch.finfo(torch.float32).max) if scheme.minimum else torch.maximum(-low, high)
+    return amount / torch.tensor(scheme.amax_divisor, device=amount.device)
+
+
+def _integers(amount: Tensor, unit: Tensor, scheme: Scheme, least: int) -> Tensor:
+    """The integer scale nearest to ``amount / unit``, at least ``least``."""
+    most = find(scheme.scale_format.name).max
+    return quotient(amount, unit).nan_to_num(nan=0.0).round().clamp(least, most).to(torch.uint8)
+
+
+def _superblock_scale(amount: Tensor, scheme: Scheme) -> Tensor:
+    """The fp16 number of each superblock, as fp32: the largest of its ``amount [R, C]`` over the largest integer."""
+    wide = SUPERBLOCK // (scheme.block[1] or 1)
+    padded = torch.nn.functional.pad(amount, (0, -amount.shape[1] % wide))
+    largest = padded.reshape(amount.shape[0], -1, wide).amax(2)
+    scale = normal_scale(largest, find(scheme.scale_format.name).max)
+    return round_up(scale, find("fp16")).to(torch.int16).view(torch.float16).float()
+
+
+def superblock_scales(x: Tensor, scheme: Scheme) -> Tensor:
+    """The global scales of the superblocks of ``x [rows, cols]``; with minima, followed by those of the minima."""
+    low, high = block_ends(x, scheme)
+    units = []
+    if scheme.minimum:
+        low = low.clamp(max=0.0)
+        units = [_superblock_scale(-low, scheme)]
+        stored = _integers(-low, of_blocks(units[0].repeat(1, 2), scheme, low.shape[1])[1], scheme, 0)
+        low = minimum_value(stored, scheme, units[0].repeat(1, 2))
+    scale = _superblock_scale(_step(low, high, scheme), scheme)
+    wide = replace(scheme, block=(1, SUPERBLOCK))
+    scale = scale.masked_fill(in_blocks(~x.isfinite(), wide).amax((1, 3)), torch.nan)
+    return torch.cat([scale, *units], 1)
+
+
+def of_range(low: Tensor, high: Tensor, scheme: Scheme, global_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Stored scales and minima of blocks with elements from ``low`` to ``high``, finite fp32 ``[R, C]``."""
+    if global_scale is None:
+        minimum = round_down(low, scale_dtype(scheme))
+        amount = (high - minimum.float()).clamp(0.0, torch.finfo(torch.float32).max)
+        return make_scale(amount, scheme), minimum
+    unit, unit_of_minimum = of_blocks(global_scale, scheme, low.shape[1])
+    if not scheme.minimum:
+        return _integers(_step(low, high, scheme), unit, scheme, 1), None
+    minimum = _integers(-low.clamp(max=0.0), unit_of_minimum, scheme, 0)
+    return _integers(_step(minimum_value(minimum, scheme, global_scale), high, scheme), unit, scheme, 1), minimum
+
+
+def _of_ends(x: Tensor, scheme: Scheme, global_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    scale, minimum = of_range(*block_ends(x, scheme), scheme, global_scale)
+    if global_scale is not None:
+        return scale, minimum
+    broken = block_amax(~x.isfinite(), scheme)
+    assert minimum is not None
+    return scale.masked_fill(broken, torch.nan), minimum.masked_fill(broken, 0)
+
+
 def block_scales(x: Tensor, scheme: Scheme, global_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Stored scales ``[R, C]``, and zero points (int8/uint8) of affine schemes, for ``x [rows, cols]``."""
+    """Stored scales ``[R, C]``, and zero points or minima of affine schemes, for ``x [rows, cols]``."""
+    if scheme.reference_only:
+        return _of_ends(x, scheme, global_scale)
     amax_bits = block_amax(to_bits(x) & F32_MAGNITUDE, scheme)
     broken = amax_bits >= F32_INF
     amax = from_bits(amax_bits.where(~broken, 0))

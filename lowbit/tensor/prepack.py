@@ -66,6 +66,8 @@ def refusal(weight: Scheme, input: Scheme | None) -> str | None:
     """Why a weight of this scheme cannot be packed, or None."""
     if input is None or {weight.format.kind, input.format.kind} != {"integer"}:
         return "kernels only support the packed layout for integer weights with integer inputs (int8, w4a8)"
+    if weight.reference_only:
+        return f"the packed layout holds no minima and no superblocks, and {weight} has some"
     if weight.format.bits not in (4, 8):
         return f"the packed layout holds codes of 8 or 4 bits, and {weight.format} has {weight.format.bits}"
     if weight.block[0] != 1:
@@ -154,7 +156,7 @@ def unpack(packed: Tensor) -> Quantized:
         _from_panels(panels, kind.format, rows, cols),
         part(Word.SCALE, blocks, scale_dtype(kind)),
         part(Word.ZERO_POINT, blocks, zero_dtype(kind)) if kind.affine else None,
-        part(Word.GLOBAL_SCALE, kind.global_scale_shape(rows), torch.float32) if kind.global_scale else None,
+        part(Word.GLOBAL_SCALE, kind.global_scale_shape(rows, cols), torch.float32) if kind.global_scale else None,
         kind,
         torch.Size((rows, cols)),
         _DTYPES[words[Word.DTYPE]],

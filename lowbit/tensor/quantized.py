@@ -27,12 +27,17 @@ def scale_dtype(scheme: Scheme) -> torch.dtype:
 
 
 def zero_dtype(scheme: Scheme) -> torch.dtype:
-    """dtype of the stored zero points."""
+    """dtype of the stored zero points; minima are stored like scales."""
+    if scheme.minimum:
+        return scale_dtype(scheme)
     return torch.int8 if scheme.format.signed else torch.uint8
 
 
 class Scales(NamedTuple):
-    """Static scales as ``quantize`` takes them: stored scales and zero points ``[R, C]``, and the global scale."""
+    """Static scales as ``quantize`` takes them: stored scales and zero points ``[R, C]``, and the global scale.
+
+    In schemes with minima, ``zero_point`` holds these.
+    """
 
     scale: Tensor
     zero_point: Tensor | None = None
@@ -54,11 +59,12 @@ class Quantized:
 
     #: Packed codes, uint8 ``shape[:-1] + [packed cols]`` (a scalar: ``[1]``).
     codes: Tensor
-    #: ``[R, C]`` in the scheme's scale dtype; E8M0 and E4M3 scales are uint8 codes.
+    #: ``[R, C]`` in the scheme's scale dtype; E8M0, E4M3 and integer scales are uint8 codes.
     scale: Tensor
-    #: int8 or uint8 ``[R, C]``; only in affine schemes.
+    #: ``[R, C]``, only in affine schemes: int8 or uint8; minima in the dtype of scales.
     zero_point: Tensor | None
-    #: fp32 ``[1, 1]`` or ``[rows, 1]``; only in schemes with a global scale.
+    #: fp32 ``[1, 1]``, ``[rows, 1]`` or of superblocks ``[rows, S]`` or ``[rows, 2 S]``; only in schemes with a global
+    #: scale.
     global_scale: Tensor | None
     #: The scheme.
     scheme: Scheme
@@ -123,6 +129,8 @@ class Quantized:
         """The transposed matrix. 8-bit codes are a view, narrower codes are repacked; blocks are transposed too."""
         if self.ndim != 2:
             raise ValueError(f"t() needs a matrix, got shape {list(self.shape)}")
+        if self.scheme.superblocks:
+            raise ValueError(f"t(): {self.scheme} has no transposed form; call dequantize().t()")
         codes, bits = self.codes, self.scheme.format.bits
         if bits == 8:
             codes = codes.t()

@@ -111,8 +111,15 @@ def random_matrix(rows: int, cols: int, device: str = "cpu", seed: int = 0, extr
 
 
 def recipe_pairs() -> list[tuple[Scheme | None, Scheme]]:
-    """The schemes of input and weight of every recipe whose scales are made of each input: what benchmarks measure."""
-    return list(dict.fromkeys((row.input, row.weight) for row in RECIPES.values() if row.dynamic))
+    """The schemes of input and weight of every recipe whose scales are made of each input: what benchmarks measure.
+
+    Without those that only the reference supports.
+    """
+    return list(
+        dict.fromkeys(
+            (row.input, row.weight) for row in RECIPES.values() if row.dynamic and not row.weight.reference_only
+        )
+    )
 
 
 def recipe_schemes() -> list[Scheme]:

@@ -221,7 +221,7 @@ def test_global_scale(cuda: Emulated, name: str) -> None:
         torch.zeros(3, 5),
         torch.full((2, 2), torch.nan),
     ):
-        out = poison(*scheme.global_scale_shape(x.shape[0]), dtype=torch.float32)
+        out = poison(*scheme.global_scale_shape(*x.shape), dtype=torch.float32)
         cuda("global_scale", view(x), out, numbers(scheme, *x.shape))
         assert_same_bits(out, reference.global_scale(x, scheme), name)
 

@@ -57,6 +57,7 @@ RECIPES_WRITTEN = {
 
 #: Recipes that are not, with a word of the reason.
 REFUSED = {
+    "q4_1": "no format", "q4_k": "no format", "q6_k": "no format",
     "nf4": "no format", "int8:hadamard": "Hadamard", "nvfp4": "global scale", "fp8-pow2": "no format",
     "int4-weight-only:group32:full": "negative", "fp8_e5m2-weight-only:row": "no format",
     "int4-weight-only:group32:e4m3": "no format", "uint8-weight-only:tensor:affine": "zero points",

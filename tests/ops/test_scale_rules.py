@@ -119,7 +119,7 @@ def test_any_global_scale_may_be_given(variant: Variant, name):
             .abs()
             .copysign(sign)
             .reshape(1, 1)
-            .expand(scheme(name).global_scale_shape(4))
+            .expand(scheme(name).global_scale_shape(4, 96))
             .contiguous()
         )
         with lb.use_backend("reference"):

@@ -44,6 +44,11 @@ DIGESTS = {
     "q4-0": ("eb4854cbfb819e39", None),
     "q5-0": ("aa53b958a7f2ceae", None),
     "q8-0": ("52646b18d2c33d21", None),
+    "q4-1": ("7d0e6d4202a25a43", None),
+    "q5-1": ("1f0c810474cd0111", None),
+    "q4-k": ("5122a618b2d996af", None),
+    "q5-k": ("9839c3dbc997ed31", None),
+    "q6-k": ("2ae3489b74ce2e7e", None),
     "w4a8": ("ca21c0e6128ad7ac", None),
 }
 
@@ -213,7 +218,16 @@ def test_the_fields_names_are_aliases():
 
 @pytest.mark.parametrize(
     ("name", "weight"),
-    [("q4_0", "int4:group32:fp16"), ("q5_0", "int5:group32:fp16"), ("q8_0", "int8:group32:fp16")],
+    [
+        ("q4_0", "int4:group32:fp16"),
+        ("q4_1", "uint4:group32:fp16:min"),
+        ("q5_0", "int5:group32:fp16"),
+        ("q5_1", "uint5:group32:fp16:min"),
+        ("q8_0", "int8:group32:fp16"),
+        ("q4_k", "q4_k"),
+        ("q5_k", "q5_k"),
+        ("q6_k", "q6_k"),
+    ],
 )
 def test_ggufs_block_types_are_recipes(name, weight):
     row = lb.recipe(name)
@@ -226,6 +240,7 @@ def test_ggufs_block_types_are_recipes(name, weight):
     [
         ("mxfp4-weight-only", "mxfp4"),
         ("mxfp4-weight-only:ceil", "mxfp4:ceil"),
+        ("uint4-weight-only:group32:bf16:min", "uint4:group32:bf16:min"),
         ("INT3_weight_only:group128", "int3:group128"),
         ("fp6_e3m2-weight-only:row", "fp6_e3m2:row"),
         ("uint2-weight-only:group32:affine", "uint2:group32:affine"),

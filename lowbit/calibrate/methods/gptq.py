@@ -15,7 +15,7 @@ from torch import Tensor
 from lowbit.calibrate.statistics import Statistics
 from lowbit.datafree import scales
 from lowbit.functional import decode, encode, quantize
-from lowbit.reference import scale_value, spread
+from lowbit.reference import minimum_value, scale_value, spread
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Quantized, Scales
 from lowbit.user_warnings import warn
@@ -134,7 +134,10 @@ def _rounded_all(weight: Tensor, scheme: Scheme, chosen: Scales, order: Tensor, 
     steps = spread(scale_value(chosen.scale, scheme, chosen.global_scale), block, rows, cols)[:, order].t().contiguous()
     zeros = None
     if chosen.zero_point is not None:
-        zeros = spread(chosen.zero_point.float(), block, rows, cols)[:, order].t().contiguous()
+        zero = chosen.zero_point.float()
+        if scheme.minimum:
+            zero = minimum_value(chosen.zero_point, scheme, chosen.global_scale)
+        zeros = spread(zero, block, rows, cols)[:, order].t().contiguous()
     done = _columns(weight[:, order].t().contiguous(), steps, zeros, upper, scheme)
     adjusted = torch.empty_like(weight)
     adjusted[:, order] = done.t()
@@ -159,8 +162,11 @@ def _columns(left: Tensor, steps: Tensor, zeros: Tensor | None, upper: Tensor, s
 
 
 def _rounded(column: Tensor, step: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
-    """The nearest decoded values."""
-    format, units = scheme.format, column / step
+    """The nearest decoded values; ``zero`` is the zero point or minimum of each."""
+    format = scheme.format
+    if scheme.minimum and zero is not None:
+        return ((column - zero) / step).round_().clamp_(format.qmin, format.qmax).mul_(step).add_(zero)
+    units = column / step
     if format.kind != "integer":
         return decode(encode(units, format.name), format.name) * step
     if zero is None:

@@ -131,7 +131,7 @@ def _weight_args(scheme: Scheme) -> dict[str, Any] | str:
     if scheme.full:
         return f"scales of {scheme} may be negative, and readers expect positive ones"
     args = _args(scheme)
-    if args is None:
+    if args is None or scheme.reference_only:  # minima and superblocks
         return f"no format has weights in {scheme}"
     if scheme.affine and args["strategy"] not in ("group", "channel"):
         return "zero points are only stored for groups or rows"
@@ -147,7 +147,13 @@ def _input_args(cast: Any) -> dict[str, Any] | str | None:
         return (
             f"inputs in {scheme} have a global scale from each row, and compressed-tensors one that calibration stores"
         )
-    if args is None or scheme.full or args["strategy"] == "block" or scheme.scale_format.name not in ("fp32", "e8m0"):
+    if (
+        args is None
+        or scheme.full
+        or scheme.minimum
+        or args["strategy"] == "block"
+        or scheme.scale_format.name not in ("fp32", "e8m0")
+    ):
         return f"no format has inputs in {scheme}"
     if cast.scale == "static":
         return {**args, "dynamic": False} if args["strategy"] == "tensor" else f"static scales of {scheme} are not read"
