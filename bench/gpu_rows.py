@@ -74,10 +74,15 @@ def _codes(scheme: Scheme, count: int, cols: int, architecture: int) -> _Codes:
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
+def _with_kernels() -> list[Recipe]:
+    """All recipes but those with weights that only the reference supports."""
+    return [recipe for recipe in RECIPES.values() if not recipe.weight.reference_only]
+
+
 def _recipes() -> dict[str, Recipe]:
     """One recipe per kind of matmul in inference, by the names of all recipes of that kind."""
     named: dict[str, list[Recipe]] = {}
-    for recipe in RECIPES.values():
+    for recipe in _with_kernels():
         sides = (recipe.output.a, recipe.output.b)
         key = " by ".join(f"{side.scheme} {side.scale == 'static'}" if isinstance(side, Cast) else "" for side in sides)
         named.setdefault(key, []).append(recipe)
@@ -161,7 +166,7 @@ def _convolutions() -> Iterator[Row]:
 # -- codecs ------------------------------------------------------------------------------------------------------------
 def _schemes() -> list[Scheme]:
     """All operand schemes of inference."""
-    sides = [side for recipe in RECIPES.values() for side in (recipe.output.a, recipe.output.b)]
+    sides = [side for recipe in _with_kernels() for side in (recipe.output.a, recipe.output.b)]
     return list(dict.fromkeys(side.scheme for side in sides if isinstance(side, Cast)))
 
 

@@ -44,7 +44,7 @@ def run(directory: Path) -> Path:
     names = [f"{_text(ragged)} / {_text(padded)}" for ragged, padded in SHAPES]
     rows = []
     for name, row in RECIPES.items():
-        if not row.dynamic:
+        if not row.dynamic or row.weight.reference_only:
             continue
         input, weight = None if row.input is None else row.input.name, row.weight.name
         rows.append([f"`{name}`", *(f"{_ratio(ragged, padded, input, weight):.2f}" for ragged, padded in SHAPES)])

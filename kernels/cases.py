@@ -83,9 +83,7 @@ def _scheme_cases() -> Iterator[Case]:
         packed = meta(rows, scheme.packed_cols(cols))
         scale = meta(*scheme.scale_shape(rows, cols), dtype=scale_dtype(scheme))
         zero = meta(*scale.shape, dtype=zero_dtype(scheme)) if scheme.affine else None
-        global_scale = (
-            meta(*scheme.global_scale_shape(x.shape[0]), dtype=torch.float32) if scheme.global_scale else None
-        )
+        global_scale = meta(*scheme.global_scale_shape(*x.shape), dtype=torch.float32) if scheme.global_scale else None
         near, some = _rounding(False), _rounding(True)
         fast = index < len(QUICK_SCHEMES)
         yield Case(
@@ -250,7 +248,7 @@ def side(
         f"{name}_zero_point": meta(*shape, dtype=zero_dtype(scheme)) if scheme.affine else None,
     }
     if scheme.global_scale:
-        made[f"{name}_global_scale"] = meta(*scheme.global_scale_shape(rows), dtype=torch.float32)
+        made[f"{name}_global_scale"] = meta(*scheme.global_scale_shape(rows, cols), dtype=torch.float32)
     return made
 
 
