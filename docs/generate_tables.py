@@ -26,6 +26,10 @@ from lowbit.evaluate.report import rows
 from lowbit.evaluate.run import Cell, default_of
 from lowbit.files import read_records
 from lowbit.formats import FORMATS, power_of_two
+from lowbit.interop import FORMATS as FILE_FORMATS
+from lowbit.interop.compressed_tensors.schemes import group_of
+from lowbit.interop.gguf import ARCHITECTURES
+from lowbit.interop.gguf.blocks import block_type
 from lowbit.ops import OPS
 from lowbit.ops.optim import FLOAT_STATES
 from lowbit.optim import STATES, States
@@ -43,6 +47,7 @@ FILES = (
     "ARCHITECTURE.md",
     "docs/7b-on-24gb.md",
     "docs/distributed.md",
+    "docs/export.md",
     "docs/formats.md",
     "docs/memory.md",
     "docs/modules.md",
@@ -440,6 +445,23 @@ def calibration_batches() -> str:
     return _recorded_table("calibration_batches.md")
 
 
+def exports() -> str:
+    """Return the type or format that stores the weights of each recipe, by format of files."""
+    rows = []
+    for name, recipe in RECIPES.items():
+        type_ = block_type(recipe.weight)
+        gguf = "" if FILE_FORMATS["gguf"].refuses(recipe) is not None or type_ is None else type_.name
+        other = FILE_FORMATS["compressed-tensors"].refuses(recipe)
+        rows.append((f"`{name}`", gguf, "" if other is not None else group_of(recipe)[0].name))
+    return markdown(("recipe", "GGUF", "compressed-tensors"), [row for row in rows if any(row[1:])])
+
+
+def architectures() -> str:
+    """Return the classes of transformers whose models llama.cpp runs."""
+    rows = [(f"`{row.model_class}`", f"`{row.name}`") for row in ARCHITECTURES.values()]
+    return markdown(("class", "architecture"), rows)
+
+
 def states() -> str:
     """Return the state precisions of lb.optim, with AdamW's bytes per parameter."""
 
@@ -541,6 +563,8 @@ TABLES: dict[str, Callable[[], str]] = {
         methods,
         states,
         calibration_batches,
+        exports,
+        architectures,
     )
 } | {"llama7b": llama7b_memory, **loss_tables.TABLES, **module_tables.TABLES}
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -44,12 +44,13 @@ from lowbit.functional import (
     scaled_mm,
     unpack,
 )
+from lowbit.interop import export, load_model
 from lowbit.out_of_core import quantize_files
 from lowbit.plan import Sensitivity, estimate, fit, fit_generation, sensitivity
 from lowbit.recipes import RECIPES, Cast, Gemm, Recipe, recipe, register_recipe
 from lowbit.rounding import Rounding
 from lowbit.scaling import Scheme, scheme
-from lowbit.serialize import load_model, save_model
+from lowbit.serialize import save_model
 from lowbit.tensor.quantized import Quantized
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ __all__ = [
     "encode",
     "estimate",
     "explain",
+    "export",
     "fake_quantize",
     "fit",
     "fit_generation",

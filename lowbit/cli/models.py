@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from lowbit.calibrate.choice import choose
 from lowbit.datafree import DATA_FREE, DEFAULT
 from lowbit.evaluate.data import read
+from lowbit.interop import format_of, load_model, tokenizer_of
 from lowbit.recipes import RECIPES, Recipe, recipe
-from lowbit.serialize import load_model
 from lowbit.serialize.huggingface import from_directory, is_directory
 from lowbit.serialize.layout import CONFIG, our_config
 
-__all__ = ["DEFAULT_METHOD", "Dtype", "cast_", "load", "methods_in", "recipe_in", "windows"]
+__all__ = ["DEFAULT_METHOD", "Dtype", "cast_", "load", "methods_in", "recipe_in", "tokenizer_in", "windows"]
 
 #: The default methods, for help texts.
 DEFAULT_METHOD = f"with --text guided-gptq; without, {DEFAULT}"
@@ -36,14 +36,16 @@ _DTYPES = {Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16, Dtype.fp32: to
 
 
 def load(directory: Path) -> nn.Module:
-    """Load the model that lowbit or transformers saved in ``directory``.
+    """Load a model that lowbit, transformers or another program saved.
 
     Raises:
         FileNotFoundError: There is no model.
         ValueError: The model is damaged or cannot be built.
         ImportError: transformers is needed and not installed.
     """
-    return load_model(directory).eval() if _is_ours(directory) else from_directory(directory)
+    if format_of(directory) is not None or _is_ours(directory):
+        return load_model(directory).eval()
+    return from_directory(directory)
 
 
 def _is_ours(directory: Path) -> bool:
@@ -52,11 +54,6 @@ def _is_ours(directory: Path) -> bool:
         return True
     if is_directory(directory):
         return False
-    if directory.suffix == ".gguf":
-        raise FileNotFoundError(
-            f"{directory} is a GGUF file, expected a directory with safetensors; convert it with transformers: "
-            f"AutoModelForCausalLM.from_pretrained(DIRECTORY, gguf_file=...).save_pretrained(OTHER_DIRECTORY)"
-        )
     raise FileNotFoundError(
         f"{directory} is not a saved model: {directory / CONFIG} does not exist, and there is no config.json of a "
         "Hugging Face model; pass another directory, such as out/demo/model"
@@ -128,17 +125,22 @@ def windows(directory: Path, text: Path, count: int, length: int) -> list[Tensor
 
 
 def _tokens(directory: Path, text: str) -> list[int]:
-    ours = our_config(directory) if _is_ours(directory) else None
+    ours = None if format_of(directory) is not None or not _is_ours(directory) else our_config(directory)
     if ours is not None and (ours[1].get("model") or {}).get("class") != "transformers":
         from lowbit.demo import experiment
 
         return list(experiment.load(directory)[1].encode(text).ids)
     try:
-        from transformers import AutoTokenizer
+        tokenizer = tokenizer_of(directory)
     except ImportError:
         raise ImportError("the tokenizer of this model needs transformers; pip install transformers") from None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"{directory} has no tokenizer that transformers can load ({error})") from None
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def tokenizer_in(path: Path) -> Any:
+    """The tokenizer next to a saved model: its directory, or that of a file of another program; None if it has none."""
+    if path.is_dir():
+        return path if (path / "tokenizer.json").exists() else None
+    return tokenizer_of(path)

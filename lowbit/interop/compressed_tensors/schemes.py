@@ -6,19 +6,13 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from lowbit.files import shown
+from lowbit.interop.files import Refusal
 from lowbit.recipes import RECIPES, Cast, Gemm, Recipe
 from lowbit.recipes import recipe as find_recipe
 from lowbit.scaling import Scheme
 from lowbit.scaling import scheme as find_scheme
 
-__all__ = ["FORMATS", "Format", "Refusal", "group_of", "input_of", "recipe_of", "refuses", "scheme_of"]
-
-
-class Refusal(NamedTuple):
-    """Why compressed-tensors cannot express a recipe, and the name of the nearest recipe that it can."""
-
-    why: str
-    nearest: str
+__all__ = ["FORMATS", "Format", "group_of", "input_of", "recipe_of", "refuses", "scheme_of"]
 
 
 class Format(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import secrets
@@ -21,6 +20,7 @@ from lowbit.files import sync_directory, write_json
 from lowbit.interop.compressed_tensors import layouts
 from lowbit.interop.compressed_tensors.layers import StoredLayer, stored_layers
 from lowbit.interop.compressed_tensors.names import Names
+from lowbit.interop.files import require_space
 from lowbit.models.check import uncompiled
 from lowbit.models.names import plain_name
 from lowbit.nn.base import kind
@@ -28,15 +28,11 @@ from lowbit.report import Report, report_on
 from lowbit.serialize import huggingface, safetensors
 from lowbit.serialize.saving import distinct
 from lowbit.serialize.shards import SINGLE, Group, pack, write_index
-from lowbit.sizes import amount
 
 __all__ = ["write"]
 
 #: The largest file of weights in bytes, unless one layer is larger. transformers has the same limit.
 SHARD_BYTES = 5 * 10**9
-
-#: Bytes to leave free on the disk, for the configs and the tokenizer.
-_SPARE = 64 << 20
 
 #: Patterns of the files that a tokenizer or a processor consists of.
 _TOKENIZER_FILES = (
@@ -100,7 +96,7 @@ def write(model: nn.Module, path: str | Path, tokenizer: Any = None) -> Report:
             shutil.copy2(source, directory / source.name)
         if hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(str(directory))
-    report = report_on("compressed_tensors.write", model, quantized_layers(model), f"written to {path}")
+    report = report_on("export", model, quantized_layers(model), f"written to {path}")
     return replace(report, notes=_notes(layers, model))
 
 
@@ -251,13 +247,7 @@ def _new_directory(path: Path, size: int) -> Iterator[Path]:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError(f"{path} is not an empty directory; remove it, or write to another one")
     path.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(path.parent).free
-    if free < size + _SPARE:
-        raise OSError(
-            errno.ENOSPC,
-            f"{path.parent} has {amount(free)} free, and the model needs {amount(size + _SPARE)}",
-            str(path),
-        )
+    require_space(path, size)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     temporary.mkdir()
     try:

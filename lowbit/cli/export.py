@@ -1,0 +1,62 @@
+"""``lowbit export``: write a saved model for another program."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from lowbit.cli.console import errors, out, print_json, size
+from lowbit.cli.models import load, tokenizer_in
+from lowbit.interop import FORMATS
+from lowbit.interop import export as write
+
+EPILOG = """
+**Examples**
+
+`lowbit export SmolLM2-q4_0 --to gguf --out SmolLM2.gguf` — for llama.cpp: `llama-cli -m SmolLM2.gguf`
+
+`lowbit export SmolLM2-int4 --to compressed-tensors --out SmolLM2-vllm` — for vLLM and transformers
+
+`lowbit export model --to gguf --out model.gguf --tokenizer meta-llama` — the tokenizer from another directory
+
+Formats: {formats}
+"""
+
+
+def export(
+    source: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A model that lowbit quantize, transformers or llama.cpp saved.")
+    ],
+    to: Annotated[str, typer.Option("--to", help=f"The format: {' or '.join(FORMATS)}.")],
+    target: Annotated[Path, typer.Option("--out", help="The file or directory to write.")],
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory with the tokenizer; by default MODEL's own, if it has one."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Write a saved model for llama.cpp, vLLM or transformers, with unchanged codes and scales."""
+    started = time.perf_counter()
+    if target.exists():
+        raise FileExistsError(f"{target} exists; remove it or choose another with --out")
+    with errors.status(Text(f"loading {source}")):
+        model = load(source)
+    words = tokenizer if tokenizer is not None else tokenizer_in(source)
+    with errors.status(Text(f"writing {target}")):
+        report = write(model, to, target, words)
+    if json:
+        print_json({**report.to_dict(), "out": str(target)})
+        return
+    out.print(str(report), soft_wrap=True)
+    without = "" if words is not None else "; it has no tokenizer, because MODEL has none: pass --tokenizer DIR"
+    total = sum(path.stat().st_size for path in ([target] if target.is_file() else target.iterdir()))
+    out.print(f"{time.perf_counter() - started:.1f} s; {size(total)} in {target}{without}", soft_wrap=True)
+
+
+export.__doc__ = f"{export.__doc__}\n{EPILOG}".format(
+    formats=", ".join(f"{row.name} ({row.about})" for row in FORMATS.values())
+)

@@ -1,0 +1,41 @@
+"""Functions and types that all formats share."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lowbit.sizes import amount
+
+__all__ = ["Refusal", "require_library", "require_space"]
+
+#: Bytes to leave free on the disk.
+_SPARE = 64 << 20
+
+
+class Refusal(NamedTuple):
+    """Why a format cannot express a recipe, and the name of the nearest recipe that it can."""
+
+    why: str
+    nearest: str
+
+
+def require_library(name: str) -> Any:
+    """The module ``name``. Raises ImportError, with the command that installs it."""
+    try:
+        return import_module(name)
+    except ImportError:
+        raise ImportError(f"this format needs {name}: {sys.executable} -m pip install {name}") from None
+
+
+def require_space(path: Path, size: int) -> None:
+    """Raise OSError if the disk of ``path``, which may not exist yet, has less than ``size`` bytes free."""
+    directory = next(parent for parent in path.absolute().parents if parent.is_dir())
+    free = shutil.disk_usage(directory).free
+    if free < size + _SPARE:
+        message = f"{directory} has {amount(free)} free, and the model needs {amount(size + _SPARE)}"
+        raise OSError(errno.ENOSPC, message, str(path))

@@ -1,0 +1,314 @@
+"""Reads a GGUF file into a model of transformers, and keeps the codes that lowbit has schemes for.
+
+The file is untrusted. The package gguf parses it from a memory map; shapes are checked against the model.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.convert.adapters import find
+from lowbit.files import check_regular, shown
+from lowbit.interop.files import require_library
+from lowbit.interop.gguf.architectures import Architecture, Change, find_architecture, with_factors
+from lowbit.interop.gguf.blocks import BLOCK_TYPES, from_blocks
+from lowbit.interop.gguf.names import TensorNames, parts_of
+from lowbit.interop.gguf.vocabulary import PRE_TOKENIZERS
+from lowbit.nn.linear import QuantLinear
+from lowbit.recipes import RECIPES, Gemm, Recipe
+from lowbit.serialize import huggingface
+from lowbit.serialize.empty import empty_weights, to_meta_
+from lowbit.serialize.loading import Layer, Saved, load_into
+from lowbit.tensor.quantized import Quantized
+
+__all__ = ["detect", "read", "tokenizer"]
+
+_MAGIC = b"GGUF"
+
+#: The dtypes of float matrices.
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+#: Tensors that transformers computes from the config.
+_COMPUTED = re.compile(r"rope_freqs\.weight|rope_factors_\w+\.weight|.*\.(attn_rot_embd|rope_freqs)\.weight|.*\.scale")
+
+
+def detect(path: str | Path) -> bool:
+    """Whether ``path`` is a GGUF file, by its first bytes."""
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(4) == _MAGIC
+    except OSError:
+        return False
+
+
+class _File:
+    """A parsed file. Raises ValueError with its name if it is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        gguf = require_library("gguf")
+        check_regular(path)
+        if not detect(path):
+            raise ValueError(f"{path} is not a GGUF file: it does not begin with {_MAGIC!r}")
+        self.path, self.gguf = path, gguf
+        try:
+            reader = gguf.GGUFReader(path)
+            self.fields = reader.fields
+            self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+            self.name = str(self.value("general.architecture"))
+        except Exception as error:  # the parser may raise anything for untrusted bytes
+            raise ValueError(
+                f"{path} is damaged: {type(error).__name__} {str(error)[:200]}; copy or download it again"
+            ) from None
+
+    def value(self, key: str) -> Any:
+        field = self.fields.get(key)
+        return None if field is None else field.contents()
+
+    def values(self) -> dict[str, Any]:
+        """The metadata of the architecture, by keys after its name."""
+        prefix = f"{self.name}."
+        return {key[len(prefix) :]: self.value(key) for key in self.fields if key.startswith(prefix)}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(int(size) for size in reversed(self.tensors[name].shape))
+
+    def quantized(self, name: str, dtype: torch.dtype) -> Quantized | None:
+        """The matrix with its codes, or None if lowbit has no scheme for them."""
+        tensor = self.tensors[name]
+        row = BLOCK_TYPES.get(tensor.tensor_type.name)
+        if row is None or len(tensor.shape) != 2:
+            return None
+        raw = torch.from_numpy(tensor.data.copy()).view(-1, tensor.data.shape[-1])
+        scale = None
+        if row.scheme.global_scale == "tensor":
+            scale = torch.ones(1, 1)
+            other = self.tensors.get(name.removesuffix("weight") + "scale")
+            if other is not None:
+                scale = torch.from_numpy(other.data.copy()).float().reshape(1, 1)
+        return from_blocks(row, raw, int(tensor.shape[0]), dtype, scale)
+
+    def float(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The decoded tensor."""
+        tensor = self.tensors[name]
+        kept = self.quantized(name, dtype)
+        if kept is not None:
+            return kept.dequantize(dtype)
+        if tensor.tensor_type.name == "BF16":
+            raw = torch.from_numpy(tensor.data.copy()).view(torch.bfloat16)
+            return raw.view(self.shape(name)).to(dtype)
+        decoded = self.gguf.dequantize(tensor.data, tensor.tensor_type)
+        return torch.from_numpy(decoded.copy()).view(self.shape(name)).to(dtype)
+
+    def dtype(self) -> torch.dtype:
+        """The dtype of the model: that of most float matrices, or bf16."""
+        sizes = dict.fromkeys(_FLOATS, 0)
+        for tensor in self.tensors.values():
+            if len(tensor.shape) > 1 and tensor.tensor_type.name in sizes:
+                sizes[tensor.tensor_type.name] += int(tensor.n_elements)
+        most = max(sizes, key=lambda name: sizes[name])
+        return _FLOATS[most] if sizes[most] else torch.bfloat16
+
+
+@torch.no_grad()
+def read(path: str | Path) -> nn.Module:
+    """Load a GGUF file as a model of transformers, in eval mode.
+
+    Linears whose block type lowbit has become QuantLinears with the codes of the file. Other types are decoded. The
+    dtype is that of the file's float matrices, or bf16 if all matrices are quantized.
+
+    Raises:
+        ImportError: transformers or gguf is not installed.
+        ValueError: The file is damaged, or its architecture is not known. The message names the tensor.
+    """
+    file = _File(Path(path))
+    try:
+        architecture = find_architecture(file.name, file.values())
+        model = _without_weights(file, architecture)
+    except ImportError:
+        raise
+    except Exception as error:  # a class may raise anything for untrusted metadata
+        raise ValueError(f"{path} cannot be read: {str(error)[:300]}") from error
+    reader = _Reader(file, architecture, model)
+    reader.run()
+    load_into(model, Saved(Path(path), reader.layers, reader.tensors, reader.tied, None), built=False)
+    return model.to(reader.dtype).eval()
+
+
+class _Reader:
+    """Collects the state of a model from a file."""
+
+    def __init__(self, file: _File, architecture: Architecture, model: nn.Module) -> None:
+        self.file, self.architecture, self.model, self.dtype = file, architecture, model, file.dtype()
+        self.names = TensorNames(file.gguf, model, architecture)
+        self.layers: dict[str, Layer] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self.tied: dict[str, str] = {}
+        self._used: set[str] = set()
+
+    def run(self) -> None:
+        """Raises ValueError if file and model do not have the same tensors."""
+        first: dict[int, str] = {}
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            for short, value in (*module._parameters.items(), *module._buffers.items()):
+                name = f"{path}.{short}" if path else short
+                if value is None or short in module._non_persistent_buffers_set:
+                    continue
+                source = first.setdefault(id(value), name)
+                if source != name:
+                    self.tied[name], self.tensors[name] = source, self.tensors[source]
+                    continue
+                weight = self._codes(name, module) if short == "weight" else None
+                if weight is None:
+                    self.tensors[name] = self._values(name, module, value)
+                else:
+                    recipe = _recipe(weight)
+                    self.layers[path] = Layer(recipe, self.dtype, [weight.shape[1]])
+                    self.tensors |= QuantLinear(weight, None, recipe).state_dict(prefix=f"{path}.")
+        unused = sorted(name for name in self.file.tensors if name not in self._used and not _COMPUTED.fullmatch(name))
+        if unused:
+            raise ValueError(f"{self.file.path} has {shown(unused[0])}, which a {_class(self.model)} does not use")
+
+    def _codes(self, name: str, module: nn.Module) -> Quantized | None:
+        """The weight of a Linear with the codes of the file; None if it has none that lowbit has."""
+        stored = self.names.of(name)
+        if stored not in self.file.tensors or not isinstance(module, nn.Linear) or find(module).listed is None:
+            return None
+        assert stored is not None
+        self._check_shape(stored, (module.out_features, module.in_features))
+        weight = self.file.quantized(stored, self.dtype)
+        if weight is None:
+            return None
+        self._used.add(stored)
+        for change in self._changes(stored):
+            if change.values is not None:
+                return None
+            if change.rows is not None:
+                back = change.rows(weight.shape[0], self.model.config).argsort()
+                weight = weight.map(lambda part: part[back] if len(part) == len(back) else part)  # noqa: B023
+        return weight
+
+    def _values(self, name: str, module: nn.Module, value: Tensor) -> Tensor:
+        """A float parameter, from one or more tensors of the file."""
+        filled = torch.empty(value.shape, dtype=self.dtype)
+        for part, view in parts_of(name, module, filled):
+            stored = self.names.of(part)
+            if stored is None:
+                continue
+            if stored not in self.file.tensors:
+                raise ValueError(f"{self.file.path} lacks {stored}, which a {_class(self.model)} needs; copy it again")
+            self._check_shape(stored, tuple(view.shape))
+            self._used.add(stored)
+            matrix = self.file.float(stored, torch.float32 if view.ndim == 1 else self.dtype)
+            for change in self._changes(stored):
+                if change.rows is not None:
+                    matrix = matrix[change.rows(len(matrix), self.model.config).argsort()]
+                if change.values is not None:
+                    matrix = change.values[1](matrix.float())
+            view.copy_(matrix)
+        return filled
+
+    def _changes(self, stored: str) -> list[Change]:
+        return [change for change in self.architecture.changes if re.fullmatch(change.pattern, stored)]
+
+    def _check_shape(self, stored: str, shape: tuple[int, ...]) -> None:
+        actual = self.file.shape(stored)
+        if actual != shape:
+            raise ValueError(
+                f"{self.file.path} has {stored} with shape {list(actual)}, expected {list(shape)}; its metadata are "
+                f"of another model, or the file is damaged"
+            )
+
+
+def _class(model: nn.Module) -> str:
+    return type(model).__name__
+
+
+def _recipe(weight: Quantized) -> Recipe:
+    """The weight-only recipe of this scheme, by its name if it has one."""
+    named = (row for row in RECIPES.values() if row.input is None and row.weight == weight.scheme)
+    return next(named, Recipe(Gemm(None, weight.scheme), name=f"{weight.scheme.name}-weight-only"))
+
+
+def _without_weights(file: _File, architecture: Architecture) -> nn.Module:
+    """The model on the meta device."""
+    values = file.values()
+    settings: dict[str, Any] = {"model_type": architecture.model_type}
+    tokens = file.value("tokenizer.ggml.tokens") or ()
+    for key, attribute in architecture.keys.items():
+        value = len(tokens) if key == "vocab_size" and key not in values else values.get(key)
+        if value is not None:
+            settings[attribute] = value
+    settings |= architecture.config(values)
+    if "rope_freqs.weight" in file.tensors:
+        original = values.get("rope.scaling.original_context_length")
+        factors = file.float("rope_freqs.weight", torch.float32)
+        settings["rope_parameters"] = with_factors(settings["rope_parameters"], factors, original)
+    settings["attention_bias"] = "blk.0.attn_output.bias" in file.tensors
+    settings["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
+    settings["tie_word_embeddings"] = "output.weight" not in file.tensors
+    for role in ("bos", "eos"):
+        number = file.value(f"tokenizer.ggml.{role}_token_id")
+        if number is not None:
+            settings[f"{role}_token_id"] = int(number)
+    described = {"architecture": architecture.model_class, "config": settings, "generation": None}
+    with empty_weights(most=4 * len(file.tensors) + 1000):
+        return to_meta_(huggingface.build(described))
+
+
+# -- tokenizer ---------------------------------------------------------------------------------------------------------
+def tokenizer(path: str | Path) -> Any:
+    """The tokenizer of a GGUF file, as a fast tokenizer of transformers.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: The file has no tokenizer, or one that lowbit and transformers do not have.
+    """
+    file = _File(Path(path))
+    if file.value("tokenizer.ggml.model") != "gpt2":
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
+        except Exception as error:
+            raise ValueError(f"{path} has no tokenizer that transformers can read: {str(error)[:200]}") from error
+    return _byte_level(file)
+
+
+def _byte_level(file: _File) -> Any:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    steps = {name: steps for steps, name in PRE_TOKENIZERS.items()}.get(file.value("tokenizer.ggml.pre"))
+    if steps is None:
+        raise ValueError(
+            f"{file.path} has pre-tokenizer {shown(file.value('tokenizer.ggml.pre'))}, expected one of "
+            f"{', '.join(PRE_TOKENIZERS.values())}; pass the model's own tokenizer"
+        )
+    tokens, types = file.value("tokenizer.ggml.tokens"), file.value("tokenizer.ggml.token_type")
+    merges = [tuple(merge.split(" ", 1)) for merge in file.value("tokenizer.ggml.merges")]
+    backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    made: list[Any] = []
+    for step in steps:
+        if step == "digits":
+            made.append(pre_tokenizers.Digits(individual_digits=True))
+        elif step != "bytes":
+            made.append(pre_tokenizers.Split(Regex(step), "isolated"))
+    made.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=steps[-1] == "bytes"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence(made), decoders.ByteLevel()
+    backend.add_special_tokens(
+        [AddedToken(token, special=True) for token, code in zip(tokens, types, strict=True) if code == 3]
+    )
+    backend.add_tokens([AddedToken(token) for token, code in zip(tokens, types, strict=True) if code == 4])
+    roles = {}
+    for role, name in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
+        number = file.value(f"tokenizer.ggml.{role}_token_id")
+        if number is not None and int(number) < len(tokens):
+            roles[f"{name}_token"] = tokens[int(number)]
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, **roles)
+    fast.chat_template = file.value("tokenizer.chat_template")
+    return fast

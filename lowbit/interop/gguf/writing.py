@@ -1,0 +1,360 @@
+"""Writes a model of transformers as a GGUF file, which llama.cpp runs. Codes and scales are unchanged."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.convert.engine import quantized_layers
+from lowbit.files import replaced
+from lowbit.interop.files import Refusal, require_library, require_space
+from lowbit.interop.gguf.architectures import Architecture, architecture_of, head_dim, llama3_factors, rope_of
+from lowbit.interop.gguf.blocks import BLOCK_TYPES, block_type, to_blocks
+from lowbit.interop.gguf.names import TensorNames, parts_of
+from lowbit.interop.gguf.vocabulary import vocabulary
+from lowbit.models.check import uncompiled
+from lowbit.models.names import plain_name
+from lowbit.models.ties import storage_key
+from lowbit.nn.base import kind
+from lowbit.nn.experts import QuantExperts
+from lowbit.recipes import Recipe
+from lowbit.report import Report, report_on
+from lowbit.serialize import huggingface
+from lowbit.tensor.quantized import Quantized
+
+__all__ = ["refuses", "write"]
+
+#: Types of float matrices.
+_FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+#: Matrices that llama.cpp reads in fp32.
+_FP32 = re.compile(r"(position_embd|token_types|blk\.\d+\.ffn_gate_inp)\.weight")
+
+#: The nearest recipe, by the bits of the weight's format.
+_NEAREST = {2: "q4_0", 3: "q4_0", 4: "q4_0", 5: "q5_0", 6: "q6_k", 8: "q8_0"}
+
+
+class _Tensor(NamedTuple):
+    """A tensor of the file."""
+
+    name: str
+    type: str
+    """A key of ``BLOCK_TYPES``, or F32, F16 or BF16."""
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
+    """Returns its bytes, uint8 ``[..., nbytes of a row]``, or its values in fp32."""
+
+
+def refuses(recipe: Recipe) -> Refusal | None:
+    """Why weights of ``recipe`` cannot be written; None if they can. llama.cpp quantizes inputs in its own way."""
+    if recipe.rotation is not None:
+        return Refusal(
+            "its weights are rotated by a Hadamard transform, and llama.cpp would not rotate the inputs", "q4_0"
+        )
+    if block_type(recipe.weight) is None:
+        types = ", ".join(f"{row.name} ({row.scheme})" for row in BLOCK_TYPES.values())
+        nearest = (
+            "nvfp4-weight-only" if recipe.weight.format.name == "fp4_e2m1" else _NEAREST[recipe.weight.format.bits]
+        )
+        return Refusal(f"GGUF has no block type for weights in {recipe.weight}; its types are {types}", nearest)
+    return None
+
+
+@torch.no_grad()
+def write(model: nn.Module, path: str | Path, tokenizer: Any = None) -> Report:
+    """Write a model of transformers for llama.cpp.
+
+    Quantized layers keep codes and scales. Other matrices keep their dtype; vectors are in fp32. Tensors are made and
+    written one at a time. The file gets its name when it is complete.
+
+    Args:
+        model: A model of a class in ``ARCHITECTURES``, quantized or not.
+        path: The file.
+        tokenizer: A fast tokenizer of transformers, a ``tokenizers.Tokenizer``, or a directory with
+            ``tokenizer.json``. None: the file has no vocabulary, so programs must pass token ids.
+
+    Returns:
+        The report, with a row for each quantized layer.
+
+    Raises:
+        ImportError: The package gguf is not installed.
+        ValueError: llama.cpp has no such model, a layer has weights that GGUF does not have, or llama.cpp does not
+            have the tokenizer.
+        OSError: The file cannot be written, or the disk has too little space.
+    """
+    gguf, model, path = require_library("gguf"), uncompiled(model), Path(path)
+    config = getattr(model, "config", None)
+    if config is None or not huggingface.is_pretrained(model):
+        raise ValueError(
+            f"GGUF files describe models by their config in transformers, and this is a {type(model).__name__}; "
+            f"use lowbit.save_model, or merge adapters first"
+        )
+    architecture = architecture_of(config)
+    tensors = list(_tensors(gguf, model, architecture))
+    metadata = _metadata(architecture, config)
+    words = None if tokenizer is None else vocabulary(tokenizer, _vocabulary_size(config, tensors))
+    require_space(path, sum(_nbytes(gguf, tensor) for tensor in tensors))
+    with replaced(path) as temporary:
+        writer = gguf.GGUFWriter(temporary, architecture.name)
+        _add(writer, "general.type", "model")
+        _add(writer, "general.file_type", _file_type(gguf, tensors))
+        _add(writer, "general.quantization_version", 2)
+        for key, value in metadata.items():
+            _add(writer, f"{architecture.name}.{key}", value)
+        _add_words(writer, words)
+        for tensor in tensors:
+            _add_info(gguf, writer, tensor)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for tensor in tensors:
+            writer.write_tensor_data(tensor.make().contiguous().numpy())
+        writer.close()
+    report = report_on("export", model, quantized_layers(model), f"written to {path}")
+    return replace(report, notes=_notes(model))
+
+
+# -- metadata ----------------------------------------------------------------------------------------------------------
+def _metadata(architecture: Architecture, config: Any) -> dict[str, Any]:
+    keys = {key: getattr(config, attribute) for key, attribute in architecture.keys.items()}
+    if keys.get("attention.head_count_kv", 0) is None:
+        keys["attention.head_count_kv"] = keys["attention.head_count"]
+    return keys | architecture.more(config)
+
+
+def _vocabulary_size(config: Any, tensors: list[_Tensor]) -> int:
+    return next((tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight"), int(config.vocab_size))
+
+
+def _file_type(gguf: Any, tensors: list[_Tensor]) -> int:
+    """The type of most elements, as llama.cpp names files."""
+    sizes: dict[str, int] = {}
+    for tensor in tensors:
+        sizes[tensor.type] = sizes.get(tensor.type, 0) + torch.Size(tensor.shape).numel()
+    most = max(sizes, key=lambda name: sizes[name])
+    names = {"F32": "ALL_F32", "Q4_K": "MOSTLY_Q4_K_M", "Q5_K": "MOSTLY_Q5_K_M", "MXFP4": "MOSTLY_MXFP4_MOE"}
+    kind = getattr(gguf.LlamaFileType, names.get(most, f"MOSTLY_{most}"), gguf.LlamaFileType.GUESSED)
+    return int(kind)
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    """Add a value in llama.cpp's type for it: unsigned integers, fp32, strings, bools."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def _add_words(writer: Any, words: Any) -> None:
+    if words is None:
+        _add(writer, "tokenizer.ggml.model", "no_vocab")
+        return
+    for key, value in words.keys.items():
+        _add(writer, f"tokenizer.{key}", value)
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+def _tensors(gguf: Any, model: nn.Module, architecture: Architecture) -> Iterator[_Tensor]:
+    """All tensors of the file, each once."""
+    config: Any = model.config
+    names = TensorNames(gguf, model, architecture)
+    seen: set[Any] = set()
+    quantized = quantized_layers(model)
+    inside = tuple(f"{name}." for name in quantized)
+    for path, layer in quantized.items():
+        for name, weight, bias in _matrices(plain_name(path), layer):
+            if _is_new(weight.codes, seen):
+                yield from _quantized(_of(names, name, weight), name, weight, layer, architecture, config)
+            if bias is not None:
+                yield _float(_of(names, f"{name}.bias", bias), bias, architecture, config)
+    for path, module in model.named_modules(remove_duplicate=False):
+        if f"{path}.".startswith(inside):
+            continue
+        for name, value in (*module.named_parameters(path, False), *_buffers(module, path)):
+            if names.of(name.replace("gate_up_proj", "up_proj")) is None or not _is_new(value, seen):
+                continue
+            for part, matrix in parts_of(name, module, value):
+                yield _float(_of(names, part, matrix), matrix, architecture, config)
+    yield from _rope_factors(config)
+
+
+def _of(names: TensorNames, name: str, value: Any) -> str:
+    """The name in the file of a tensor, or of the weight of the layer ``name``."""
+    stored = names.of(name if isinstance(value, Tensor) or isinstance(value, _Stack) else f"{name}.weight")
+    if stored is None:
+        raise ValueError(f"llama.cpp does not use {name!r}, which is quantized; leave it out with skip")
+    return stored
+
+
+def _buffers(module: nn.Module, path: str) -> list[tuple[str, Tensor]]:
+    lost = module._non_persistent_buffers_set
+    return [(f"{path}.{name}", b) for name, b in module._buffers.items() if b is not None and name not in lost]
+
+
+def _is_new(value: Tensor, seen: set[Any]) -> bool:
+    """Whether no tensor with this storage was written; tied tensors are written once."""
+    if value.is_meta:
+        raise ValueError("the model has tensors on the meta device, without values; load it first")
+    key = storage_key(value)
+    new = key not in seen
+    seen.add(key)
+    return new
+
+
+def _matrices(path: str, layer: Any) -> Iterator[tuple[str, Any, Tensor | None]]:
+    """Names and weights of a quantized layer's matrices; those of experts one below the other."""
+    if isinstance(layer, QuantExperts):
+        yield from _stacked_experts(path, layer)
+        return
+    inner = getattr(layer, "linear", layer)
+    if kind(inner) not in ("quantized", "packed"):
+        raise ValueError(
+            f"layer {path!r} is a {type(layer).__name__}, which GGUF cannot express; export quantized layers"
+        )
+    yield path, inner.weight, getattr(layer, "bias", None)
+
+
+def _stacked_experts(path: str, layer: QuantExperts) -> Iterator[tuple[str, Any, Tensor | None]]:
+    experts: tuple[Any, Any] = layer.gate_up, layer.down
+    firsts, downs = ([one.weight for one in layers] for layers in experts)
+    if any(one.bias is not None for layers in experts for one in layers):
+        raise ValueError(f"{path} has experts with biases, which lowbit does not write as GGUF")
+    half = firsts[0].shape[0] // 2
+    halves = {
+        "gate_proj": [_rows(one, slice(half)) for one in firsts],
+        "up_proj": [_rows(one, slice(half, None)) for one in firsts],
+    }
+    for name, weights in (halves | {"down_proj": downs}).items():
+        yield f"{path}.{name}", _Stack(weights), None
+
+
+class _Stack(NamedTuple):
+    """Matrices of one scheme, one per expert."""
+
+    weights: list[Quantized]
+
+    @property
+    def codes(self) -> Tensor:
+        return self.weights[0].codes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.weights), *self.weights[0].shape)
+
+    @property
+    def scheme(self) -> Any:
+        return self.weights[0].scheme
+
+
+def _rows(weight: Quantized, rows: Any) -> Quantized:
+    """Some rows of a matrix, in a new order."""
+    count = weight.shape[0]
+    parts = {name: part[rows] if len(part) == count else part for name, part in weight.parts.items()}
+    shape = torch.Size((len(parts["codes"]), weight.shape[1]))
+    return Quantized(
+        parts["codes"], parts["scale"], parts.get("zero_point"), parts.get("global_scale"), weight.scheme, shape,
+        weight.dtype,
+    )  # fmt: skip
+
+
+def _rope_factors(config: Any) -> Iterator[_Tensor]:
+    """llama3's factors of frequencies, which llama.cpp reads from a tensor."""
+    rope = rope_of(config)
+    if rope.get("rope_type") == "llama3":
+        factors = llama3_factors(rope, head_dim(config))
+        yield _Tensor("rope_freqs.weight", "F32", tuple(factors.shape), lambda: factors)
+
+
+# -- one tensor --------------------------------------------------------------------------------------------------------
+def _quantized(
+    name: str, path: str, weight: Any, layer: Any, architecture: Architecture, config: Any
+) -> Iterator[_Tensor]:
+    """The tensors of a quantized matrix or stack."""
+    refusal = refuses(layer.recipe)
+    if refusal is not None:
+        raise ValueError(
+            f"layer {path!r}, recipe {layer.recipe.name!r}: {refusal.why}; the nearest recipe that works is "
+            f"{refusal.nearest!r}"
+        )
+    row = block_type(weight.scheme)
+    assert row is not None
+    if weight.shape[-1] % row.size:
+        raise ValueError(
+            f"layer {path!r} has {weight.shape[-1]} columns, and {row.name} takes multiples of {row.size}; quantize "
+            f"it with 'q8_0' or 'q4_0', or leave it out with skip"
+        )
+    changes = [change for change in architecture.changes if re.fullmatch(change.pattern, name)]
+
+    def changed(matrix: Quantized) -> Tensor:
+        for change in changes:
+            if change.values is not None:
+                raise ValueError(f"layer {path!r} must be exported without quantization")
+            if change.rows is not None:
+                matrix = _rows(matrix, change.rows(matrix.shape[0], config))
+        return to_blocks(matrix.cpu())
+
+    if isinstance(weight, _Stack):
+        yield _Tensor(name, row.name, weight.shape, lambda: torch.stack([changed(one) for one in weight.weights]))
+    else:
+        yield _Tensor(name, row.name, tuple(weight.shape), lambda: changed(weight))
+    if row.scheme.global_scale == "tensor":
+        scale = torch.cat([one.global_scale.reshape(1) for one in getattr(weight, "weights", [weight])]).float().cpu()
+        if not bool(torch.isfinite(scale).all()):
+            raise ValueError(f"layer {path!r} has a global scale that is not finite; its weights had NaN or infinity")
+        yield _Tensor(name.removesuffix("weight") + "scale", "F32", tuple(scale.shape), lambda: scale)
+
+
+def _float(name: str, value: Tensor, architecture: Architecture, config: Any) -> _Tensor:
+    dtype = value.dtype if value.ndim > 1 and not _FP32.fullmatch(name) else torch.float32
+    if dtype not in _FLOATS:
+        raise ValueError(f"{name} has dtype {value.dtype}; expected one of {', '.join(map(str, _FLOATS))}")
+
+    def made() -> Tensor:
+        changed = value.detach()
+        for change in architecture.changes:
+            if re.fullmatch(change.pattern, name):
+                if change.rows is not None:
+                    changed = changed[change.rows(len(changed), config)]
+                if change.values is not None:
+                    changed = change.values[0](changed.float())
+        changed = changed.to(device="cpu", dtype=dtype).contiguous()
+        return changed if dtype == torch.float32 else changed.view(torch.uint8)
+
+    return _Tensor(name, _FLOATS[dtype], tuple(value.shape), made)
+
+
+def _nbytes(gguf: Any, tensor: _Tensor) -> int:
+    size, nbytes = gguf.GGML_QUANT_SIZES[getattr(gguf.GGMLQuantizationType, tensor.type)]
+    return int(torch.Size(tensor.shape).numel() // size * nbytes)
+
+
+def _add_info(gguf: Any, writer: Any, tensor: _Tensor) -> None:
+    kind = getattr(gguf.GGMLQuantizationType, tensor.type)
+    import numpy as np
+
+    shape: tuple[int, ...] = tensor.shape
+    dtype: Any = np.float32
+    if tensor.type != "F32":
+        size, nbytes = gguf.GGML_QUANT_SIZES[kind]
+        shape, dtype = (*shape[:-1], shape[-1] // size * nbytes), np.uint8
+    writer.add_tensor_info(tensor.name, shape, np.dtype(dtype), _nbytes(gguf, tensor), raw_dtype=kind)
+
+
+def _notes(model: nn.Module) -> tuple[str, ...]:
+    recipes = {layer.recipe.name: layer.recipe for layer in quantized_layers(model).values()}
+    inputs = [name for name, recipe in recipes.items() if recipe.input is not None]
+    if not inputs:
+        return ()
+    return (f"{', '.join(inputs)}: llama.cpp quantizes inputs in its own way, to 8 bits in groups of 32 or more",)

@@ -1,0 +1,134 @@
+"""The table of formats in which models leave and enter, ``export`` and ``load_model``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lowbit.convert.prepack import prepack_
+from lowbit.interop import compressed_tensors, gguf
+from lowbit.interop.files import Refusal
+from lowbit.name_tables import did_you_mean
+from lowbit.recipes import Recipe
+from lowbit.report import Report
+from lowbit.serialize import load_model as load_directory
+
+__all__ = ["FORMATS", "ModelFormat", "export", "format_of", "load_model", "tokenizer_of"]
+
+
+class ModelFormat(NamedTuple):
+    """A format of another program.
+
+    Attributes:
+        name: Its name in ``export``.
+        about: The programs that read it, and the kind of path.
+        detect: Whether a path has this format.
+        read: Loads the model, in eval mode, with the codes of the file.
+        write: Writes a model with a tokenizer, or None, to a path.
+        refuses: Returns why it cannot express a recipe, with the nearest recipe that it can, or None.
+        tokenizer: Loads the tokenizer of a path.
+    """
+
+    name: str
+    about: str
+    detect: Callable[[Path], bool]
+    read: Callable[[Path], nn.Module]
+    write: Callable[[nn.Module, Path, Any], Report]
+    refuses: Callable[[Recipe], Refusal | None]
+    tokenizer: Callable[[Path], Any]
+
+
+def _pretrained_tokenizer(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+
+
+#: One row per format. Names are API.
+FORMATS: dict[str, ModelFormat] = {
+    row.name: row
+    for row in (
+        ModelFormat("gguf", "a file for llama.cpp, Ollama and LM Studio", gguf.detect, gguf.read, gguf.write,
+                    gguf.refuses, gguf.tokenizer),
+        ModelFormat("compressed-tensors", "a directory for vLLM and transformers", compressed_tensors.detect,
+                    compressed_tensors.read, compressed_tensors.write, compressed_tensors.refuses,
+                    _pretrained_tokenizer),
+    )
+}  # fmt: skip
+
+
+def export(model: nn.Module, format: str, path: str | Path, tokenizer: Any = None) -> Report:
+    """Write a model for another program, with unchanged codes and scales.
+
+    Args:
+        model: A model of transformers, quantized or not.
+        format: ``"gguf"`` or ``"compressed-tensors"``.
+        path: The file or directory, which gets its name when it is complete.
+        tokenizer: A fast tokenizer of transformers, or a directory that has one. GGUF files also take a
+            ``tokenizers.Tokenizer``; without a tokenizer llama.cpp cannot read text.
+
+    Returns:
+        The report, with a row for each quantized layer.
+
+    Raises:
+        ValueError: The format is unknown, or cannot express a layer; the message names the nearest recipe that works.
+        ImportError: The format needs a package that is not installed.
+        FileExistsError: ``path`` is a directory with content.
+        OSError: The path cannot be written, or the disk has too little space.
+    """
+    row = FORMATS.get(format) if isinstance(format, str) else None
+    if row is None:
+        raise ValueError(
+            f"export: unknown format {format!r}{did_you_mean(str(format), FORMATS)}; expected one of "
+            f"{', '.join(FORMATS)}"
+        )
+    return row.write(model, Path(path), tokenizer)
+
+
+def format_of(path: str | Path) -> ModelFormat | None:
+    """The format of another program that a path has, or None."""
+    return next((row for row in FORMATS.values() if row.detect(Path(path))), None)
+
+
+def load_model(path: str | Path, model: nn.Module | None = None, prepack: bool = False) -> nn.Module:
+    """Load a model that ``save_model`` or another program wrote, with its codes.
+
+    Files of other programs are read into a model of transformers: GGUF files, and directories in the layout of
+    compressed-tensors. For a directory that ``save_model`` wrote, the model is filled or built as described in
+    ``lowbit.serialize.load_model``.
+
+    Args:
+        path: A directory that ``save_model`` wrote, or a path in one of ``lowbit.interop.FORMATS``.
+        model: A model of the saved architecture to fill; only for ``save_model``'s directories. None: build it.
+        prepack: Call ``prepack_`` on the model, for inference on a CPU.
+
+    Returns:
+        ``model``, or the new model.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: A file is damaged, has a scheme or an architecture that lowbit does not have, or does not fit the
+            model.
+        ImportError: The file needs a package that is not installed.
+        OSError: A file cannot be read.
+
+        ``model`` is unchanged if any of them is raised.
+    """
+    row = None if isinstance(path, nn.Module) else format_of(path)
+    if row is None:
+        return load_directory(path, model, prepack)
+    if model is not None:
+        raise ValueError(f"{path} is a {row.name} model, which is built from its own config; leave out the model")
+    loaded = row.read(Path(path))
+    if prepack:
+        prepack_(loaded)
+    return loaded
+
+
+def tokenizer_of(path: str | Path) -> Any:
+    """The tokenizer in a path of one of the formats, or in a directory of transformers."""
+    row = format_of(path)
+    return (_pretrained_tokenizer if row is None else row.tokenizer)(Path(path))

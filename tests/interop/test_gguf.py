@@ -1,0 +1,260 @@
+"""GGUF files: block types, models of each architecture, tokenizers, damaged files; llama.cpp and gguf are oracles."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.llama_cpp import embedding, log_probabilities
+from torch import nn
+
+import lowbit as lb
+from lowbit.convert.engine import quantized_layers
+from lowbit.interop import FORMATS
+from lowbit.interop.gguf import BLOCK_TYPES, tokenizer
+from lowbit.interop.gguf.blocks import from_blocks, to_blocks
+from lowbit.recipes import RECIPES
+
+gguf = pytest.importorskip("gguf")
+transformers = pytest.importorskip("transformers", minversion="5")
+
+SIZES = {
+    "vocab_size": 320, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+IDS = [3, 17, 200, 45, 99, 12, 7, 64, 250, 31]
+
+
+WEIGHT_ONLY = [name for name, row in RECIPES.items() if row.input is None and not FORMATS["gguf"].refuses(row)]
+
+
+def _causal(name: str, **more: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        config = getattr(transformers, f"{name}Config" if name != "Gemma3" else "Gemma3TextConfig")(**SIZES | more)
+        return getattr(transformers, f"{name}ForCausalLM")(config)
+
+    return make
+
+
+def _gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=320, n_positions=256, n_embd=256, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": _causal("Llama"),
+    "llama tied, with biases": _causal("Llama", tie_word_embeddings=True, attention_bias=True),
+    "llama 3.1": _causal("Llama", rope_parameters=LLAMA3),
+    "mistral": _causal("Mistral", sliding_window=None, head_dim=32),
+    "qwen2": _causal("Qwen2"),
+    "qwen3": _causal("Qwen3", head_dim=32),
+    "gemma3": _causal("Gemma3", num_hidden_layers=6, head_dim=64, query_pre_attn_scalar=64, sliding_window=64),
+    "phi3": _causal("Phi3", pad_token_id=0, eos_token_id=0, bos_token_id=0),
+    "gpt2": _gpt2,
+    "mixtral": _causal("Mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "qwen3 with experts": _causal(
+        "Qwen3Moe", head_dim=64, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=256, norm_topk_prob=True
+    ),
+}
+
+
+def model_of(name: str) -> nn.Module:
+    """A model whose vectors are not constant, and whose logits differ by token."""
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter)) if parameter.ndim == 1 else parameter.mul_(3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def words() -> Any:
+    """A byte-level tokenizer with one merge."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "th"]
+    backend = Tokenizer(models.BPE(vocab={text: index for index, text in enumerate(alphabet)}, merges=[("t", "h")]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+@torch.no_grad()
+def next_token(model: nn.Module) -> torch.Tensor:
+    return model(torch.tensor([IDS])).logits[0, -1].log_softmax(-1)
+
+
+# -- block types -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**20))
+def test_blocks_decode_to_the_same_bits_in_gguf_and_keep_their_codes(name: str, rows: int, blocks: int, seed: int):
+    row, kind = BLOCK_TYPES[name], getattr(gguf.GGMLQuantizationType, name)
+    assert (row.size, row.nbytes) == gguf.GGML_QUANT_SIZES[kind]
+    x = torch.randn(rows, blocks * row.size, generator=torch.Generator().manual_seed(seed))
+    q = lb.quantize(x * 10.0 ** torch.arange(rows)[:, None], row.scheme)
+    raw = to_blocks(q)
+    decoded = torch.from_numpy(gguf.dequantize(raw.numpy(), kind))
+    scale = q.global_scale if row.scheme.global_scale == "tensor" else None
+    if scale is None:
+        assert torch.equal(decoded, q.dequantize(torch.float32))
+    else:  # two factors in another order
+        torch.testing.assert_close(decoded * scale, q.dequantize(torch.float32), rtol=1.2e-7, atol=0)
+    back = from_blocks(row, raw, x.shape[1], torch.float32, scale)
+    assert back.scheme == q.scheme and all(torch.equal(back.parts[part], value) for part, value in q.parts.items())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_written_or_refused_with_one_that_works(recipe: str):
+    refusal = FORMATS["gguf"].refuses(RECIPES[recipe])
+    if refusal is not None:
+        assert refusal.why and FORMATS["gguf"].refuses(lb.recipe(refusal.nearest)) is None
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", MODELS)
+def test_a_float_model_comes_back_with_the_same_bits(name: str, words: Any, tmp_path):
+    model = model_of(name)
+    lb.export(model, "gguf", tmp_path / "model.gguf", words)
+    back = lb.load_model(tmp_path / "model.gguf")
+    assert (name == "mistral") == (type(back) is not type(model))  # it is a Llama there
+    assert torch.equal(next_token(back), next_token(model))
+
+
+@pytest.mark.parametrize("recipe", ["q4_0", "q4_1", "q5_0", "q8_0", "mxfp4-weight-only", "nvfp4-weight-only", "q4_k"])
+def test_a_quantized_model_comes_back_with_its_codes(recipe: str, tmp_path):
+    model = model_of("llama")
+    lb.quantize_(model, recipe)
+    lb.export(model, "gguf", tmp_path / "model.gguf")
+    state, back = model.state_dict(), lb.load_model(tmp_path / "model.gguf")
+    assert {layer.recipe for layer in quantized_layers(back).values()} == {lb.recipe(recipe)}
+    assert back.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in back.state_dict().items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_llama_cpp_computes_the_same(name: str, words: Any, tmp_path):
+    pytest.importorskip("xllamacpp")
+    model, path = model_of(name), tmp_path / "model.gguf"
+    lb.export(model, "gguf", path, words)
+    expected = next_token(model)
+    result = log_probabilities(path, IDS, 320)
+    assert len(result) >= 256
+    assert max(abs(value - float(expected[number])) for number, value in result.items()) < 0.01  # its cache is fp16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3", "gpt2", "mixtral", "qwen3 with experts"])
+@pytest.mark.parametrize("recipe", WEIGHT_ONLY)
+def test_llama_cpp_runs_quantized_models_as_their_values(name: str, recipe: str, words: Any, tmp_path):
+    """Next to a file of the same values in fp32; inside, llama.cpp rounds inputs to 8 bits."""
+    pytest.importorskip("xllamacpp")
+    model = model_of(name)
+    lb.quantize_(model, recipe)
+    lb.export(model, "gguf", tmp_path / "quantized.gguf", words)
+    plain = copy.deepcopy(model)
+    lb.dequantize_(plain)
+    lb.export(plain, "gguf", tmp_path / "plain.gguf", words)
+    result, expected = (log_probabilities(tmp_path / f"{kind}.gguf", IDS, 320) for kind in ("quantized", "plain"))
+    differences = [abs(result[number] - expected[number]) for number in result.keys() & expected.keys()]
+    assert len(differences) >= 256 and max(differences) < 0.25 and sum(differences) / len(differences) < 0.05
+
+
+@pytest.mark.slow
+def test_llama_cpp_computes_the_embeddings_of_bert(tmp_path):
+    pytest.importorskip("xllamacpp")
+    tokenizers = pytest.importorskip("tokenizers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=256
+    )
+    model = transformers.BertModel(config).eval()
+    texts = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh", *(f"##{letter}" for letter in "abcdefgh")]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece(vocab={text: index for index, text in enumerate(texts)}, unk_token="[UNK]")
+    )
+    words = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+    )
+    lb.quantize_(model, "q8_0")
+    lb.export(model, "gguf", tmp_path / "bert.gguf", words)
+    with torch.no_grad():
+        expected = nn.functional.normalize(model(torch.tensor([[2, 5, 15, 7, 3]])).last_hidden_state[0].mean(0), dim=0)
+    result = torch.tensor(embedding(tmp_path / "bert.gguf", [2, 5, 15, 7, 3]))
+    assert float(result @ expected) > 0.999
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+def test_models_that_the_format_cannot_express_are_refused(words: Any, tmp_path):
+    path = tmp_path / "model.gguf"
+    with pytest.raises(ValueError, match="transformers"):
+        lb.export(nn.Sequential(nn.Linear(8, 8)), "gguf", path)
+    model = model_of("llama")
+    with pytest.raises(ValueError, match=r"unknown format 'ggml'.*gguf"):
+        lb.export(model, "ggml", path)
+    lb.quantize_(model, "nf4")
+    with pytest.raises(ValueError, match=r"q_proj.*nf4.*no block type.*'q4_0'"):
+        lb.export(model, "gguf", path)
+    narrow = _causal("Llama", hidden_size=192, num_attention_heads=3, num_key_value_heads=3)()
+    lb.quantize_(narrow, "q4_k")
+    with pytest.raises(ValueError, match=r"192 columns.*multiples of 256.*'q8_0'"):
+        lb.export(narrow, "gguf", path)
+    with pytest.raises(ValueError, match="320 rows"):
+        lb.export(model_of("llama"), "gguf", path, _wide(words))
+    linear = transformers.OPTForCausalLM(transformers.OPTConfig(hidden_size=24, ffn_dim=24, num_hidden_layers=1))
+    with pytest.raises(ValueError, match=r"'opt'.*register_architecture"):
+        lb.export(linear, "gguf", path)
+    assert not list(tmp_path.iterdir())
+
+
+def _wide(words: Any) -> Any:
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_str(words.backend_tokenizer.to_str())
+    backend.add_tokens([f"token {index}" for index in range(100)])
+    return backend
+
+
+@pytest.fixture(scope="module")
+def file_bytes(words: Any, tmp_path_factory) -> bytes:
+    path = tmp_path_factory.mktemp("whole") / "model.gguf"
+    model = _causal("Llama", hidden_size=32, intermediate_size=32, num_attention_heads=1, num_key_value_heads=1)()
+    lb.quantize_(model, "q4_0")
+    lb.export(model, "gguf", path, words)
+    return path.read_bytes()
+
+
+@given(st.data())
+def test_a_damaged_file_raises_an_error_with_its_name(file_bytes: bytes, tmp_path_factory, data: st.DataObject):
+    path = tmp_path_factory.mktemp("damaged") / "damaged.gguf"
+    header = file_bytes.index(b"blk.0.attn_q") + 400
+    damaged = bytearray(file_bytes)
+    if data.draw(st.booleans()):
+        damaged = damaged[: data.draw(st.integers(0, len(damaged) - 1))]
+    else:
+        for _ in range(data.draw(st.integers(1, 4))):
+            damaged[data.draw(st.integers(0, header))] = data.draw(st.integers(0, 255))
+    path.write_bytes(damaged)
+    try:
+        lb.load_model(path)
+    except (ValueError, FileNotFoundError) as error:
+        assert "damaged.gguf" in str(error)
+
+
+# -- tokenizers --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("text", ["the year 2026", "déjà vu\n\n  x = 1\t", "日本語 🙂"])
+def test_a_tokenizer_comes_back(words: Any, text: str, tmp_path):
+    lb.export(model_of("llama"), "gguf", tmp_path / "model.gguf", words)
+    back = tokenizer(tmp_path / "model.gguf")
+    assert back(text)["input_ids"] == words(text)["input_ids"] and back.decode(back(text)["input_ids"]) == text
