@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowbit as lb
-from lowbit.evaluate import data, llama_gguf, models
+from lowbit.evaluate import data, models
+from lowbit.evaluate.loaders import decoded_gguf, token_ids
 from lowbit.machine import provenance
 from lowbit.models.ties import model_bytes
 from lowbit.plan import GenerationPlan
@@ -78,10 +79,12 @@ def run(directory: Path, text: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     subject = models.find("smollm2")
     about = provenance(packages=("transformers",))
-    made, encode = llama_gguf.load(subject.location())
+    made, tokenizer = decoded_gguf(subject.location())
     model = made.to(torch.bfloat16)
     wanted = data.Wanted(windows=HELD_OUT + SEEN)
-    windows = [batch.inputs for batch in data.windows(encode(data.read(text)), wanted, WINDOW + 1, text.name)]
+    windows = [
+        batch.inputs for batch in data.windows(token_ids(tokenizer, data.read(text)), wanted, WINDOW + 1, text.name)
+    ]
     if len(windows) < HELD_OUT + SEEN:
         raise ValueError(f"{text} has {len(windows)} windows of {WINDOW} tokens; give one of {HELD_OUT + SEEN}")
     held_out, seen = windows[:HELD_OUT], windows[HELD_OUT:]

@@ -40,6 +40,7 @@ class Suite(str, Enum):
     estimates = "estimates"
     llama7b = "llama7b"
     generation = "generation"
+    gguf = "gguf"
     techniques = "techniques"
     handwritten = "handwritten"
     claims = "claims"
@@ -58,11 +59,12 @@ def bench(
             "matmul shapes and formats. small: codecs in the caches, and call overhead. conv: convolutions. "
             "optimizers: optimizer steps. mixed: mixed precision. memory-kit: losses and attention in tiles. "
             "memory, estimates: accuracy of memory estimates, for models and per op. llama7b: memory of training a 7B "
-            "model. generation: plans for generation. techniques: each memory-saving technique. "
-            "handwritten: everything on a hand-written transformer. claims: common statements, measured. fit: plans "
-            "within a budget. training: memory and time per training recipe. evidence: final losses with paired seeds. "
-            "distributed: compressed gradients on two processes. kernels: GPU kernels, compiled without a GPU. host: "
-            "host time of a layer on a GPU. qat, qat-conv: quantization-aware training of a GPT and of a CNN. "
+            "model. generation: plans for generation. gguf: exported files in llama.cpp. techniques: each "
+            "memory-saving technique. handwritten: everything on a hand-written transformer. claims: common "
+            "statements, measured. fit: plans within a budget. training: memory and time per training recipe. "
+            "evidence: final losses with paired seeds. distributed: compressed gradients on two "
+            "processes. kernels: GPU kernels, compiled without a GPU. host: host time of a layer on a GPU. qat, "
+            "qat-conv: quantization-aware training of a GPT and of a CNN. "
             "calibration-batches: static INT8 by the number of calibration batches."
         ),
     ] = Suite.ops,
@@ -74,7 +76,12 @@ def bench(
         bool, typer.Option("--quick", help="Tiny inputs or few kernels: a smoke test, not a measurement.")
     ] = False,
     device: Annotated[str, typer.Option(help="Suite memory: cpu or cuda.")] = "cpu",
-    text: Annotated[Path | None, typer.Option(help="Suite generation: a UTF-8 text file.", show_default=False)] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Suites generation and gguf: a UTF-8 text file.", show_default=False)
+    ] = None,
+    calibration_text: Annotated[
+        Path | None, typer.Option(help="Suite gguf: a UTF-8 text file for calibration.", show_default=False)
+    ] = None,
     cache: Annotated[
         Path | None,
         typer.Option(help="Suite kernels: cache of compiled kernels, by default OUT/kernels.", show_default=False),
@@ -98,8 +105,10 @@ def bench(
             f"--device expects cpu or cuda, and only the suite 'memory' supports cuda, got {device!r} for "
             f"{suite.value!r}"
         )
-    if (text is None) == (suite is Suite.generation):
-        raise ValueError(f"--text is required by the suite 'generation' only, got {text} for {suite.value!r}")
+    if (text is None) == (suite in (Suite.generation, Suite.gguf)):
+        raise ValueError(f"--text is required by the suites 'generation' and 'gguf', got {text} for {suite.value!r}")
+    if (calibration_text is None) == (suite is Suite.gguf):
+        raise ValueError(f"--calibration-text is required by the suite 'gguf' only, got {calibration_text}")
     if cache is not None and suite is not Suite.gpu_kernels:
         raise ValueError(f"--cache applies only to the suite 'kernels', got {cache} for {suite.value!r}")
     if suite is not Suite.ops:
@@ -113,8 +122,10 @@ def bench(
             options = {"cache_directory": cache or directory / "kernels", "workers": workers, "quick": quick}
         if suite is Suite.memory:
             options["device"] = device
-        if suite is Suite.generation:
+        if suite in (Suite.generation, Suite.gguf):
             options["text"] = text
+        if suite is Suite.gguf:
+            options["calibration_text"] = calibration_text
         with errors.status(f"measuring {suite.value}"):
             path = import_module(f"lowbit.bench.{suite.name}").run(directory, **options)
         if suite is Suite.gpu_kernels:  # its table has one line per kernel

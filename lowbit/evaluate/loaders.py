@@ -11,15 +11,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowbit.evaluate import data, efficientnet, llama_gguf
+from lowbit.convert.dequantize import dequantize_
+from lowbit.evaluate import data, efficientnet
 from lowbit.evaluate.data import Wanted
 from lowbit.evaluate.tasks import Batch
+from lowbit.interop import gguf
 from lowbit.recipes import Recipe
 from lowbit.serialize import load_model
 from lowbit.serialize.huggingface import is_quantized, require_whole
 from lowbit.serialize.layout import our_config
 
-__all__ = ["Loaded", "causal", "config_of", "demo_gpt", "efficientnet_lite0", "held", "hugging_face", "smollm2"]
+__all__ = [
+    "Loaded", "causal", "config_of", "decoded_gguf", "demo_gpt", "efficientnet_lite0", "held", "hugging_face",
+    "smollm2", "token_ids",
+]  # fmt: skip
 
 
 class Loaded(NamedTuple):
@@ -41,8 +46,20 @@ class Loaded(NamedTuple):
 def smollm2(path: Path, wanted: Wanted) -> Loaded:
     """SmolLM2 from its GGUF file."""
     text = data.require(wanted, "smollm2")
-    model, encode = llama_gguf.load(path)
-    return _language_model(model, encode(data.read(text)), wanted, text.name)
+    model, tokenizer = decoded_gguf(path)
+    return _language_model(model, token_ids(tokenizer, data.read(text)), wanted, text.name)
+
+
+def decoded_gguf(path: Path) -> tuple[nn.Module, Any]:
+    """The model of a GGUF file with decoded weights in fp32, and its tokenizer."""
+    model = gguf.read(path, torch.float32)
+    dequantize_(model)
+    return model, gguf.tokenizer(path)
+
+
+def token_ids(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text, without special tokens."""
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def hugging_face(directory: Path, wanted: Wanted) -> Loaded:
@@ -64,8 +81,7 @@ def hugging_face(directory: Path, wanted: Wanted) -> Loaded:
     tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
     if causal(directory):
         text = data.require(wanted, str(directory))
-        tokens = tokenizer(data.read(text), add_special_tokens=False, verbose=False)["input_ids"]
-        return _language_model(model, tokens, wanted, text.name)
+        return _language_model(model, token_ids(tokenizer, data.read(text)), wanted, text.name)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     options = {"padding": True, "truncation": True, "max_length": data.LONGEST, "return_tensors": "pt"}

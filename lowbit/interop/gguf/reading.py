@@ -1,6 +1,6 @@
 """Reads a GGUF file into a model of transformers, and keeps the codes that lowbit has schemes for.
 
-The file is untrusted. The package gguf parses it from a memory map; shapes are checked against the model.
+The file is untrusted: shapes are checked against the model before weights are read.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert.adapters import find
-from lowbit.files import check_regular, shown
+from lowbit.files import shown
 from lowbit.interop.files import require_library
 from lowbit.interop.gguf.architectures import Architecture, Change, find_architecture, with_factors
 from lowbit.interop.gguf.blocks import BLOCK_TYPES, from_blocks
+from lowbit.interop.gguf.header import Header
 from lowbit.interop.gguf.names import TensorNames, parts_of
 from lowbit.interop.gguf.vocabulary import PRE_TOKENIZERS
 from lowbit.nn.linear import QuantLinear
@@ -26,9 +27,7 @@ from lowbit.serialize.empty import empty_weights, to_meta_
 from lowbit.serialize.loading import Layer, Saved, load_into
 from lowbit.tensor.quantized import Quantized
 
-__all__ = ["detect", "read", "tokenizer"]
-
-_MAGIC = b"GGUF"
+__all__ = ["read", "tokenizer"]
 
 #: The dtypes of float matrices.
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -37,89 +36,64 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _COMPUTED = re.compile(r"rope_freqs\.weight|rope_factors_\w+\.weight|.*\.(attn_rot_embd|rope_freqs)\.weight|.*\.scale")
 
 
-def detect(path: str | Path) -> bool:
-    """Whether ``path`` is a GGUF file, by its first bytes."""
-    try:
-        with Path(path).open("rb") as file:
-            return file.read(4) == _MAGIC
-    except OSError:
-        return False
-
-
-class _File:
-    """A parsed file. Raises ValueError with its name if it is damaged."""
+class _File(Header):
+    """A file whose tensors can be decoded."""
 
     def __init__(self, path: Path) -> None:
-        gguf = require_library("gguf")
-        check_regular(path)
-        if not detect(path):
-            raise ValueError(f"{path} is not a GGUF file: it does not begin with {_MAGIC!r}")
-        self.path, self.gguf = path, gguf
-        try:
-            reader = gguf.GGUFReader(path)
-            self.fields = reader.fields
-            self.tensors = {tensor.name: tensor for tensor in reader.tensors}
-            self.name = str(self.value("general.architecture"))
-        except Exception as error:  # the parser may raise anything for untrusted bytes
-            raise ValueError(
-                f"{path} is damaged: {type(error).__name__} {str(error)[:200]}; copy or download it again"
-            ) from None
+        super().__init__(path)
+        self.gguf = require_library("gguf")
+        self.name = self.values.get("general.architecture")
 
-    def value(self, key: str) -> Any:
-        field = self.fields.get(key)
-        return None if field is None else field.contents()
-
-    def values(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """The metadata of the architecture, by keys after its name."""
         prefix = f"{self.name}."
-        return {key[len(prefix) :]: self.value(key) for key in self.fields if key.startswith(prefix)}
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(int(size) for size in reversed(self.tensors[name].shape))
+        return {key[len(prefix) :]: value for key, value in self.values.items() if key.startswith(prefix)}
 
     def quantized(self, name: str, dtype: torch.dtype) -> Quantized | None:
         """The matrix with its codes, or None if lowbit has no scheme for them."""
-        tensor = self.tensors[name]
-        row = BLOCK_TYPES.get(tensor.tensor_type.name)
-        if row is None or len(tensor.shape) != 2:
+        stored = self.tensors[name]
+        row = BLOCK_TYPES.get(stored.type)
+        if row is None or len(stored.shape) != 2:
             return None
-        raw = torch.from_numpy(tensor.data.copy()).view(-1, tensor.data.shape[-1])
         scale = None
         if row.scheme.global_scale == "tensor":
-            scale = torch.ones(1, 1)
-            other = self.tensors.get(name.removesuffix("weight") + "scale")
-            if other is not None:
-                scale = torch.from_numpy(other.data.copy()).float().reshape(1, 1)
-        return from_blocks(row, raw, int(tensor.shape[0]), dtype, scale)
+            other = name.removesuffix("weight") + "scale"
+            scale = self.float(other, torch.float32) if other in self.tensors else torch.ones(1)
+            if scale.numel() != 1:
+                raise ValueError(f"{self.path} has {other} with shape {list(scale.shape)}, expected one number")
+        scale = None if scale is None else scale.view(1, 1)
+        return from_blocks(row, self.read(name), stored.shape[1], dtype, scale)
 
     def float(self, name: str, dtype: torch.dtype) -> Tensor:
         """The decoded tensor."""
-        tensor = self.tensors[name]
+        stored = self.tensors[name]
+        if stored.type in _FLOATS:
+            return self.read(name).view(_FLOATS[stored.type]).view(stored.shape).to(dtype)
         kept = self.quantized(name, dtype)
         if kept is not None:
             return kept.dequantize(dtype)
-        if tensor.tensor_type.name == "BF16":
-            raw = torch.from_numpy(tensor.data.copy()).view(torch.bfloat16)
-            return raw.view(self.shape(name)).to(dtype)
-        decoded = self.gguf.dequantize(tensor.data, tensor.tensor_type)
-        return torch.from_numpy(decoded.copy()).view(self.shape(name)).to(dtype)
+        decoded = self.gguf.dequantize(self.read(name).numpy(), self.gguf.GGMLQuantizationType[stored.type])
+        return torch.from_numpy(decoded).view(stored.shape).to(dtype)
 
     def dtype(self) -> torch.dtype:
         """The dtype of the model: that of most float matrices, or bf16."""
         sizes = dict.fromkeys(_FLOATS, 0)
-        for tensor in self.tensors.values():
-            if len(tensor.shape) > 1 and tensor.tensor_type.name in sizes:
-                sizes[tensor.tensor_type.name] += int(tensor.n_elements)
+        for stored in self.tensors.values():
+            if len(stored.shape) > 1 and stored.type in sizes:
+                sizes[stored.type] += torch.Size(stored.shape).numel()
         most = max(sizes, key=lambda name: sizes[name])
         return _FLOATS[most] if sizes[most] else torch.bfloat16
 
 
 @torch.no_grad()
-def read(path: str | Path) -> nn.Module:
+def read(path: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
     """Load a GGUF file as a model of transformers, in eval mode.
 
-    Linears whose block type lowbit has become QuantLinears with the codes of the file. Other types are decoded. The
-    dtype is that of the file's float matrices, or bf16 if all matrices are quantized.
+    Linears whose block type lowbit has become QuantLinears with the codes of the file. Other types are decoded.
+
+    Args:
+        path: The file.
+        dtype: The dtype of the model. None: that of the file's float matrices, or bf16 if all matrices are quantized.
 
     Raises:
         ImportError: transformers or gguf is not installed.
@@ -127,13 +101,13 @@ def read(path: str | Path) -> nn.Module:
     """
     file = _File(Path(path))
     try:
-        architecture = find_architecture(file.name, file.values())
+        architecture = find_architecture(file.name, file.settings())
         model = _without_weights(file, architecture)
     except ImportError:
         raise
     except Exception as error:  # a class may raise anything for untrusted metadata
         raise ValueError(f"{path} cannot be read: {str(error)[:300]}") from error
-    reader = _Reader(file, architecture, model)
+    reader = _Reader(file, architecture, model, dtype or file.dtype())
     reader.run()
     load_into(model, Saved(Path(path), reader.layers, reader.tensors, reader.tied, None), built=False)
     return model.to(reader.dtype).eval()
@@ -142,8 +116,8 @@ def read(path: str | Path) -> nn.Module:
 class _Reader:
     """Collects the state of a model from a file."""
 
-    def __init__(self, file: _File, architecture: Architecture, model: nn.Module) -> None:
-        self.file, self.architecture, self.model, self.dtype = file, architecture, model, file.dtype()
+    def __init__(self, file: _File, architecture: Architecture, model: nn.Module, dtype: torch.dtype) -> None:
+        self.file, self.architecture, self.model, self.dtype = file, architecture, model, dtype
         self.names = TensorNames(file.gguf, model, architecture)
         self.layers: dict[str, Layer] = {}
         self.tensors: dict[str, Tensor] = {}
@@ -216,7 +190,7 @@ class _Reader:
         return [change for change in self.architecture.changes if re.fullmatch(change.pattern, stored)]
 
     def _check_shape(self, stored: str, shape: tuple[int, ...]) -> None:
-        actual = self.file.shape(stored)
+        actual = self.file.tensors[stored].shape
         if actual != shape:
             raise ValueError(
                 f"{self.file.path} has {stored} with shape {list(actual)}, expected {list(shape)}; its metadata are "
@@ -236,9 +210,9 @@ def _recipe(weight: Quantized) -> Recipe:
 
 def _without_weights(file: _File, architecture: Architecture) -> nn.Module:
     """The model on the meta device."""
-    values = file.values()
+    values = file.settings()
     settings: dict[str, Any] = {"model_type": architecture.model_type}
-    tokens = file.value("tokenizer.ggml.tokens") or ()
+    tokens = file.values.get("tokenizer.ggml.tokens") or ()
     for key, attribute in architecture.keys.items():
         value = len(tokens) if key == "vocab_size" and key not in values else values.get(key)
         if value is not None:
@@ -252,7 +226,7 @@ def _without_weights(file: _File, architecture: Architecture) -> nn.Module:
     settings["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
     settings["tie_word_embeddings"] = "output.weight" not in file.tensors
     for role in ("bos", "eos"):
-        number = file.value(f"tokenizer.ggml.{role}_token_id")
+        number = file.values.get(f"tokenizer.ggml.{role}_token_id")
         if number is not None:
             settings[f"{role}_token_id"] = int(number)
     described = {"architecture": architecture.model_class, "config": settings, "generation": None}
@@ -269,7 +243,7 @@ def tokenizer(path: str | Path) -> Any:
         ValueError: The file has no tokenizer, or one that lowbit and transformers do not have.
     """
     file = _File(Path(path))
-    if file.value("tokenizer.ggml.model") != "gpt2":
+    if file.values.get("tokenizer.ggml.model") != "gpt2":
         from transformers import AutoTokenizer
 
         try:
@@ -280,18 +254,24 @@ def tokenizer(path: str | Path) -> Any:
 
 
 def _byte_level(file: _File) -> Any:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    steps = {name: steps for steps, name in PRE_TOKENIZERS.items()}.get(file.value("tokenizer.ggml.pre"))
+    name = file.values.get("tokenizer.ggml.pre")
+    steps = next((steps for steps, known in PRE_TOKENIZERS.items() if known == name), None)
     if steps is None:
         raise ValueError(
-            f"{file.path} has pre-tokenizer {shown(file.value('tokenizer.ggml.pre'))}, expected one of "
+            f"{file.path} has pre-tokenizer {shown(name)}, expected one of "
             f"{', '.join(PRE_TOKENIZERS.values())}; pass the model's own tokenizer"
         )
-    tokens, types = file.value("tokenizer.ggml.tokens"), file.value("tokenizer.ggml.token_type")
-    merges = [tuple(merge.split(" ", 1)) for merge in file.value("tokenizer.ggml.merges")]
-    backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    tokens, types = _listed(file, "tokens", str), _listed(file, "token_type", int)
+    merges = [tuple(merge.split(" ", 1)) for merge in _listed(file, "merges", str)]
+    if len(types) != len(tokens) or any(len(merge) != 2 for merge in merges):
+        raise ValueError(f"{file.path} is damaged: it has {len(tokens)} tokens and {len(types)} types of tokens")
+    try:
+        backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    except Exception as error:  # a merge of tokens that do not exist
+        raise ValueError(f"{file.path} is damaged: {error}; download it again") from None
     made: list[Any] = []
     for step in steps:
         if step == "digits":
@@ -306,9 +286,21 @@ def _byte_level(file: _File) -> Any:
     backend.add_tokens([AddedToken(token) for token, code in zip(tokens, types, strict=True) if code == 4])
     roles = {}
     for role, name in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
-        number = file.value(f"tokenizer.ggml.{role}_token_id")
+        number = file.values.get(f"tokenizer.ggml.{role}_token_id")
         if number is not None and int(number) < len(tokens):
             roles[f"{name}_token"] = tokens[int(number)]
+    if file.values.get("tokenizer.ggml.add_bos_token") and "bos_token" in roles:
+        bos = roles["bos_token"]
+        backend.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, tokens.index(bos))]
+        )
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, **roles)
-    fast.chat_template = file.value("tokenizer.chat_template")
+    fast.chat_template = file.values.get("tokenizer.chat_template")
     return fast
+
+
+def _listed(file: _File, key: str, kind: type) -> list[Any]:
+    values = file.values.get(f"tokenizer.ggml.{key}")
+    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+        raise ValueError(f"{file.path} is damaged: tokenizer.ggml.{key} is {shown(values)}; download it again")
+    return values
