@@ -16,8 +16,8 @@ from torch import Tensor
 from lowbit.name_tables import did_you_mean
 
 __all__ = [
-    "ARCHITECTURES", "Architecture", "Change", "architecture_of", "find_architecture", "head_dim", "llama3_factors",
-    "register_architecture", "rope_of", "with_factors",
+    "ARCHITECTURES", "TOKEN_TYPES", "Architecture", "Change", "architecture_of", "find_architecture", "head_dim",
+    "llama3_factors", "register_architecture", "rope_of", "with_factors",
 ]  # fmt: skip
 
 
@@ -43,12 +43,13 @@ class Architecture:
         model_class: The class of transformers that reads it.
         keys: For keys of metadata after the architecture's name, the attribute of the config.
         changes: Tensors that differ from those of transformers.
-        more: Further metadata, from the config.
+        more: Further metadata, from the config; keys that begin with ``tokenizer.`` are written as they are.
         config: Further arguments of the config, from the metadata by key.
         refuses: Returns the reason why llama.cpp cannot run a model with this config, or None.
         names: Names of modules in GGUF files by their names in transformers, if the package gguf does not have them;
             ``{bid}`` stands for the number of a block.
         embeds: Whether the model computes embeddings, not tokens.
+        scales: Whether llama.cpp multiplies the global scale of NVFP4 weights.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Architecture:
     refuses: Callable[[Any], str | None] = lambda config: None
     names: dict[str, str] = field(default_factory=dict)
     embeds: bool = False
+    scales: bool = True
 
 
 # -- rotary embeddings -------------------------------------------------------------------------------------------------
@@ -236,8 +238,12 @@ def _phi3_config(values: dict[str, Any]) -> dict[str, Any]:
     return settings | {"sliding_window": values.get("attention.sliding_window"), "pad_token_id": 0}
 
 
+#: A key without the architecture's name.
+TOKEN_TYPES = "tokenizer.ggml.token_type_count"
+
+
 def _bert(config: Any) -> dict[str, Any]:
-    return {"attention.causal": False, "pooling_type": 1, "token_type_count": int(config.type_vocab_size)}
+    return {"attention.causal": False, "pooling_type": 1, TOKEN_TYPES: int(config.type_vocab_size)}
 
 
 #: One row per architecture. ``register_architecture`` adds one.
@@ -258,21 +264,22 @@ ARCHITECTURES: dict[str, Architecture] = {
                                  "expert_feed_forward_length": "moe_intermediate_size"},
                      (), _experts, lambda values: _decoder_config(values) | {"norm_topk_prob": True}, _refuse_qwen2),
         Architecture("gemma3", "gemma3_text", "Gemma3ForCausalLM", _DECODER,
-                     (Change(r".*norm\.weight", values=_PLUS_ONE),), _gemma3, _gemma3_config, _refuse_gemma3),
-        Architecture("phi3", "phi3", "Phi3ForCausalLM", _DECODER, (), _phi3, _phi3_config, _refuse_rope),
+                     (Change(r".*norm\.weight", values=_PLUS_ONE),), _gemma3, _gemma3_config, _refuse_gemma3,
+                     scales=False),
+        Architecture("phi3", "phi3", "Phi3ForCausalLM", _DECODER, (), _phi3, _phi3_config, _refuse_rope, scales=False),
         Architecture("gpt2", "gpt2", "GPT2LMHeadModel",
                      {"vocab_size": "vocab_size", "context_length": "n_positions", "embedding_length": "n_embd",
                       "block_count": "n_layer", "attention.head_count": "n_head",
                       "attention.layer_norm_epsilon": "layer_norm_epsilon"},
                      (), lambda config: {"feed_forward_length": int(config.n_inner or 4 * config.n_embd)},
-                     lambda values: {"n_inner": int(values["feed_forward_length"])}),
+                     lambda values: {"n_inner": int(values["feed_forward_length"])}, scales=False),
         Architecture("bert", "bert", "BertModel",
                      {"vocab_size": "vocab_size", "context_length": "max_position_embeddings",
                       "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
                       "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
                       "attention.layer_norm_epsilon": "layer_norm_eps"},
-                     (), _bert, lambda values: {"type_vocab_size": int(values.get("token_type_count", 2))},
-                     embeds=True),
+                     (), _bert, lambda values: {"type_vocab_size": int(values.get(TOKEN_TYPES, 2))},
+                     embeds=True, scales=False),
     )
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lowbit.convert.adapters import find
 from lowbit.files import shown
 from lowbit.interop.files import require_library
-from lowbit.interop.gguf.architectures import Architecture, Change, find_architecture, with_factors
+from lowbit.interop.gguf.architectures import TOKEN_TYPES, Architecture, Change, find_architecture, with_factors
 from lowbit.interop.gguf.blocks import BLOCK_TYPES, from_blocks
 from lowbit.interop.gguf.header import Header
 from lowbit.interop.gguf.names import TensorNames, parts_of
@@ -47,7 +47,8 @@ class _File(Header):
     def settings(self) -> dict[str, Any]:
         """The metadata of the architecture, by keys after its name."""
         prefix = f"{self.name}."
-        return {key[len(prefix) :]: value for key, value in self.values.items() if key.startswith(prefix)}
+        shared = {key: self.values[key] for key in (TOKEN_TYPES,) if key in self.values}
+        return shared | {key[len(prefix) :]: value for key, value in self.values.items() if key.startswith(prefix)}
 
     def quantized(self, name: str, dtype: torch.dtype) -> Quantized | None:
         """The matrix with its codes, or None if lowbit has no scheme for them."""

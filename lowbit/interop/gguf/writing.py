@@ -106,7 +106,7 @@ def write(model: nn.Module, path: str | Path, tokenizer: Any = None) -> Report:
         _add(writer, "general.file_type", _file_type(gguf, tensors))
         _add(writer, "general.quantization_version", 2)
         for key, value in metadata.items():
-            _add(writer, f"{architecture.name}.{key}", value)
+            _add(writer, key if key.startswith("tokenizer.") else f"{architecture.name}.{key}", value)
         _add_words(writer, words)
         for tensor in tensors:
             _add_info(gguf, writer, tensor)
@@ -174,28 +174,21 @@ def _tensors(gguf: Any, model: nn.Module, architecture: Architecture) -> Iterato
     quantized = quantized_layers(model)
     inside = tuple(f"{name}." for name in quantized)
     for path, layer in quantized.items():
-        for name, weight, bias in _matrices(plain_name(path), layer):
-            if _is_new(weight.codes, seen):
-                yield from _quantized(_of(names, name, weight), name, weight, layer, architecture, config)
-            if bias is not None:
-                yield _float(_of(names, f"{name}.bias", bias), bias, architecture, config)
+        for name, weight in _matrices(plain_name(path), layer):
+            stored = names.of(name)
+            if stored is not None and _is_new(weight.codes, seen):
+                yield from _quantized(stored, name, weight, layer, architecture, config)
+        stored = names.of(f"{path}.bias") if getattr(layer, "bias", None) is not None else None
+        if stored is not None:
+            yield _float(stored, layer.bias, architecture, config)
     for path, module in model.named_modules(remove_duplicate=False):
         if f"{path}.".startswith(inside):
             continue
         for name, value in (*module.named_parameters(path, False), *_buffers(module, path)):
-            if names.of(name.replace("gate_up_proj", "up_proj")) is None or not _is_new(value, seen):
-                continue
-            for part, matrix in parts_of(name, module, value):
-                yield _float(_of(names, part, matrix), matrix, architecture, config)
+            parts = [(names.of(part), matrix) for part, matrix in parts_of(name, module, value)]
+            if parts[0][0] is not None and _is_new(value, seen):
+                yield from (_float(str(stored), matrix, architecture, config) for stored, matrix in parts)
     yield from _rope_factors(config)
-
-
-def _of(names: TensorNames, name: str, value: Any) -> str:
-    """The name in the file of a tensor, or of the weight of the layer ``name``."""
-    stored = names.of(name if isinstance(value, Tensor) or isinstance(value, _Stack) else f"{name}.weight")
-    if stored is None:
-        raise ValueError(f"llama.cpp does not use {name!r}, which is quantized; leave it out with skip")
-    return stored
 
 
 def _buffers(module: nn.Module, path: str) -> list[tuple[str, Tensor]]:
@@ -213,31 +206,29 @@ def _is_new(value: Tensor, seen: set[Any]) -> bool:
     return new
 
 
-def _matrices(path: str, layer: Any) -> Iterator[tuple[str, Any, Tensor | None]]:
-    """Names and weights of a quantized layer's matrices; those of experts one below the other."""
+def _matrices(path: str, layer: Any) -> Iterator[tuple[str, Any]]:
+    """Names and weights of a quantized layer's matrices; a stack for those of experts."""
     if isinstance(layer, QuantExperts):
         yield from _stacked_experts(path, layer)
         return
     inner = getattr(layer, "linear", layer)
     if kind(inner) not in ("quantized", "packed"):
         raise ValueError(
-            f"layer {path!r} is a {type(layer).__name__}, which GGUF cannot express; export quantized layers"
+            f"layer {path!r} is a {type(layer).__name__}, which GGUF files cannot have; call lowbit.qat.convert_ or "
+            f"lowbit.dequantize_ first"
         )
-    yield path, inner.weight, getattr(layer, "bias", None)
+    yield f"{path}.weight", inner.weight
 
 
-def _stacked_experts(path: str, layer: QuantExperts) -> Iterator[tuple[str, Any, Tensor | None]]:
+def _stacked_experts(path: str, layer: QuantExperts) -> Iterator[tuple[str, Any]]:
     experts: tuple[Any, Any] = layer.gate_up, layer.down
     firsts, downs = ([one.weight for one in layers] for layers in experts)
     if any(one.bias is not None for layers in experts for one in layers):
         raise ValueError(f"{path} has experts with biases, which lowbit does not write as GGUF")
     half = firsts[0].shape[0] // 2
-    halves = {
-        "gate_proj": [_rows(one, slice(half)) for one in firsts],
-        "up_proj": [_rows(one, slice(half, None)) for one in firsts],
-    }
-    for name, weights in (halves | {"down_proj": downs}).items():
-        yield f"{path}.{name}", _Stack(weights), None
+    yield f"{path}.gate_proj", _Stack([_rows(one, slice(half)) for one in firsts])
+    yield f"{path}.up_proj", _Stack([_rows(one, slice(half, None)) for one in firsts])
+    yield f"{path}.down_proj", _Stack(downs)
 
 
 class _Stack(NamedTuple):
@@ -290,6 +281,11 @@ def _quantized(
         )
     row = block_type(weight.scheme)
     assert row is not None
+    if row.scheme.global_scale == "tensor" and not architecture.scales:
+        raise ValueError(
+            f"layer {path!r}, recipe {layer.recipe.name!r}: llama.cpp does not multiply the global scale of NVFP4 in "
+            f"{architecture.name} models, and computes NaN; the nearest recipe that works is 'mxfp4-weight-only'"
+        )
     if weight.shape[-1] % row.size:
         raise ValueError(
             f"layer {path!r} has {weight.shape[-1]} columns, and {row.name} takes multiples of {row.size}; quantize "
