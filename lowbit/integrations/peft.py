@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from lowbit.convert.engine import quantized_layers, take_over
 from lowbit.convert.maker import Ruled
+from lowbit.models.adapters import KEEPING_INITS
 from lowbit.models.wrap import plain_class
 from lowbit.nn.attention import QuantMultiheadAttention
 from lowbit.nn.base import kind
@@ -36,9 +37,6 @@ from lowbit.nn.linear import QuantLinear
 from lowbit.nn.packed import PackedLinear
 
 __all__ = ["LoraQuantLinear", "MethodRefused", "from_pretrained", "get_peft_model", "on_quantized_layers", "register"]
-
-#: Values of ``LoraConfig.init_lora_weights`` that do not change the layer's weight.
-_INITS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def get_peft_model(model: nn.Module, config: Any, adapter_name: str = "default", **kwargs: Any) -> Any:
@@ -196,10 +194,11 @@ class LoraQuantLinear(LoraLinear):  # type: ignore[misc]
         if reason is not None:
             raise ValueError(f"LoRA: {name} {reason}")
         init = config.init_lora_weights
-        if init not in _INITS:
+        if init not in KEEPING_INITS:
             raise ValueError(
                 f"LoRA: init_lora_weights={init!r} changes the weight of {name}, which is quantized; expected one of "
-                f"{', '.join(map(repr, _INITS))}; or call peft.get_peft_model on the plain model, then lowbit.quantize_"
+                f"{', '.join(map(repr, KEEPING_INITS))}; or call peft.get_peft_model on the plain model, then "
+                f"lowbit.quantize_"
             )
         self._before: tuple[Any, ...] = ()  # the base before the first merge; a tuple, to not register a submodule
         super().__init__(base_layer, adapter_name, config, **kwargs)

@@ -9,9 +9,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import nn
+
+from lowbit.models.adapters import has_adapters
 from lowbit.sizes import amount
 
-__all__ = ["Refusal", "require_library", "require_space"]
+__all__ = ["Refusal", "refuse_adapters", "require_library", "require_space"]
 
 #: Bytes to leave free on the disk.
 _SPARE = 64 << 20
@@ -22,6 +25,20 @@ class Refusal(NamedTuple):
 
     why: str
     nearest: str
+
+
+def refuse_adapters(model: nn.Module, alone: str) -> None:
+    """Raise ValueError if a model has adapters of peft that are not merged.
+
+    Args:
+        model: The model.
+        alone: The call that writes the adapters alone.
+    """
+    if has_adapters(model):
+        raise ValueError(
+            f"export: this {type(model).__name__} has adapters of peft. Merge them: model = model.merge_and_unload(). "
+            f"Or write the adapters alone: {alone}"
+        )
 
 
 def require_library(name: str) -> Any:

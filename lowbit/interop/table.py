@@ -75,6 +75,7 @@ def export(model: nn.Module, format: str, path: str | Path, tokenizer: Any = Non
 
     Raises:
         ValueError: The format is unknown, or cannot express a layer; the message names the nearest recipe that works.
+            Or the model has adapters of peft that are not merged: ``lowbit.interop.gguf.write_adapters`` writes them.
         ImportError: The format needs a package that is not installed.
         FileExistsError: ``path`` is a directory with content.
         OSError: The path cannot be written, or the disk has too little space.

@@ -82,17 +82,6 @@ def model_of(name: str) -> nn.Module:
     return model
 
 
-@pytest.fixture(scope="module")
-def words() -> Any:
-    """A byte-level tokenizer with one merge."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "th"]
-    backend = Tokenizer(models.BPE(vocab={text: index for index, text in enumerate(alphabet)}, merges=[("t", "h")]))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
-
-
 @torch.no_grad()
 def next_token(model: nn.Module) -> torch.Tensor:
     return model(torch.tensor([IDS])).logits[0, -1].log_softmax(-1)

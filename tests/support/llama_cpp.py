@@ -14,7 +14,9 @@ path, ids, count = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
 params = xl.CommonParams()
 params.model.path, params.n_ctx, params.n_parallel, params.warmup, params.verbosity = path, 512, 1, False, -1
 params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
-if len(sys.argv) > 4:
+if len(sys.argv) > 4 and sys.argv[4] != "embedding":
+    params.lora_adapters = [xl.CommonAdapterLoraInfo(sys.argv[4])]
+if "embedding" in sys.argv:
     params.embedding, params.pooling_type = True, xl.llama_pooling_type(1)
     server = xl.Server(params)
     answer = server.handle_embeddings({"input": ids})
@@ -35,9 +37,10 @@ def _answer(*arguments: str):
     return json.loads(lines[-1].removeprefix("ANSWER"))
 
 
-def log_probabilities(path: Path, ids: list[int], count: int) -> dict[int, float]:
+def log_probabilities(path: Path, ids: list[int], count: int, adapters: Path | None = None) -> dict[int, float]:
     """The ``count`` highest log-probabilities of the token after ``ids``, by its number."""
-    rows = _answer(str(path), json.dumps(ids), str(count))["content"][0]["top_logprobs"]
+    more = () if adapters is None else (str(adapters),)
+    rows = _answer(str(path), json.dumps(ids), str(count), *more)["content"][0]["top_logprobs"]
     return {row["id"]: row["logprob"] for row in rows}
 
 

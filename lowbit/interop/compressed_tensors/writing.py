@@ -20,7 +20,7 @@ from lowbit.files import sync_directory, write_json
 from lowbit.interop.compressed_tensors import layouts
 from lowbit.interop.compressed_tensors.layers import StoredLayer, stored_layers
 from lowbit.interop.compressed_tensors.names import Names
-from lowbit.interop.files import require_space
+from lowbit.interop.files import refuse_adapters, require_space
 from lowbit.models.check import uncompiled
 from lowbit.models.names import plain_name
 from lowbit.nn.base import kind
@@ -69,10 +69,11 @@ def write(model: nn.Module, path: str | Path, tokenizer: Any = None) -> Report:
         OSError: The directory cannot be written, or the disk has too little space.
     """
     model, path = uncompiled(model), Path(path)
+    refuse_adapters(model, "model.save_pretrained(path), which vLLM and transformers load next to the base model")
     if not huggingface.is_pretrained(model):
         raise ValueError(
             f"compressed-tensors is a layout for models of transformers, and this is a {type(model).__name__}; "
-            f"use lowbit.save_model, or merge adapters first"
+            f"use lowbit.save_model"
         )
     names = Names(model)
     layers = stored_layers(model, names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert.engine import quantized_layers
-from lowbit.files import replaced
-from lowbit.interop.files import Refusal, require_library, require_space
+from lowbit.interop.files import Refusal, refuse_adapters, require_library
 from lowbit.interop.gguf.architectures import Architecture, architecture_of, head_dim, llama3_factors, rope_of
 from lowbit.interop.gguf.blocks import BLOCK_TYPES, block_type, to_blocks
+from lowbit.interop.gguf.container import Entry, write_file
 from lowbit.interop.gguf.names import TensorNames, parts_of
 from lowbit.interop.gguf.vocabulary import vocabulary
 from lowbit.models.check import uncompiled
@@ -38,17 +38,6 @@ _FP32 = re.compile(r"(position_embd|token_types|blk\.\d+\.ffn_gate_inp)\.weight"
 
 #: The nearest recipe, by the bits of the weight's format.
 _NEAREST = {2: "q4_0", 3: "q4_0", 4: "q4_0", 5: "q5_0", 6: "q6_k", 8: "q8_0"}
-
-
-class _Tensor(NamedTuple):
-    """A tensor of the file."""
-
-    name: str
-    type: str
-    """A key of ``BLOCK_TYPES``, or F32, F16 or BF16."""
-    shape: tuple[int, ...]
-    make: Callable[[], Tensor]
-    """Returns its bytes, uint8 ``[..., nbytes of a row]``, or its values in fp32."""
 
 
 def refuses(recipe: Recipe) -> Refusal | None:
@@ -89,33 +78,24 @@ def write(model: nn.Module, path: str | Path, tokenizer: Any = None) -> Report:
         OSError: The file cannot be written, or the disk has too little space.
     """
     gguf, model, path = require_library("gguf"), uncompiled(model), Path(path)
+    refuse_adapters(model, "lowbit.interop.gguf.write_adapters(model, path)")
     config = getattr(model, "config", None)
     if config is None or not huggingface.is_pretrained(model):
         raise ValueError(
             f"GGUF files describe models by their config in transformers, and this is a {type(model).__name__}; "
-            f"use lowbit.save_model, or merge adapters first"
+            f"use lowbit.save_model"
         )
     architecture = architecture_of(config)
     tensors = list(_tensors(gguf, model, architecture))
-    metadata = _metadata(architecture, config)
     words = None if tokenizer is None else vocabulary(tokenizer, _vocabulary_size(config, tensors))
-    require_space(path, sum(_nbytes(gguf, tensor) for tensor in tensors))
-    with replaced(path) as temporary:
-        writer = gguf.GGUFWriter(temporary, architecture.name)
-        _add(writer, "general.type", "model")
-        _add(writer, "general.file_type", _file_type(gguf, tensors))
-        _add(writer, "general.quantization_version", 2)
-        for key, value in metadata.items():
-            _add(writer, key if key.startswith("tokenizer.") else f"{architecture.name}.{key}", value)
-        _add_words(writer, words)
-        for tensor in tensors:
-            _add_info(gguf, writer, tensor)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for tensor in tensors:
-            writer.write_tensor_data(tensor.make().contiguous().numpy())
-        writer.close()
+    keys = {
+        "general.type": "model",
+        "general.file_type": _file_type(gguf, tensors),
+        "general.quantization_version": 2,
+        **_metadata(architecture, config),
+        **_words(words),
+    }
+    write_file(gguf, path, architecture.name, keys, tensors)
     report = report_on("export", model, quantized_layers(model), f"written to {path}")
     return replace(report, notes=_notes(model))
 
@@ -125,14 +105,15 @@ def _metadata(architecture: Architecture, config: Any) -> dict[str, Any]:
     keys = {key: getattr(config, attribute) for key, attribute in architecture.keys.items()}
     if keys.get("attention.head_count_kv", 0) is None:
         keys["attention.head_count_kv"] = keys["attention.head_count"]
-    return keys | architecture.more(config)
+    keys |= architecture.more(config)
+    return {key if key.startswith("tokenizer.") else f"{architecture.name}.{key}": keys[key] for key in keys}
 
 
-def _vocabulary_size(config: Any, tensors: list[_Tensor]) -> int:
+def _vocabulary_size(config: Any, tensors: list[Entry]) -> int:
     return next((tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight"), int(config.vocab_size))
 
 
-def _file_type(gguf: Any, tensors: list[_Tensor]) -> int:
+def _file_type(gguf: Any, tensors: list[Entry]) -> int:
     """The type of most elements, as llama.cpp names files."""
     sizes: dict[str, int] = {}
     for tensor in tensors:
@@ -143,30 +124,14 @@ def _file_type(gguf: Any, tensors: list[_Tensor]) -> int:
     return int(kind)
 
 
-def _add(writer: Any, key: str, value: Any) -> None:
-    """Add a value in llama.cpp's type for it: unsigned integers, fp32, strings, bools."""
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
-
-
-def _add_words(writer: Any, words: Any) -> None:
+def _words(words: Any) -> dict[str, Any]:
     if words is None:
-        _add(writer, "tokenizer.ggml.model", "no_vocab")
-        return
-    for key, value in words.keys.items():
-        _add(writer, f"tokenizer.{key}", value)
+        return {"tokenizer.ggml.model": "no_vocab"}
+    return {f"tokenizer.{key}": value for key, value in words.keys.items()}
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
-def _tensors(gguf: Any, model: nn.Module, architecture: Architecture) -> Iterator[_Tensor]:
+def _tensors(gguf: Any, model: nn.Module, architecture: Architecture) -> Iterator[Entry]:
     """All tensors of the file, each once."""
     config: Any = model.config
     names = TensorNames(gguf, model, architecture)
@@ -260,18 +225,18 @@ def _rows(weight: Quantized, rows: Any) -> Quantized:
     )  # fmt: skip
 
 
-def _rope_factors(config: Any) -> Iterator[_Tensor]:
+def _rope_factors(config: Any) -> Iterator[Entry]:
     """llama3's factors of frequencies, which llama.cpp reads from a tensor."""
     rope = rope_of(config)
     if rope.get("rope_type") == "llama3":
         factors = llama3_factors(rope, head_dim(config))
-        yield _Tensor("rope_freqs.weight", "F32", tuple(factors.shape), lambda: factors)
+        yield Entry("rope_freqs.weight", "F32", tuple(factors.shape), lambda: factors)
 
 
 # -- one tensor --------------------------------------------------------------------------------------------------------
 def _quantized(
     name: str, path: str, weight: Any, layer: Any, architecture: Architecture, config: Any
-) -> Iterator[_Tensor]:
+) -> Iterator[Entry]:
     """The tensors of a quantized matrix or stack."""
     refusal = refuses(layer.recipe)
     if refusal is not None:
@@ -302,17 +267,17 @@ def _quantized(
         return to_blocks(matrix.cpu())
 
     if isinstance(weight, _Stack):
-        yield _Tensor(name, row.name, weight.shape, lambda: torch.stack([changed(one) for one in weight.weights]))
+        yield Entry(name, row.name, weight.shape, lambda: torch.stack([changed(one) for one in weight.weights]))
     else:
-        yield _Tensor(name, row.name, tuple(weight.shape), lambda: changed(weight))
+        yield Entry(name, row.name, tuple(weight.shape), lambda: changed(weight))
     if row.scheme.global_scale == "tensor":
         scale = torch.cat([one.global_scale.reshape(1) for one in getattr(weight, "weights", [weight])]).float().cpu()
         if not bool(torch.isfinite(scale).all()):
             raise ValueError(f"layer {path!r} has a global scale that is not finite; its weights had NaN or infinity")
-        yield _Tensor(name.removesuffix("weight") + "scale", "F32", tuple(scale.shape), lambda: scale)
+        yield Entry(name.removesuffix("weight") + "scale", "F32", tuple(scale.shape), lambda: scale)
 
 
-def _float(name: str, value: Tensor, architecture: Architecture, config: Any) -> _Tensor:
+def _float(name: str, value: Tensor, architecture: Architecture, config: Any) -> Entry:
     dtype = value.dtype if value.ndim > 1 and not _FP32.fullmatch(name) else torch.float32
     if dtype not in _FLOATS:
         raise ValueError(f"{name} has dtype {value.dtype}; expected one of {', '.join(map(str, _FLOATS))}")
@@ -328,24 +293,7 @@ def _float(name: str, value: Tensor, architecture: Architecture, config: Any) ->
         changed = changed.to(device="cpu", dtype=dtype).contiguous()
         return changed if dtype == torch.float32 else changed.view(torch.uint8)
 
-    return _Tensor(name, _FLOATS[dtype], tuple(value.shape), made)
-
-
-def _nbytes(gguf: Any, tensor: _Tensor) -> int:
-    size, nbytes = gguf.GGML_QUANT_SIZES[getattr(gguf.GGMLQuantizationType, tensor.type)]
-    return int(torch.Size(tensor.shape).numel() // size * nbytes)
-
-
-def _add_info(gguf: Any, writer: Any, tensor: _Tensor) -> None:
-    kind = getattr(gguf.GGMLQuantizationType, tensor.type)
-    import numpy as np
-
-    shape: tuple[int, ...] = tensor.shape
-    dtype: Any = np.float32
-    if tensor.type != "F32":
-        size, nbytes = gguf.GGML_QUANT_SIZES[kind]
-        shape, dtype = (*shape[:-1], shape[-1] // size * nbytes), np.uint8
-    writer.add_tensor_info(tensor.name, shape, np.dtype(dtype), _nbytes(gguf, tensor), raw_dtype=kind)
+    return Entry(name, _FLOATS[dtype], tuple(value.shape), made)
 
 
 def _notes(model: nn.Module) -> tuple[str, ...]:
