@@ -12,12 +12,32 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lowbit.models.adapters import has_adapters
+from lowbit.recipes import Recipe
 from lowbit.sizes import amount
 
-__all__ = ["Refusal", "refuse_adapters", "require_library", "require_space"]
+__all__ = ["Contents", "Refusal", "refuse_adapters", "require_library", "require_space"]
 
 #: Bytes to leave free on the disk.
 _SPARE = 64 << 20
+
+
+class Contents(NamedTuple):
+    """A model of another program whose weights have not been read.
+
+    Attributes:
+        model: The float model, with parameters on the meta device.
+        recipes: The recipe of each layer that stays quantized when the model is read.
+        decoded: Other quantized types in the file. Reading decodes them.
+    """
+
+    model: nn.Module
+    recipes: dict[str, Recipe]
+    decoded: tuple[str, ...]
+
+    @property
+    def quantized(self) -> str | None:
+        """The names of recipes and decoded types, separated by commas; None if all weights are floats."""
+        return ", ".join([*dict.fromkeys(row.name for row in self.recipes.values()), *self.decoded]) or None
 
 
 class Refusal(NamedTuple):

@@ -10,7 +10,7 @@ from torch import nn
 
 from lowbit.convert.prepack import prepack_
 from lowbit.interop import compressed_tensors, gguf
-from lowbit.interop.files import Refusal
+from lowbit.interop.files import Contents, Refusal
 from lowbit.name_tables import did_you_mean
 from lowbit.recipes import Recipe
 from lowbit.report import Report
@@ -27,6 +27,7 @@ class ModelFormat(NamedTuple):
         about: The programs that read it, and the kind of path.
         detect: Whether a path has this format.
         read: Loads the model, in eval mode, with the codes of the file.
+        contents: The model without its weights, and its recipes.
         write: Writes a model with a tokenizer, or None, to a path.
         refuses: Returns why it cannot express a recipe, with the nearest recipe that it can, or None.
         tokenizer: Loads the tokenizer of a path.
@@ -36,6 +37,7 @@ class ModelFormat(NamedTuple):
     about: str
     detect: Callable[[Path], bool]
     read: Callable[[Path], nn.Module]
+    contents: Callable[[Path], Contents]
     write: Callable[[nn.Module, Path, Any], Report]
     refuses: Callable[[Recipe], Refusal | None]
     tokenizer: Callable[[Path], Any]
@@ -51,11 +53,11 @@ def _pretrained_tokenizer(path: Path) -> Any:
 FORMATS: dict[str, ModelFormat] = {
     row.name: row
     for row in (
-        ModelFormat("gguf", "a file for llama.cpp, Ollama and LM Studio", gguf.detect, gguf.read, gguf.write,
-                    gguf.refuses, gguf.tokenizer),
+        ModelFormat("gguf", "a file for llama.cpp, Ollama and LM Studio", gguf.detect, gguf.read, gguf.contents,
+                    gguf.write, gguf.refuses, gguf.tokenizer),
         ModelFormat("compressed-tensors", "a directory for vLLM and transformers", compressed_tensors.detect,
-                    compressed_tensors.read, compressed_tensors.write, compressed_tensors.refuses,
-                    _pretrained_tokenizer),
+                    compressed_tensors.read, compressed_tensors.contents, compressed_tensors.write,
+                    compressed_tensors.refuses, _pretrained_tokenizer),
     )
 }  # fmt: skip
 

@@ -256,3 +256,33 @@ def test_a_tokenizer_comes_back(words: Any, text: str, tmp_path):
     lb.export(model_of("llama"), "gguf", tmp_path / "model.gguf", words)
     back = tokenizer(tmp_path / "model.gguf")
     assert back(text)["input_ids"] == words(text)["input_ids"] and back.decode(back(text)["input_ids"]) == text
+
+
+@pytest.mark.parametrize("text", ["Bad cab, 2026!", "déjà abba", "日 a"])
+def test_a_word_piece_tokenizer_comes_back(text: str, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    texts = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcde,!2", *(f"##{letter}" for letter in "abcde026")]
+    vocabulary = {text: index for index, text in enumerate(texts)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab=vocabulary, unk_token="[UNK]"))
+    backend.normalizer = tokenizers.normalizers.BertNormalizer()
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    backend.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    words = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+    )
+    config = transformers.BertConfig(
+        vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    lb.export(transformers.BertModel(config), "gguf", tmp_path / "bert.gguf", words)
+    back = tokenizer(tmp_path / "bert.gguf")
+    assert back(text)["input_ids"] == words(text)["input_ids"] and back.pad_token_id == 0
+
+
+def test_rotary_frequencies_of_a_bf16_model_stay_in_fp32(tmp_path):
+    model = model_of("llama").bfloat16()
+    expected = transformers.LlamaForCausalLM(model.config).model.rotary_emb.inv_freq
+    lb.export(model, "gguf", tmp_path / "model.gguf")
+    back = lb.load_model(tmp_path / "model.gguf")
+    assert back.config.dtype == back.lm_head.weight.dtype == torch.bfloat16
+    assert back.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.equal(back.model.rotary_emb.inv_freq, expected)

@@ -3,8 +3,8 @@
 Codes and scales are unchanged in both directions.
 """
 
-from lowbit.interop.compressed_tensors.reading import detect, read
+from lowbit.interop.compressed_tensors.reading import contents, detect, read
 from lowbit.interop.compressed_tensors.schemes import refuses
 from lowbit.interop.compressed_tensors.writing import write
 
-__all__ = ["detect", "read", "refuses", "write"]
+__all__ = ["contents", "detect", "read", "refuses", "write"]

@@ -18,6 +18,7 @@ from lowbit.files import read_json, shown
 from lowbit.interop.compressed_tensors import layouts
 from lowbit.interop.compressed_tensors.names import Names
 from lowbit.interop.compressed_tensors.schemes import Format, input_of, recipe_of, scheme_of
+from lowbit.interop.files import Contents
 from lowbit.nn.experts import stacks
 from lowbit.nn.linear import QuantLinear
 from lowbit.recipes import Recipe
@@ -27,7 +28,7 @@ from lowbit.serialize.loading import Layer, Saved, load_into
 from lowbit.serialize.shards import Checkpoint
 from lowbit.user_warnings import warn
 
-__all__ = ["detect", "read"]
+__all__ = ["contents", "detect", "read"]
 
 CONFIG = "config.json"
 
@@ -93,29 +94,53 @@ def read(path: str | Path) -> nn.Module:
         ValueError: A file is damaged, the config has a scheme that lowbit does not have, or config and files do not
             fit each other. The message names the tensor.
     """
-    path = Path(path)
-    config = _quantization_config(path)
-    checkpoint = Checkpoint(path)
-    model: Any = huggingface.without_weights(path)
-    if getattr(model.config, "quantization_config", None) is not None:
-        del model.config.quantization_config
-    names = Names(model)
-    layers: dict[str, Layer] = {}
+    source = _Source(Path(path))
+    checkpoint, model = source.checkpoint, source.model
     tensors: dict[str, Tensor] = {}
     used: set[str] = set()
-    for name, module in model.named_modules(remove_duplicate=False):
-        for wanted in _weights(checkpoint, name, module, names):
-            matrices = [_matrix(path, config, checkpoint, source, wanted) for source in wanted.names]
-            before = layers.get(name, Layer(matrices[0].recipe, model.dtype, []))
-            if any(matrix.recipe != before.recipe for matrix in matrices):
-                raise ValueError(f"{path / CONFIG} has several schemes within {name}, and lowbit one for all experts")
-            layers[name] = before._replace(widths=[*(before.widths or ()), wanted.cols])
-            tensors |= _state(checkpoint, wanted.path, matrices, model.dtype, used)
-    rest, tied = _plain(checkpoint, model, layers, names, used)
-    _refuse_unused(checkpoint, model, used, config)
-    saved = Saved(path / CONFIG, layers, {**tensors, **rest}, tied, None)
+    for weight, matrices in source.weights:
+        tensors |= _state(checkpoint, weight, matrices, model.dtype, used)
+    rest, tied = _plain(checkpoint, model, source.layers, source.names, used)
+    _refuse_unused(checkpoint, model, used, source.config)
+    saved = Saved(source.path / CONFIG, source.layers, {**tensors, **rest}, tied, None)
     load_into(model, saved, built=False)
     return model.eval()  # type: ignore[no-any-return]
+
+
+def contents(path: str | Path) -> Contents:
+    """The model of a directory without its weights. Raises the errors of ``read`` that need no weights."""
+    source = _Source(Path(path))
+    return Contents(source.model, {name: layer.recipe for name, layer in source.layers.items()}, ())
+
+
+class _Source:
+    """A directory whose config has been compared with the model and the names in its files.
+
+    Attributes:
+        model: The float model, on the meta device.
+        layers: The quantized layers by name.
+        weights: The path of each quantized weight, with its matrices.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.config, self.checkpoint = path, _quantization_config(path), Checkpoint(path)
+        model: Any = huggingface.without_weights(path)
+        if getattr(model.config, "quantization_config", None) is not None:
+            del model.config.quantization_config
+        self.model, self.names = model, Names(model)
+        self.layers: dict[str, Layer] = {}
+        self.weights: list[tuple[str, list[_Matrix]]] = []
+        for name, module in self.model.named_modules(remove_duplicate=False):
+            for wanted in _weights(self.checkpoint, name, module, self.names):
+                self._add(name, wanted)
+
+    def _add(self, name: str, wanted: _Wanted) -> None:
+        matrices = [_matrix(self.path, self.config, self.checkpoint, stored, wanted) for stored in wanted.names]
+        before = self.layers.get(name, Layer(matrices[0].recipe, self.model.dtype, []))
+        if any(matrix.recipe != before.recipe for matrix in matrices):
+            raise ValueError(f"{self.path / CONFIG} has several schemes within {name}, and lowbit one for all experts")
+        self.layers[name] = before._replace(widths=[*(before.widths or ()), wanted.cols])
+        self.weights.append((wanted.path, matrices))
 
 
 def _quantization_config(path: Path) -> dict[str, Any]:

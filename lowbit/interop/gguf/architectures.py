@@ -50,6 +50,7 @@ class Architecture:
             ``{bid}`` stands for the number of a block.
         embeds: Whether the model computes embeddings, not tokens.
         scales: Whether llama.cpp multiplies the global scale of NVFP4 weights.
+        positions: Whether the model has a table of positions, not rotary embeddings.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Architecture:
     names: dict[str, str] = field(default_factory=dict)
     embeds: bool = False
     scales: bool = True
+    positions: bool = False
 
 
 # -- rotary embeddings -------------------------------------------------------------------------------------------------
@@ -272,14 +274,14 @@ ARCHITECTURES: dict[str, Architecture] = {
                       "block_count": "n_layer", "attention.head_count": "n_head",
                       "attention.layer_norm_epsilon": "layer_norm_epsilon"},
                      (), lambda config: {"feed_forward_length": int(config.n_inner or 4 * config.n_embd)},
-                     lambda values: {"n_inner": int(values["feed_forward_length"])}, scales=False),
+                     lambda values: {"n_inner": int(values["feed_forward_length"])}, scales=False, positions=True),
         Architecture("bert", "bert", "BertModel",
                      {"vocab_size": "vocab_size", "context_length": "max_position_embeddings",
                       "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
                       "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
                       "attention.layer_norm_epsilon": "layer_norm_eps"},
                      (), _bert, lambda values: {"type_vocab_size": int(values.get(TOKEN_TYPES, 2))},
-                     embeds=True, scales=False),
+                     embeds=True, scales=False, positions=True),
     )
 }  # fmt: skip
 

@@ -6,8 +6,10 @@ Source: ggml/docs/gguf.md.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +49,7 @@ class Stored(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return torch.Size(self.shape[:-1]).numel() * self.row_bytes
+        return math.prod(self.shape[:-1]) * self.row_bytes
 
 
 def detect(path: str | Path) -> bool:
@@ -140,6 +142,8 @@ def _parse(cursor: _Cursor) -> tuple[dict[str, Any], list[tuple[str, tuple[int, 
     values: dict[str, Any] = {}
     for _ in range(keys):
         key = cursor.string()
+        if key in values:
+            raise ValueError(f"{shown(key)} occurs twice")
         values[key] = cursor.value(cursor.number("I"))
     rows = []
     for _ in range(tensors):
@@ -147,6 +151,8 @@ def _parse(cursor: _Cursor) -> tuple[dict[str, Any], list[tuple[str, tuple[int, 
         if not 1 <= axes <= _MOST_AXES:
             raise ValueError(f"{shown(name)} has {axes} axes")
         shape = tuple(cursor.number("Q") for _ in range(axes))
+        if not all(shape):
+            raise ValueError(f"{shown(name)} has shape {list(shape[::-1])}")
         rows.append((name, shape[::-1], cursor.number("I"), cursor.number("Q")))
     return values, rows
 
@@ -173,4 +179,7 @@ def _placed(
         if row.start + row.nbytes > size:
             raise ValueError(f"{shown(name)} ends at byte {row.start + row.nbytes}, and the file has {size}")
         tensors[name] = row
+    for one, other in pairwise(sorted(tensors.values(), key=lambda row: row.start)):
+        if one.start + one.nbytes > other.start:
+            raise ValueError(f"{shown(one.name)} and {shown(other.name)} share bytes of the file")
     return tensors

@@ -5,7 +5,10 @@ The file is untrusted: shapes are checked against the model before weights are r
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +17,29 @@ from torch import Tensor, nn
 
 from lowbit.convert.adapters import find
 from lowbit.files import shown
-from lowbit.interop.files import require_library
+from lowbit.interop.files import Contents, require_library
 from lowbit.interop.gguf.architectures import TOKEN_TYPES, Architecture, Change, find_architecture, with_factors
 from lowbit.interop.gguf.blocks import BLOCK_TYPES, from_blocks
 from lowbit.interop.gguf.header import Header
 from lowbit.interop.gguf.names import TensorNames, parts_of
-from lowbit.interop.gguf.vocabulary import PRE_TOKENIZERS
 from lowbit.nn.linear import QuantLinear
 from lowbit.recipes import RECIPES, Gemm, Recipe
+from lowbit.scaling import Scheme
 from lowbit.serialize import huggingface
 from lowbit.serialize.empty import empty_weights, to_meta_
 from lowbit.serialize.loading import Layer, Saved, load_into
 from lowbit.tensor.quantized import Quantized
 
-__all__ = ["read", "tokenizer"]
+__all__ = ["contents", "read"]
 
 #: The dtypes of float matrices.
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+#: Metadata of heads, whose rotary frequencies are computed before any weight is read, and their largest value.
+_HEADS, _MOST_HEAD = ("attention.key_length", "attention.value_length", "rope.dimension_count"), 1 << 16
+
+#: Tensors whose shape ``[rows, columns]`` the metadata repeat. A model may allocate tables of these sizes.
+_SIZES = {"token_embd.weight": ("vocab_size", "embedding_length"), "position_embd.weight": ("context_length", None)}
 
 #: Tensors that transformers computes from the config.
 _COMPUTED = re.compile(r"rope_freqs\.weight|rope_factors_\w+\.weight|.*\.(attn_rot_embd|rope_freqs)\.weight|.*\.scale")
@@ -100,26 +109,53 @@ def read(path: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
         ImportError: transformers or gguf is not installed.
         ValueError: The file is damaged, or its architecture is not known. The message names the tensor.
     """
-    file = _File(Path(path))
+    with _named(Path(path)):
+        reader = _Reader(_File(Path(path)), dtype)
+        reader.run()
+        saved = Saved(Path(path), reader.layers, reader.tensors, reader.tied, None)
+        load_into(reader.model, saved, built=False)
+        model: nn.Module = reader.model.eval()
+        return model
+
+
+def contents(path: str | Path) -> Contents:
+    """The model of a GGUF file without its weights. Raises the errors of ``read`` that need no weights."""
+    with _named(Path(path)):
+        reader = _Reader(_File(Path(path)), None)
+        kept, recipes = set(), {}
+        for name, module in reader.model.named_modules():
+            stored = reader.kept(f"{name}.weight", module)
+            if stored is not None:
+                kept.add(stored)
+                recipes[name] = _recipe(BLOCK_TYPES[reader.file.tensors[stored].type].scheme)
+        rows = (row.type for name, row in reader.file.tensors.items() if name not in kept and row.type not in _FLOATS)
+        return Contents(reader.model, recipes, tuple(dict.fromkeys(rows)))
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Raise errors that untrusted metadata cause in other packages as ValueErrors with the file's name."""
     try:
-        architecture = find_architecture(file.name, file.settings())
-        model = _without_weights(file, architecture)
-    except ImportError:
+        yield
+    except (ImportError, OSError):
         raise
-    except Exception as error:  # a class may raise anything for untrusted metadata
-        raise ValueError(f"{path} cannot be read: {str(error)[:300]}") from error
-    reader = _Reader(file, architecture, model, dtype or file.dtype())
-    reader.run()
-    load_into(model, Saved(Path(path), reader.layers, reader.tensors, reader.tied, None), built=False)
-    return model.to(reader.dtype).eval()
+    except Exception as error:
+        if isinstance(error, ValueError) and str(path) in str(error):
+            raise
+        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {str(error)[:300]}") from error
 
 
 class _Reader:
     """Collects the state of a model from a file."""
 
-    def __init__(self, file: _File, architecture: Architecture, model: nn.Module, dtype: torch.dtype) -> None:
-        self.file, self.architecture, self.model, self.dtype = file, architecture, model, dtype
-        self.names = TensorNames(file.gguf, model, architecture)
+    def __init__(self, file: _File, dtype: torch.dtype | None) -> None:
+        self.file, self.dtype = file, dtype or file.dtype()
+        self.architecture = find_architecture(file.name, file.settings())
+        self.model: Any = _without_weights(file, self.architecture)
+        for parameter in self.model.parameters():  # and no tables of rotary embeddings, which are fp32
+            parameter.data = parameter.data.to(self.dtype)
+        self.model.config.dtype = self.dtype
+        self.names = TensorNames(file.gguf, self.model, self.architecture)
         self.layers: dict[str, Layer] = {}
         self.tensors: dict[str, Tensor] = {}
         self.tied: dict[str, str] = {}
@@ -137,31 +173,35 @@ class _Reader:
                 if source != name:
                     self.tied[name], self.tensors[name] = source, self.tensors[source]
                     continue
-                weight = self._codes(name, module) if short == "weight" else None
-                if weight is None:
+                stored = self.kept(name, module) if short == "weight" else None
+                if stored is None:
                     self.tensors[name] = self._values(name, module, value)
                 else:
-                    recipe = _recipe(weight)
+                    weight = self._codes(stored)
+                    recipe = _recipe(weight.scheme)
                     self.layers[path] = Layer(recipe, self.dtype, [weight.shape[1]])
                     self.tensors |= QuantLinear(weight, None, recipe).state_dict(prefix=f"{path}.")
         unused = sorted(name for name in self.file.tensors if name not in self._used and not _COMPUTED.fullmatch(name))
         if unused:
             raise ValueError(f"{self.file.path} has {shown(unused[0])}, which a {_class(self.model)} does not use")
 
-    def _codes(self, name: str, module: nn.Module) -> Quantized | None:
-        """The weight of a Linear with the codes of the file; None if it has none that lowbit has."""
+    def kept(self, name: str, module: nn.Module) -> str | None:
+        """The stored name of a Linear's weight whose codes lowbit has a scheme for; otherwise None."""
+        if not isinstance(module, nn.Linear) or find(module).listed is None:
+            return None
         stored = self.names.of(name)
-        if stored not in self.file.tensors or not isinstance(module, nn.Linear) or find(module).listed is None:
+        row = self.file.tensors.get(stored or "")
+        if stored is None or row is None or row.type not in BLOCK_TYPES:
             return None
-        assert stored is not None
         self._check_shape(stored, (module.out_features, module.in_features))
+        return None if any(change.values is not None for change in self._changes(stored)) else stored
+
+    def _codes(self, stored: str) -> Quantized:
+        """A stored matrix with its codes."""
         weight = self.file.quantized(stored, self.dtype)
-        if weight is None:
-            return None
+        assert weight is not None
         self._used.add(stored)
         for change in self._changes(stored):
-            if change.values is not None:
-                return None
             if change.rows is not None:
                 back = change.rows(weight.shape[0], self.model.config).argsort()
                 weight = weight.map(lambda part: part[back] if len(part) == len(back) else part)  # noqa: B023
@@ -169,14 +209,15 @@ class _Reader:
 
     def _values(self, name: str, module: nn.Module, value: Tensor) -> Tensor:
         """A float parameter, from one or more tensors of the file."""
+        for part, view in parts_of(name, module, value):  # all shapes, before memory is allocated
+            stored = self.names.of(part)
+            if stored is not None:
+                self._check_shape(stored, tuple(view.shape))
         filled = torch.empty(value.shape, dtype=self.dtype)
         for part, view in parts_of(name, module, filled):
             stored = self.names.of(part)
             if stored is None:
                 continue
-            if stored not in self.file.tensors:
-                raise ValueError(f"{self.file.path} lacks {stored}, which a {_class(self.model)} needs; copy it again")
-            self._check_shape(stored, tuple(view.shape))
             self._used.add(stored)
             matrix = self.file.float(stored, torch.float32 if view.ndim == 1 else self.dtype)
             for change in self._changes(stored):
@@ -191,6 +232,8 @@ class _Reader:
         return [change for change in self.architecture.changes if re.fullmatch(change.pattern, stored)]
 
     def _check_shape(self, stored: str, shape: tuple[int, ...]) -> None:
+        if stored not in self.file.tensors:
+            raise ValueError(f"{self.file.path} lacks {stored}, which a {_class(self.model)} needs; copy it again")
         actual = self.file.tensors[stored].shape
         if actual != shape:
             raise ValueError(
@@ -203,15 +246,16 @@ def _class(model: nn.Module) -> str:
     return type(model).__name__
 
 
-def _recipe(weight: Quantized) -> Recipe:
+def _recipe(scheme: Scheme) -> Recipe:
     """The weight-only recipe of this scheme, by its name if it has one."""
-    named = (row for row in RECIPES.values() if row.input is None and row.weight == weight.scheme)
-    return next(named, Recipe(Gemm(None, weight.scheme), name=f"{weight.scheme.name}-weight-only"))
+    named = (row for row in RECIPES.values() if row.input is None and row.weight == scheme)
+    return next(named, Recipe(Gemm(None, scheme), name=f"{scheme.name}-weight-only"))
 
 
 def _without_weights(file: _File, architecture: Architecture) -> nn.Module:
     """The model on the meta device."""
     values = file.settings()
+    _check_metadata(file, values, architecture)
     settings: dict[str, Any] = {"model_type": architecture.model_type}
     tokens = file.values.get("tokenizer.ggml.tokens") or ()
     for key, attribute in architecture.keys.items():
@@ -235,73 +279,24 @@ def _without_weights(file: _File, architecture: Architecture) -> nn.Module:
         return to_meta_(huggingface.build(described))
 
 
-# -- tokenizer ---------------------------------------------------------------------------------------------------------
-def tokenizer(path: str | Path) -> Any:
-    """The tokenizer of a GGUF file, as a fast tokenizer of transformers.
-
-    Raises:
-        ImportError: transformers is not installed.
-        ValueError: The file has no tokenizer, or one that lowbit and transformers do not have.
-    """
-    file = _File(Path(path))
-    if file.values.get("tokenizer.ggml.model") != "gpt2":
-        from transformers import AutoTokenizer
-
-        try:
-            return AutoTokenizer.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
-        except Exception as error:
-            raise ValueError(f"{path} has no tokenizer that transformers can read: {str(error)[:200]}") from error
-    return _byte_level(file)
-
-
-def _byte_level(file: _File) -> Any:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    name = file.values.get("tokenizer.ggml.pre")
-    steps = next((steps for steps, known in PRE_TOKENIZERS.items() if known == name), None)
-    if steps is None:
-        raise ValueError(
-            f"{file.path} has pre-tokenizer {shown(name)}, expected one of "
-            f"{', '.join(PRE_TOKENIZERS.values())}; pass the model's own tokenizer"
-        )
-    tokens, types = _listed(file, "tokens", str), _listed(file, "token_type", int)
-    merges = [tuple(merge.split(" ", 1)) for merge in _listed(file, "merges", str)]
-    if len(types) != len(tokens) or any(len(merge) != 2 for merge in merges):
-        raise ValueError(f"{file.path} is damaged: it has {len(tokens)} tokens and {len(types)} types of tokens")
-    try:
-        backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
-    except Exception as error:  # a merge of tokens that do not exist
-        raise ValueError(f"{file.path} is damaged: {error}; download it again") from None
-    made: list[Any] = []
-    for step in steps:
-        if step == "digits":
-            made.append(pre_tokenizers.Digits(individual_digits=True))
-        elif step != "bytes":
-            made.append(pre_tokenizers.Split(Regex(step), "isolated"))
-    made.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=steps[-1] == "bytes"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence(made), decoders.ByteLevel()
-    backend.add_special_tokens(
-        [AddedToken(token, special=True) for token, code in zip(tokens, types, strict=True) if code == 3]
-    )
-    backend.add_tokens([AddedToken(token) for token, code in zip(tokens, types, strict=True) if code == 4])
-    roles = {}
-    for role, name in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
-        number = file.values.get(f"tokenizer.ggml.{role}_token_id")
-        if number is not None and int(number) < len(tokens):
-            roles[f"{name}_token"] = tokens[int(number)]
-    if file.values.get("tokenizer.ggml.add_bos_token") and "bos_token" in roles:
-        bos = roles["bos_token"]
-        backend.post_processor = processors.TemplateProcessing(
-            single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, tokens.index(bos))]
-        )
-    fast = PreTrainedTokenizerFast(tokenizer_object=backend, **roles)
-    fast.chat_template = file.values.get("tokenizer.chat_template")
-    return fast
-
-
-def _listed(file: _File, key: str, kind: type) -> list[Any]:
-    values = file.values.get(f"tokenizer.ggml.{key}")
-    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
-        raise ValueError(f"{file.path} is damaged: tokenizer.ggml.{key} is {shown(values)}; download it again")
-    return values
+def _check_metadata(file: _File, values: dict[str, Any], architecture: Architecture) -> None:
+    """Raise ValueError for numbers that no model has, before a model is built with them."""
+    for key, value in values.items():
+        counts = key in architecture.keys or key in _HEADS
+        if not counts and not isinstance(value, float):
+            continue
+        number = value if isinstance(value, int | float) else math.nan
+        if not math.isfinite(number) or (number <= 0 and (counts or key == "rope.freq_base")):
+            raise ValueError(f"{file.path} has {file.name}.{key} {shown(value)}, expected a positive number")
+        if key in _HEADS and number > _MOST_HEAD:
+            raise ValueError(f"{file.path} has {file.name}.{key} {value}, and heads have {_MOST_HEAD} elements at most")
+    for name, keys in _SIZES.items():
+        if name not in file.tensors and (name == "token_embd.weight" or architecture.positions):
+            raise ValueError(f"{file.path} lacks {name}, which a {architecture.model_class} needs; copy it again")
+        shape = file.tensors[name].shape if name in file.tensors else ()
+        for size_key, size in zip(keys, shape, strict=False):
+            if size_key is not None and values.get(size_key, size) != size:
+                raise ValueError(
+                    f"{file.path} has {file.name}.{size_key} {values[size_key]}, and {name} has shape {list(shape)}; "
+                    f"its metadata are of another model, or the file is damaged"
+                )

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["PRE_TOKENIZERS", "Vocabulary", "vocabulary"]
+__all__ = ["CONTROL", "NORMAL", "PRE_TOKENIZERS", "SPACE", "USER_DEFINED", "Vocabulary", "vocabulary"]
 
 #: ``tokenizer.ggml.token_type``.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 #: The word boundary of SentencePiece, which llama.cpp also expects at the start of WordPiece words.
-_SPACE = "▁"
+SPACE = "▁"
 
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -202,7 +202,7 @@ def _word_piece(text: str, code: int) -> str:
     """llama.cpp marks the pieces at the start of a word, and WordPiece those within."""
     if code != NORMAL or (text.startswith("[") and text.endswith("]")):
         return text
-    return text[2:] if text.startswith("##") else _SPACE + text
+    return text[2:] if text.startswith("##") else SPACE + text
 
 
 def _scores(model: dict[str, Any], texts: dict[int, str], size: int) -> list[float]:
