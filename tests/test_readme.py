@@ -11,12 +11,17 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
+from support.words import byte_tokenizer
 
 import lowbit as lb
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "bench").rglob("*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+#: The block of README.md with a model of transformers, which has a test of its own.
+PRETRAINED = "from transformers import AutoModelForCausalLM, AutoTokenizer"
 
 
 @pytest.mark.parametrize("page, needs", [
@@ -37,6 +42,8 @@ def test_code_prints_what_it_shows(tmp_path, monkeypatch, steady_times, page, ne
     blocks = list(BLOCK.finditer(text))
     assert blocks
     for block in blocks:
+        if page == "README.md" and PRETRAINED in block[1]:
+            continue
         line = text[: block.start(1)].count("\n")
         code = compile("\n" * line + block[1], str(ROOT / page), "exec")
         printed = io.StringIO()
@@ -44,6 +51,31 @@ def test_code_prints_what_it_shows(tmp_path, monkeypatch, steady_times, page, ne
             exec(code, names)
         shown = re.findall(r"^# -> (.*)$", block[1], re.MULTILINE)
         assert printed.getvalue().splitlines() == shown, f"the block at {page}:{line + 1}"
+
+
+@pytest.mark.slow
+def test_the_readme_fine_tunes_quantizes_and_exports_a_pretrained_model(tmp_path, monkeypatch):
+    """A tiny model and tokenizer are at the name that the block downloads."""
+    pytest.importorskip("gguf")
+    transformers = pytest.importorskip("transformers", minversion="5")
+    monkeypatch.chdir(tmp_path)
+    (code,) = (block[1] for block in BLOCK.finditer((ROOT / "README.md").read_text()) if PRETRAINED in block[1])
+    config = transformers.LlamaConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, dtype="bfloat16",
+    )  # fmt: skip
+    name = re.search(r'from_pretrained\("([\w/.-]+)"', code)[1]
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(config).bfloat16()
+    plain.save_pretrained(name)
+    byte_tokenizer().save_pretrained(name)
+    names = {"lb": lb, "texts": ["the cat sat on the mat", "on the mat sat the cat"] * 20}
+    exec(code.replace("lr=1e-5", "lr=1e-3"), names)
+    batch = names["batches"][0]
+    loss = {key: float(m(**batch, labels=batch["input_ids"]).loss) for key, m in (
+        ("plain", plain), ("trained", names["model"].eval()), ("file", lb.load_model("SmolLM2.gguf"))
+    )}  # fmt: skip
+    assert loss["file"] == pytest.approx(loss["trained"], rel=1e-3) and loss["trained"] < 0.9 * loss["plain"]
 
 
 def free_port() -> int:

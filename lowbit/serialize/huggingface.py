@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lowbit.convert.engine import quantized_layers
 from lowbit.files import read_json, shown
+from lowbit.models.wrap import plain_class
 from lowbit.nn.attention import QuantMultiheadAttention
 from lowbit.nn.experts import QuantExperts, stacks
 from lowbit.serialize import safetensors
@@ -49,10 +50,10 @@ def _transformers(subject: str) -> Any:
 
 def is_pretrained(model: nn.Module) -> bool:
     """Whether the class of ``model`` is defined in transformers, so that its config can build it again."""
-    library = sys.modules.get("transformers")
-    if library is None or not type(model).__module__.startswith("transformers."):
+    library, cls = sys.modules.get("transformers"), plain_class(model)
+    if library is None or not cls.__module__.startswith("transformers."):
         return False
-    return getattr(library, type(model).__name__, None) is type(model) and hasattr(model, "config")
+    return getattr(library, cls.__name__, None) is cls and hasattr(model, "config")
 
 
 def describe(model: Any) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def describe(model: Any) -> dict[str, Any]:
     if config.get("tie_word_embeddings") and not _tied(model):
         config["tie_word_embeddings"] = False
     return {
-        "architecture": type(model).__name__,
+        "architecture": plain_class(model).__name__,
         "config": config,
         "generation": None if generation is None else json.loads(generation.to_json_string()),
     }

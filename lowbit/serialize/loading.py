@@ -15,6 +15,7 @@ from lowbit.convert.quantize import replacements
 from lowbit.files import read_json, shown
 from lowbit.models.check import uncompiled
 from lowbit.models.ties import storage_key
+from lowbit.models.wrap import plain_class
 from lowbit.nn.experts import stack_experts_
 from lowbit.nn.linear import QuantLinear
 from lowbit.recipes import RECIPES, Recipe
@@ -350,7 +351,7 @@ def _lost_buffers(
                 lost[name] = value
     if lost and huggingface.is_pretrained(model):
         with empty_weights():
-            built = dict(type(model)(model.config).named_buffers(remove_duplicate=False))
+            built = dict(plain_class(model)(model.config).named_buffers(remove_duplicate=False))
         values = {
             name: built[name].to(old.dtype) for name, old in lost.items() if name in built and not built[name].is_meta
         }

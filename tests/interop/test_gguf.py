@@ -193,6 +193,14 @@ def test_llama_cpp_computes_the_embeddings_of_bert(tmp_path):
     assert float(result @ expected) > 0.999
 
 
+def test_a_model_in_mixed_precision_is_written_with_its_weights(tmp_path):
+    model = model_of("qwen3")
+    lb.export(model, "gguf", tmp_path / "plain.gguf")
+    lb.train.mixed_(model, "bf16")
+    lb.export(model, "gguf", tmp_path / "mixed.gguf")
+    assert (tmp_path / "mixed.gguf").read_bytes() == (tmp_path / "plain.gguf").read_bytes()
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 def test_models_that_the_format_cannot_express_are_refused(words: Any, tmp_path):
     path = tmp_path / "model.gguf"
