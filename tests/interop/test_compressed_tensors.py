@@ -444,3 +444,30 @@ def test_damaged_bytes_give_an_error_or_a_model(written):
             assert str(written) in str(error)
 
     check()
+
+
+# -- vLLM --------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("recipe", "note"),
+    [
+        ("mxfp6", "does not read mxfp6 weights"),
+        ("int8-group", "does not read inputs in groups"),
+        ({"*": "int8", "k_proj": None}, "needs one recipe for q_proj, k_proj, v_proj"),
+        ({"*": "int4-weight-only:group32", "up_proj": "int8"}, "needs one recipe for gate_proj, up_proj"),
+        ("nvfp4-weight-only", "different global scales"),
+        ("fp8", None),
+    ],
+)
+def test_the_report_says_what_vllm_computes_otherwise(recipe, note, tmp_path):
+    model = build()
+    lb.quantize_(model, recipe)
+    notes = [line for line in ours.write(model, tmp_path / "model").notes if "vLLM" in line]
+    assert len(notes) == (note is not None) and (note is None or note in notes[0])
+
+
+def test_a_quantized_output_layer_is_a_target_of_its_own(tmp_path):
+    model = build()
+    lb.quantize_(model, "int8", skip=())
+    ours.write(model, tmp_path / "model")
+    (group,) = json.loads((tmp_path / "model/config.json").read_text())["quantization_config"]["config_groups"].values()
+    assert group["targets"] == ["Linear", "lm_head"]

@@ -20,6 +20,7 @@ from lowbit.files import sync_directory, write_json
 from lowbit.interop.compressed_tensors import layouts
 from lowbit.interop.compressed_tensors.layers import StoredLayer, stored_layers
 from lowbit.interop.compressed_tensors.names import Names
+from lowbit.interop.compressed_tensors.vllm import differences
 from lowbit.interop.files import refuse_adapters, require_space
 from lowbit.models.check import uncompiled
 from lowbit.models.names import plain_name
@@ -39,9 +40,6 @@ _TOKENIZER_FILES = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
     "*.tiktoken", "*.model", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
-
-#: Layers whose outputs vLLM computes by one matmul, with one global scale.
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 #: Formats that readers decode to bf16 whatever the dtype of the model, so that other dtypes fail at the first matmul.
 _BF16_ONLY = ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized")
@@ -173,7 +171,7 @@ def _dtype(model: nn.Module, layers: dict[str, StoredLayer]) -> str:
     return str(getattr(model, "dtype", dtype) or dtype).removeprefix("torch.")
 
 
-def _quantization_config(model: nn.Module, layers: dict[str, StoredLayer], names: Names) -> dict[str, Any]:
+def _quantization_config(model: Any, layers: dict[str, StoredLayer], names: Names) -> dict[str, Any]:
     """The config of all layers. One group names the class Linear, several their layers.
 
     Layers are named as in checkpoints, for vLLM, and also as in memory, for transformers.
@@ -183,13 +181,15 @@ def _quantization_config(model: nn.Module, layers: dict[str, StoredLayer], names
         targets = groups.setdefault(json.dumps(layer.group, sort_keys=True), (layer.group, []))[1]
         targets += dict.fromkeys((name, layer.path))
     formats = {layer.format.name for layer in layers.values()}
+    output: Any = model.get_output_embeddings()  # for vLLM, whose output layer is not a Linear
+    outputs = [name for name, layer in layers.items() if model.get_submodule(layer.path) is output]
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "config_groups": {
-            f"group_{index}": {"targets": ["Linear"] if len(groups) == 1 else names, **group}
-            for index, (group, names) in enumerate(groups.values())
+            f"group_{index}": {"targets": ["Linear", *outputs] if len(groups) == 1 else targets, **group}
+            for index, (group, targets) in enumerate(groups.values())
         },
         "ignore": _ignored(model, names),
         "kv_cache_scheme": None,
@@ -212,17 +212,7 @@ def _notes(layers: dict[str, StoredLayer], model: nn.Module) -> tuple[str, ...]:
     notes = []
     if _dtype(model, layers) == "bfloat16" and getattr(model, "dtype", None) not in (None, torch.bfloat16):
         notes.append("config.json has dtype bfloat16, because readers run this format in bf16 only")
-    for parent in sorted({name.rpartition(".")[0] for name in layers}):
-        for fused in _FUSED:
-            siblings = [layers[name] for child in fused if (name := f"{parent}.{child}") in layers]
-            scales = [layer.weight.global_scale for layer in siblings if layer.layer.scheme.global_scale]
-            if any(not torch.equal(scale, scales[0]) for scale in scales):  # type: ignore[arg-type]
-                notes.append(
-                    f"{parent} has different global scales for {', '.join(fused)}; vLLM uses one for all of them, "
-                    f"which changes the weights"
-                )
-                return tuple(notes)  # one example is enough
-    return tuple(notes)
+    return (*notes, *differences(layers))
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
