@@ -12,7 +12,7 @@ from rich.text import Text
 from lowbit.calibrate import METHODS, OBSERVERS, TRANSFORMS
 from lowbit.calibrate import calibrate as run
 from lowbit.cli.console import errors, out, print_json, resumable, size
-from lowbit.cli.models import DEFAULT_METHOD, Dtype, cast_, load, methods_in, recipe_in, windows
+from lowbit.cli.models import DEFAULT_METHOD, MODEL, Dtype, load_float, methods_in, recipe_in, windows
 from lowbit.convert.select import DEFAULT_SKIP
 from lowbit.memory.rss import peak_bytes, reset_peak
 from lowbit.progress import bar
@@ -39,9 +39,7 @@ Weight methods: {methods}. Transforms, applied before them: {transforms}. Observ
 
 
 def calibrate(
-    directory: Annotated[
-        Path, typer.Argument(metavar="MODEL_DIR", help="Directory of a Hugging Face model or from lowbit.save_model.")
-    ],
+    directory: Annotated[Path, typer.Argument(metavar="MODEL", help=f"{MODEL[0].upper()}{MODEL[1:]}.")],
     recipe: Annotated[str, typer.Argument(help="A recipe, such as int4-weight-only:group32 or int8-static.")],
     target: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory for the result.")],
     text: Annotated[
@@ -67,8 +65,7 @@ def calibrate(
         raise ValueError(f"--windows and --length must be at least 1, got {count} and {length}")
     with errors.status(Text(f"loading {directory}")):
         batches = None if text is None else windows(directory, text, count, length)
-        model = load(directory)
-        cast_(model, dtype)
+        model, note = load_float(directory, dtype)
     reset_peak()
     started = time.perf_counter()
     with resumable(), bar("calibrating") as progress:
@@ -76,11 +73,12 @@ def calibrate(
             model, chosen, batches, methods, skip=DEFAULT_SKIP if skip is None else skip, directory=target,
             progress=progress,
         )  # fmt: skip
+    notes = [] if note is None else [note]
     summary = {"out": str(target), "seconds": time.perf_counter() - started, "peak_bytes": peak_bytes()}
     if json:
-        print_json({**summary, "layers": {name: _row(calibration, name) for name in calibration.rows}})
+        print_json({**summary, "notes": notes, "layers": {name: _row(calibration, name) for name in calibration.rows}})
         return
-    out.print(str(calibration), soft_wrap=True)
+    out.print("\n".join([str(calibration), *notes]), soft_wrap=True)
     out.print(
         f"{summary['seconds']:.1f} s, peak memory {size(peak_bytes())}; saved in {target}. Quantize with: "
         f"lowbit quantize {directory} {recipe} --calibration {target}",

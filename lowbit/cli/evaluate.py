@@ -32,6 +32,8 @@ wiki.valid.raw` — compare calibration methods with the default, which needs no
 
 `lowbit evaluate ./my-model --text book.txt` — a Hugging Face model directory
 
+`lowbit evaluate my-model.Q4_K_M.gguf --text book.txt` — a quantized model of another program, measured as it is
+
 `lowbit evaluate ./my-model ./my-model-4.5bit --text book.txt --recipes int8` — with a model that lowbit has already
 quantized; it is measured as saved, and decoded to fp32 and bf16
 
@@ -41,7 +43,8 @@ To continue an interrupted run, repeat the command: finished measurements are re
 
 def evaluate(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[MODEL]...", help="Names of models, or model directories.")
+        list[str] | None,
+        typer.Argument(metavar="[MODEL]...", help="Names of models, model directories, or GGUF files."),
     ] = None,
     recipes: Annotated[
         str | None,
@@ -173,7 +176,11 @@ def _list(json: bool) -> None:
     for entry in entries:
         out.print(Text.assemble((f"{entry['name']:<19}", "bold"), str(entry["about"])), soft_wrap=True)
         out.print(f"{'':<19}" + ("installed" if entry["installed"] else f"get it with: {entry['get']}"), soft_wrap=True)
-    out.print("\nOr a Hugging Face model directory, or a directory from lowbit quantize.")
+    out.print(
+        "\nOr a Hugging Face model directory, a directory from lowbit quantize, a GGUF file, or a directory of "
+        "compressed-tensors.",
+        soft_wrap=True,
+    )
 
 
 def _show(rows: list[dict[str, Any]]) -> None:

@@ -10,9 +10,8 @@ import typer
 from rich.text import Text
 
 from lowbit.cli.console import errors, out, print_json, size
-from lowbit.cli.models import load, tokenizer_in
-from lowbit.interop import FORMATS
-from lowbit.interop import export as write
+from lowbit.cli.models import MODEL, load, tokenizer_in
+from lowbit.interop import FORMATS, find_format
 
 EPILOG = """
 **Examples**
@@ -28,9 +27,7 @@ Formats: {formats}
 
 
 def export(
-    source: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A model that lowbit quantize, transformers or llama.cpp saved.")
-    ],
+    source: Annotated[Path, typer.Argument(metavar="MODEL", help=f"{MODEL[0].upper()}{MODEL[1:]}.")],
     to: Annotated[str, typer.Option("--to", help=f"The format: {' or '.join(FORMATS)}.")],
     target: Annotated[Path, typer.Option("--out", help="The file or directory to write.")],
     tokenizer: Annotated[
@@ -41,13 +38,14 @@ def export(
 ) -> None:
     """Write a saved model for llama.cpp, vLLM or transformers, with unchanged codes and scales."""
     started = time.perf_counter()
+    write = find_format(to).write
     if target.exists():
         raise FileExistsError(f"{target} exists; remove it or choose another with --out")
     with errors.status(Text(f"loading {source}")):
         model = load(source)
     words = tokenizer if tokenizer is not None else tokenizer_in(source)
     with errors.status(Text(f"writing {target}")):
-        report = write(model, to, target, words)
+        report = write(model, target, words)
     if json:
         print_json({**report.to_dict(), "out": str(target)})
         return

@@ -16,6 +16,7 @@ from lowbit.backends.cpu import processor
 from lowbit.cli.console import errors, out, print_json, resumable
 from lowbit.cli.memory import find
 from lowbit.files import exclusive, write_atomically, write_json
+from lowbit.interop import format_of
 from lowbit.machine import provenance
 from lowbit.plan import TrainingPlan
 from lowbit.plan import fit as plan_training
@@ -134,7 +135,7 @@ def _refuse(context: typer.Context, options: dict[str, str], why: str) -> None:
 
 def _check_batch_options(context: typer.Context, model: str) -> None:
     """Raise ValueError for options of the batch if the model's function returns its own."""
-    if ":" in model and not is_directory(Path(model)):
+    if ":" in model and format_of(model) is None and not is_directory(Path(model)):
         _refuse(context, _OF_BATCH, f"sets the batch that lowbit creates, but {model} returns its own batch")
 
 
@@ -164,7 +165,8 @@ def _plan(
 
 def _model_lines(name: str, model: nn.Module, batch: Any, loss: str) -> list[str]:
     """Python lines that build the model and the batch; ``loss`` is ``", loss"`` or empty."""
-    if ":" in name:
+    row = format_of(name)
+    if ":" in name and row is None and not is_directory(Path(name)):
         module, _, function = name.partition(":")
         return [
             "import lowbit as lb",
@@ -180,9 +182,13 @@ def _model_lines(name: str, model: nn.Module, batch: Any, loss: str) -> list[str
     items = batch.items() if isinstance(batch, dict) else [("", batch)]
     zeros = {key: f"torch.zeros{tuple(tensor.shape)}.to({tensor.dtype})" for key, tensor in items}
     value = zeros.get("") or "{" + ", ".join(f"{key!r}: {code}" for key, code in zeros.items()) + "}"
+    start = ["import torch", "import lowbit as lb", f"from {module} import {imports}", "", f"model = {expression}"]
+    if row is not None:
+        start = ["import torch", "import lowbit as lb", "", f"model = lb.load_model({name!r}).train()"]
+        if row.contents(Path(name)).recipes:
+            start.append("lb.dequantize_(model)  # training needs float weights")
     return [
-        "import torch", "import lowbit as lb", f"from {module} import {imports}", "",
-        f"model = {expression}", f"batch = {value}  # example: use tensors of these shapes",
+        *start, f"batch = {value}  # example: use tensors of these shapes",
     ]  # fmt: skip
 
 

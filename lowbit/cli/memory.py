@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lowbit.cli.console import errors, out, print_json
 from lowbit.demo.gpt import GPT, GPTConfig
+from lowbit.interop import KINDS, format_of
 from lowbit.machine import multiplies
 from lowbit.memory import checklist
 from lowbit.serialize.huggingface import is_directory, without_weights
@@ -47,7 +48,7 @@ def find(name: str, rows: int, length: int, option: str) -> tuple[nn.Module, Any
     """Build the model that the command line names, with a batch and a loss.
 
     Args:
-        name: ``demo``, a Hugging Face model directory, or ``MODULE:FUNCTION``.
+        name: ``demo``, the path of a Hugging Face model or of one in ``FORMATS``, or ``MODULE:FUNCTION``.
         rows: Rows of the batch, unless a function returns it.
         length: Tokens per row, unless a function returns the batch.
         option: The option or argument that has the name, for error messages.
@@ -59,13 +60,15 @@ def find(name: str, rows: int, length: int, option: str) -> tuple[nn.Module, Any
     if name == "demo":
         config = GPTConfig()
         return GPT(config), torch.zeros(rows, min(length, config.context), dtype=torch.long), None
-    if is_directory(Path(name)):
-        model = without_weights(Path(name)).train()
+    row = format_of(name)
+    if row is not None or is_directory(Path(name)):
+        directory = Path(name)
+        model = (without_weights(directory) if row is None else row.contents(directory).model).train()
         return model, _batch_of(model, rows, length, prefix), None
     if ":" not in name:
         raise ValueError(
-            f"{prefix}: expected 'demo', a Hugging Face model directory (config.json), or MODULE:FUNCTION, a function "
-            f"that returns (model, batch) or (model, batch, loss)"
+            f"{prefix}: expected 'demo', a Hugging Face model directory (config.json), {KINDS}, or MODULE:FUNCTION, a "
+            f"function that returns (model, batch) or (model, batch, loss)"
         )
     path, _, function = name.partition(":")
     sys.path.insert(0, "")

@@ -10,14 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.calibrate.choice import choose
+from lowbit.convert import dequantize_
+from lowbit.convert.engine import quantized_layers
 from lowbit.datafree import DATA_FREE, DEFAULT
 from lowbit.evaluate.data import read
-from lowbit.interop import format_of, load_model, tokenizer_of
+from lowbit.interop import KINDS, format_of, load_model, tokenizer_of
 from lowbit.recipes import RECIPES, Recipe, recipe
 from lowbit.serialize.huggingface import from_directory, is_directory
-from lowbit.serialize.layout import CONFIG, our_config
+from lowbit.serialize.layout import our_config
+from lowbit.user_warnings import warn
 
-__all__ = ["DEFAULT_METHOD", "Dtype", "cast_", "load", "methods_in", "recipe_in", "tokenizer_in", "windows"]
+__all__ = [
+    "DEFAULT_METHOD", "MODEL", "Dtype", "cast_", "load", "load_float", "methods_in", "recipe_in", "tokenizer_in",
+    "windows",
+]  # fmt: skip
+
+#: The paths that commands take, for help texts and messages.
+MODEL = f"a Hugging Face model directory (config.json), a directory from lowbit quantize or lowbit.save_model, {KINDS}"
 
 #: The default methods, for help texts.
 DEFAULT_METHOD = f"with --text guided-gptq; without, {DEFAULT}"
@@ -54,10 +63,31 @@ def _is_ours(directory: Path) -> bool:
         return True
     if is_directory(directory):
         return False
-    raise FileNotFoundError(
-        f"{directory} is not a saved model: {directory / CONFIG} does not exist, and there is no config.json of a "
-        "Hugging Face model; pass another directory, such as out/demo/model"
-    )
+    why = "is not a saved model" if directory.exists() else "does not exist"
+    raise FileNotFoundError(f"{directory} {why}; expected {MODEL}")
+
+
+def load_float(path: Path, dtype: Dtype) -> tuple[nn.Module, str | None]:
+    """A model to quantize, cast to ``dtype``, and a note if its weights were quantized in another program's format.
+
+    Raises:
+        ValueError: As for ``load``, or lowbit has already quantized the model.
+        FileNotFoundError, ImportError: As for ``load``.
+    """
+    model, row = load(path), format_of(path)
+    note = None
+    if row is not None:
+        types = row.contents(path).quantized
+        if quantized_layers(model):
+            dequantize_(model)
+        if types is not None:
+            note = f"the weights were decoded from {types} first; a model quantized from the original is more accurate"
+    elif already := {layer.recipe.name for layer in quantized_layers(model).values()}:
+        raise ValueError(
+            f"{path} holds a model that is already quantized ({', '.join(sorted(already))}); pass the original model"
+        )
+    cast_(model, dtype)
+    return model, note
 
 
 def methods_in(method: str | None, text: Path | None) -> list[str] | None:
@@ -140,7 +170,14 @@ def _tokens(directory: Path, text: str) -> list[int]:
 
 
 def tokenizer_in(path: Path) -> Any:
-    """The tokenizer next to a saved model: its directory, or that of a file of another program; None if it has none."""
+    """The tokenizer next to a saved model: its directory, or that of a file of another program.
+
+    None, with a warning for a file, if there is none.
+    """
     if path.is_dir():
         return path if (path / "tokenizer.json").exists() else None
-    return tokenizer_of(path)
+    try:
+        return tokenizer_of(path)
+    except ValueError as error:
+        warn(f"the result gets no tokenizer: {error}")
+        return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,12 +16,22 @@ from torch import Tensor, nn
 from lowbit.calibrate import Calibration, calibrate
 from lowbit.cli.budget import CANDIDATES, Budget
 from lowbit.cli.console import errors, out, print_json, resumable, size
-from lowbit.cli.models import DEFAULT_METHOD, Dtype, cast_, load, methods_in, recipe_in, windows
+from lowbit.cli.models import (
+    DEFAULT_METHOD,
+    MODEL,
+    Dtype,
+    cast_,
+    load_float,
+    methods_in,
+    recipe_in,
+    tokenizer_in,
+    windows,
+)
 from lowbit.convert import quantize_
-from lowbit.convert.engine import quantized_layers
 from lowbit.convert.select import DEFAULT_SKIP, Skip
 from lowbit.datafree import DATA_FREE
 from lowbit.files import check_regular
+from lowbit.interop import format_of
 from lowbit.memory.rss import available_bytes, peak_bytes, reset_peak
 from lowbit.out_of_core import quantize_files
 from lowbit.progress import bar
@@ -36,6 +47,8 @@ EPILOG = """
 
 `lowbit quantize SmolLM2-135M int4-weight-only:group32 --out small` — a Hugging Face model directory (config.json and
 safetensors)
+
+`lowbit quantize SmolLM2.Q8_0.gguf q4_0 --out small` — a GGUF file; quantized weights are decoded first, with a note
 
 `lowbit quantize SmolLM2-135M int4-weight-only --text book.txt` — calibrate on a text and quantize; add --from-disk if
 the model is larger than memory
@@ -59,9 +72,7 @@ _MOST_COPIED = 64 << 20
 
 
 def quantize(
-    directory: Annotated[
-        Path, typer.Argument(metavar="MODEL_DIR", help="Directory of a Hugging Face model or from lowbit.save_model.")
-    ],
+    directory: Annotated[Path, typer.Argument(metavar="MODEL", help=f"{MODEL[0].upper()}{MODEL[1:]}.")],
     recipe: Annotated[
         str | None,
         typer.Argument(
@@ -70,7 +81,7 @@ def quantize(
         ),
     ] = None,
     target: Annotated[
-        Path | None, typer.Option("--out", help="Directory for the result; by default MODEL_DIR-RECIPE.")
+        Path | None, typer.Option("--out", help="Directory for the result; by default MODEL-RECIPE.")
     ] = None,
     dtype: Annotated[
         Dtype, typer.Option(help="Dtype of unquantized weights. auto: as saved, but bf16 instead of fp32.")
@@ -137,12 +148,17 @@ def quantize(
     methods = methods_in(method, None if budget.is_set else text)
     directory = directory.resolve() if directory.name in ("", "..") else directory
     label = budget.label if chosen is None else chosen.name.replace(":", "-")
-    target = target or directory.with_name(f"{directory.name}-{label}")
+    target = target or directory.with_name(f"{directory.stem if directory.is_file() else directory.name}-{label}")
     skipped = DEFAULT_SKIP if skip is None else skip
     if from_disk is None:
         from_disk = chosen is not None and calibration is None and _is_large(directory)
     if from_disk and (chosen is None or calibration is not None):
         raise ValueError("--calibration, --bits and --size load the model into memory; leave out --from-disk")
+    foreign = format_of(directory)
+    if from_disk and foreign is not None:
+        raise ValueError(
+            f"{directory} is a {foreign.name} model, and --from-disk reads unquantized safetensors files; leave it out"
+        )
     if not from_disk and target.exists():
         raise FileExistsError(f"{target} exists; remove it or choose another with --out")
     samples = count or (8 if budget.is_set else 16)
@@ -151,7 +167,8 @@ def quantize(
         assert chosen is not None
         report = _quantize_files(directory, chosen, target, methods, data, dtype, skipped)
     else:
-        model = _loaded(directory, dtype)
+        with errors.status(Text(f"loading {directory}")):
+            model, note = load_float(directory, dtype)
         recipes: Recipe | LayerRecipes | None = chosen
         if recipes is None:
             assert data is not None
@@ -159,9 +176,12 @@ def quantize(
         calibrated = _calibration(model, recipes, data, calibration, methods, skipped)
         with errors.status(Text(f"quantizing with {recipes}"[:100])) as status:
             report = quantize_(model, recipes, calibrated, skip=skipped)
+            report = report if note is None else replace(report, notes=(*report.notes, note))
             status.update(Text(f"saving to {target}"))
             target.mkdir(parents=True)  # raises if another run has created it meanwhile
             save_model(model, target)
+            if foreign is not None:
+                model.config.save_pretrained(target)  # type: ignore[union-attr, operator]
     _copy_files(directory, target)
     if json:
         print_json(_as_json(report, target))
@@ -196,20 +216,6 @@ def _recipe(recipe: str | None, budget: Budget, calibration: Path | None, text: 
     return recipe_in(recipe, text, calibration is not None)
 
 
-def _loaded(directory: Path, dtype: Dtype) -> nn.Module:
-    """The model, cast to ``dtype``. Raises ValueError if it is already quantized."""
-    with errors.status(Text(f"loading {directory}")):
-        model = load(directory)
-        already = {layer.recipe.name for layer in quantized_layers(model).values()}
-        if already:
-            raise ValueError(
-                f"{directory} holds a model that is already quantized ({', '.join(sorted(already))}); pass the "
-                "original model"
-            )
-        cast_(model, dtype)
-    return model
-
-
 def _calibration(
     model: nn.Module,
     chosen: Recipe | LayerRecipes,
@@ -230,7 +236,12 @@ def _calibration(
 def _is_large(directory: Path) -> bool:
     """Whether the weights of a Hugging Face model directory need more than half of the free memory."""
     free = available_bytes()
-    if free is None or our_config(directory) is not None or not huggingface.is_directory(directory):
+    if (
+        free is None
+        or format_of(directory) is not None
+        or our_config(directory) is not None
+        or not huggingface.is_directory(directory)
+    ):
         return False
     return 2 * sum(path.stat().st_size for path in directory.glob("*.safetensors")) > free
 
@@ -255,7 +266,12 @@ def _quantize_files(
 
 
 def _copy_files(directory: Path, target: Path) -> None:
-    """Copy tokenizer, configs and documents, but no weights."""
+    """Copy tokenizer, configs and documents, but no weights; from a file save its tokenizer."""
+    if directory.is_file():
+        tokenizer = tokenizer_in(directory)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(target)
+        return
     for path in sorted(directory.iterdir()):
         index = path.name.endswith(".index.json")  # of sharded weights
         wanted = _COPIED.fullmatch(path.name) and path.name != CONFIG and not index

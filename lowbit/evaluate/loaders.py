@@ -15,9 +15,8 @@ from lowbit.convert.dequantize import dequantize_
 from lowbit.evaluate import data, efficientnet
 from lowbit.evaluate.data import Wanted
 from lowbit.evaluate.tasks import Batch
-from lowbit.interop import gguf
+from lowbit.interop import format_of, gguf, load_model, tokenizer_of
 from lowbit.recipes import Recipe
-from lowbit.serialize import load_model
 from lowbit.serialize.huggingface import is_quantized, require_whole
 from lowbit.serialize.layout import our_config
 
@@ -63,22 +62,20 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def hugging_face(directory: Path, wanted: Wanted) -> Loaded:
-    """A Hugging Face model from ``save_pretrained`` or ``save_model``, quantized or not.
+    """A model of transformers from ``save_pretrained``, ``save_model`` or another program, quantized or not.
 
     The task is perplexity for causal language models, and embeddings for other models.
 
     Raises:
         ValueError: The model's input is not text, or the checkpoint lacks tensors.
     """
-    from transformers import AutoTokenizer
-
-    source, model = str(directory), _pretrained(directory)
+    model = _pretrained(directory)
     if model.main_input_name != "input_ids":
         raise ValueError(
             f"{directory} has a {type(model).__name__}, whose input is {model.main_input_name}; lowbit evaluate only "
-            "supports directories with text models"
+            "supports text models"
         )
-    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
+    tokenizer = tokenizer_of(directory)
     if causal(directory):
         text = data.require(wanted, str(directory))
         return _language_model(model, token_ids(tokenizer, data.read(text)), wanted, text.name)
@@ -131,14 +128,23 @@ def config_of(directory: Path) -> dict[str, Any]:
 
 def causal(directory: Path) -> bool:
     """Whether the model is a causal language model, by the name of its class."""
+    row = format_of(directory)
+    if row is not None:
+        return _is_causal(type(row.contents(directory).model).__name__)
     ours = our_config(directory)
     names = config_of(directory).get("architectures") if ours is None else [ours[1]["model"]["config"]["architecture"]]
-    return any("CausalLM" in str(name) or "LMHeadModel" in str(name) for name in names or [])
+    return any(_is_causal(str(name)) for name in names or [])
+
+
+def _is_causal(name: str) -> bool:
+    return "CausalLM" in name or "LMHeadModel" in name
 
 
 def held(directory: Path) -> tuple[Recipe, ...]:
     """The distinct recipes of a saved model; empty if it is not quantized. Raises ValueError for a damaged config."""
-    ours = our_config(directory)
+    row, ours = format_of(directory), our_config(directory)
+    if row is not None:
+        return tuple(dict.fromkeys(row.contents(directory).recipes.values()))
     if ours is not None:
         path, rows = ours[0], (ours[1].get("layers") or {}).values()
     else:
@@ -153,7 +159,7 @@ def held(directory: Path) -> tuple[Recipe, ...]:
 # -- Hugging Face models ---------------------------------------------------------------------------------------------
 def _pretrained(directory: Path) -> Any:
     """The model in fp32 and eval mode. Raises ValueError for missing tensors."""
-    if our_config(directory) is not None:
+    if format_of(directory) is not None or our_config(directory) is not None:
         saved: Any = load_model(directory)
         saved.float().eval()
         return saved if causal(directory) else saved.base_model  # without head, as from AutoModel

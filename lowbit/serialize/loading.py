@@ -166,10 +166,18 @@ def _config(directory: Path) -> tuple[Path, dict[str, Any]]:
         return config
     missing = f"{directory / CONFIG} does not exist"
     if huggingface.is_directory(directory):
-        if huggingface.is_quantized(read_json(directory / "config.json")):
+        config_json = read_json(directory / "config.json")
+        quantization = config_json.get("quantization_config")
+        if huggingface.is_quantized(config_json):
             raise ValueError(
                 f"{missing}: save_pretrained of transformers wrote {directory}; import "
                 f"lowbit.integrations.transformers and call from_pretrained"
+            )
+        if isinstance(quantization, dict):
+            raise ValueError(
+                f"{missing}: {directory} has a Hugging Face model that is quantized by "
+                f"{shown(quantization.get('quant_method'))}; lowbit.load_model loads compressed-tensors, and "
+                f"lowbit.quantize_ and lowbit quantize take the unquantized model"
             )
         raise ValueError(
             f"{missing}: {directory} has a Hugging Face model that is not quantized; load it with from_pretrained and "

@@ -154,11 +154,11 @@ def test_arguments_are_checked_before_the_model_is_loaded(run, llama, monkeypatc
     root, _, _ = llama
     model, found, text = str(root / "llama"), str(root / "found"), ("--text", str(root / "book.txt"))
 
-    def loaded(directory: object) -> None:
+    def loaded(directory: object, dtype: object) -> None:
         raise AssertionError("the model is loaded")
 
     for name in ("quantize", "calibrate"):
-        monkeypatch.setattr(importlib.import_module(f"lowbit.cli.{name}"), "load", loaded)
+        monkeypatch.setattr(importlib.import_module(f"lowbit.cli.{name}"), "load_float", loaded)
     both = [
         (("--text", "nope.txt"), "nope.txt cannot be read (No such file or directory)"),
         (("--method", "foo"), "unknown method 'foo'"),

@@ -29,8 +29,8 @@ def test_the_version_is_printed(run):
             for scale in ("x", "1^", "nan", "-8^0.5", "10^400", "0^-1")
         ],
         (["formats", "[/foo]"], "unknown format '[/foo]'"),
-        (["quantize", "my[run]", "int8"], "my[run]/lowbit.json does not exist"),
-        (["quantize", "[/foo]", "int8"], "[/foo]/lowbit.json does not exist"),
+        (["quantize", "my[run]", "int8"], "my[run] does not exist; expected a"),
+        (["quantize", "[/foo]", "int8"], "[/foo] does not exist; expected a"),
         (["formats", "int4:row:e9m9"], "unknown or repeated option"),
         (["quantize", "/nowhere", "int9"], "unknown recipe 'int9'"),
         (["quantize", "/nowhere", "int8"], "does not exist"),

@@ -213,7 +213,7 @@ class _Reader:
             stored = self.names.of(part)
             if stored is not None:
                 self._check_shape(stored, tuple(view.shape))
-        filled = torch.empty(value.shape, dtype=self.dtype)
+        filled = torch.zeros(value.shape, dtype=self.dtype)  # a pooler stays zero: llama.cpp has none
         for part, view in parts_of(name, module, filled):
             stored = self.names.of(part)
             if stored is None:

@@ -27,7 +27,7 @@ def tokenizer(path: str | Path) -> Any:
     """
     header = Header(Path(path))
     kind, template = (header.values.get(key) for key in ("tokenizer.ggml.model", "tokenizer.chat_template"))
-    if kind is None:
+    if kind in (None, "no_vocab"):
         raise ValueError(f"{path} has no tokenizer; give the directory of the original model's tokenizer")
     if template is not None and not isinstance(template, str):
         raise ValueError(f"{path} is damaged: tokenizer.chat_template is {shown(template)}; download it again")
