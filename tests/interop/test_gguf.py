@@ -216,20 +216,12 @@ def test_models_that_the_format_cannot_express_are_refused(words: Any, tmp_path)
     lb.quantize_(narrow, "q4_k")
     with pytest.raises(ValueError, match=r"192 columns.*multiples of 256.*'q8_0'"):
         lb.export(narrow, "gguf", path)
-    with pytest.raises(ValueError, match="320 rows"):
-        lb.export(model_of("llama"), "gguf", path, _wide(words))
+    with pytest.raises(ValueError, match="128 rows"):
+        lb.export(_causal("Llama", vocab_size=128)(), "gguf", path, words)
     linear = transformers.OPTForCausalLM(transformers.OPTConfig(hidden_size=24, ffn_dim=24, num_hidden_layers=1))
     with pytest.raises(ValueError, match=r"'opt'.*register_architecture"):
         lb.export(linear, "gguf", path)
     assert not list(tmp_path.iterdir())
-
-
-def _wide(words: Any) -> Any:
-    from tokenizers import Tokenizer
-
-    backend = Tokenizer.from_str(words.backend_tokenizer.to_str())
-    backend.add_tokens([f"token {index}" for index in range(100)])
-    return backend
 
 
 @pytest.fixture(scope="module")
@@ -294,3 +286,41 @@ def test_rotary_frequencies_of_a_bf16_model_stay_in_fp32(tmp_path):
     assert back.config.dtype == back.lm_head.weight.dtype == torch.bfloat16
     assert back.model.rotary_emb.inv_freq.dtype == torch.float32
     assert torch.equal(back.model.rotary_emb.inv_freq, expected)
+
+
+# -- models that llama.cpp would compute otherwise ---------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (_causal("Llama", hidden_act="gelu"), "hidden_act is 'gelu'"),
+        (_causal("Mistral", sliding_window=64), "sliding_window is 64"),
+        (_causal("Qwen3Moe", num_experts=4, num_experts_per_tok=2, **EXPERTS | {"norm_topk_prob": False}), "norm_topk"),
+        (_causal("Gemma3", num_hidden_layers=6, head_dim=64, query_pre_attn_scalar=168), "computes with 64"),
+        (_causal("Phi3", pad_token_id=0, rope_parameters={"rope_theta": 1e4, "rope_type": "default",
+                                                         "partial_rotary_factor": 0.5}), "partial_rotary_factor 0.5"),
+        (lambda: transformers.LlamaModel(transformers.LlamaConfig(**SIZES)), "a LlamaModel"),
+    ],
+)  # fmt: skip
+def test_models_that_llama_cpp_would_compute_otherwise_are_refused(make, reason, tmp_path):
+    with pytest.raises(ValueError, match=reason):
+        lb.export(make(), "gguf", tmp_path / "model.gguf")
+
+
+def test_experts_in_nvfp4_are_read_with_their_scales(tmp_path):
+    model = model_of("mixtral")
+    lb.quantize_(model, "nvfp4-weight-only")
+    lb.export(model, "gguf", tmp_path / "model.gguf")
+    back = lb.load_model(tmp_path / "model.gguf")
+    lb.dequantize_(model), lb.dequantize_(back)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(back.state_dict()[name], value, rtol=2e-7, atol=0)
+
+
+def test_added_tokens_without_a_row_are_left_out_and_special_tokens_come_from_the_config(words: Any, tmp_path):
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_str(words.backend_tokenizer.to_str())
+    backend.add_tokens([f"<image{index}>" for index in range(100)])
+    lb.export(_causal("Llama", eos_token_id=7, bos_token_id=5)(), "gguf", tmp_path / "model.gguf", backend)
+    back = tokenizer(tmp_path / "model.gguf")
+    assert len(back) == 320 and (back.eos_token_id, back.bos_token_id) == (7, 5)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.models.wrap import plain_class
 from lowbit.name_tables import did_you_mean
 
 __all__ = [
@@ -45,6 +46,8 @@ class Architecture:
         changes: Tensors that differ from those of transformers.
         more: Further metadata, from the config; keys that begin with ``tokenizer.`` are written as they are.
         config: Further arguments of the config, from the metadata by key.
+        needs: For attributes of the config that llama.cpp has one meaning of, the values with this meaning. An absent
+            attribute has it.
         refuses: Returns the reason why llama.cpp cannot run a model with this config, or None.
         names: Names of modules in GGUF files by their names in transformers, if the package gguf does not have them;
             ``{bid}`` stands for the number of a block.
@@ -60,6 +63,7 @@ class Architecture:
     changes: tuple[Change, ...] = ()
     more: Callable[[Any], dict[str, Any]] = lambda config: {}
     config: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: {}
+    needs: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     refuses: Callable[[Any], str | None] = lambda config: None
     names: dict[str, str] = field(default_factory=dict)
     embeds: bool = False
@@ -119,10 +123,21 @@ def with_factors(rope: dict[str, Any], factors: Tensor, original: int | None) ->
     raise ValueError("rope_freqs.weight has factors that no rotary embedding of transformers is known to have")
 
 
+#: Parameters of rotary embeddings that have no key in GGUF files, or that lowbit does not write, and usual values.
+_USUAL_ROPE = {
+    "partial_rotary_factor": 1.0, "attention_factor": None, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": None,
+    "mscale_all_dim": None, "truncate": True,
+}  # fmt: skip
+
+
 def _refuse_rope(config: Any) -> str | None:
     kind = rope_of(config).get("rope_type", "default")
     if kind not in ("default", "linear", "yarn", "llama3"):
         return f"its rotary embedding is {kind!r}, and lowbit writes default, linear, yarn and llama3"
+    rope = {"partial_rotary_factor": getattr(config, "partial_rotary_factor", None), **rope_of(config)}
+    for key, usual in _USUAL_ROPE.items():
+        if rope.get(key) not in (None, usual):
+            return f"its rotary embedding has {key} {rope[key]}, and lowbit writes {usual}"
     return None
 
 
@@ -186,12 +201,17 @@ def _experts(config: Any) -> dict[str, Any]:
     return _decoder(config) | ({"expert_feed_forward_length": int(size)} if size else {})
 
 
-def _refuse_windows(config: Any) -> str | None:
-    return "it has a sliding window in all layers" if config.sliding_window else _refuse_rope(config)
+#: Gated feed-forward layers with SiLU.
+_SILU = {"hidden_act": ("silu",)}
 
+#: No window limits attention.
+_NO_WINDOW = {**_SILU, "sliding_window": (None,)}
+_QWEN = {**_SILU, "use_sliding_window": (False,)}
 
-def _refuse_qwen2(config: Any) -> str | None:
-    return "it has sliding windows in some layers" if config.use_sliding_window else _refuse_rope(config)
+_NEEDS_GEMMA3 = {
+    "hidden_activation": ("gelu_pytorch_tanh",), "final_logit_softcapping": (None,),
+    "attn_logit_softcapping": (None,), "use_bidirectional_attention": (False, None),
+}  # fmt: skip
 
 
 def _gemma3(config: Any) -> dict[str, Any]:
@@ -199,6 +219,11 @@ def _gemma3(config: Any) -> dict[str, Any]:
     if config.sliding_window:
         keys["attention.sliding_window"] = int(config.sliding_window)
     return keys
+
+
+def _gemma3_scale(blocks: int, width: int, heads: int, size: int) -> int:
+    """The square of what queries are divided by: the width per head in the model of 27B, else the head's size."""
+    return width // heads if blocks == 62 else size
 
 
 def _refuse_gemma3(config: Any) -> str | None:
@@ -209,8 +234,9 @@ def _refuse_gemma3(config: Any) -> str | None:
         return "llama.cpp expects full attention in every sixth layer, and sliding windows in all others"
     if float(local.get("rope_theta", 10000.0)) != 10000.0:
         return f"llama.cpp expects a rope_theta of 10000 in sliding layers, got {local['rope_theta']}"
-    if config.query_pre_attn_scalar != head_dim(config):
-        return f"query_pre_attn_scalar is {config.query_pre_attn_scalar}, and llama.cpp expects the head's size"
+    expected_scale = _gemma3_scale(len(kinds), config.hidden_size, config.num_attention_heads, head_dim(config))
+    if config.query_pre_attn_scalar != expected_scale:
+        return f"query_pre_attn_scalar is {config.query_pre_attn_scalar}, and llama.cpp computes with {expected_scale}"
     return _refuse_rope(config)
 
 
@@ -219,7 +245,9 @@ def _gemma3_config(values: dict[str, Any]) -> dict[str, Any]:
     rope = settings["rope_parameters"]
     sliding = {"rope_type": "default", "rope_theta": 10000.0}
     settings["rope_parameters"] = {"full_attention": rope, "sliding_attention": sliding}
-    settings["query_pre_attn_scalar"] = settings["head_dim"]
+    settings["query_pre_attn_scalar"] = _gemma3_scale(
+        values["block_count"], values["embedding_length"], values["attention.head_count"], settings["head_dim"]
+    )
     if "attention.sliding_window" in values:
         settings["sliding_window"] = int(values["attention.sliding_window"])
     return settings
@@ -229,8 +257,6 @@ def _phi3(config: Any) -> dict[str, Any]:
     keys: dict[str, Any] = _decoder(config)
     original = getattr(config, "original_max_position_embeddings", None)
     keys["rope.scaling.original_context_length"] = int(original or config.max_position_embeddings)
-    if config.sliding_window:
-        keys["attention.sliding_window"] = int(config.sliding_window)
     return keys
 
 
@@ -252,35 +278,43 @@ def _bert(config: Any) -> dict[str, Any]:
 ARCHITECTURES: dict[str, Architecture] = {
     row.model_type: row
     for row in (
-        Architecture("llama", "llama", "LlamaForCausalLM", _DECODER, _NEIGHBORS, _decoder, _decoder_config,
+        Architecture("llama", "llama", "LlamaForCausalLM", _DECODER, _NEIGHBORS, _decoder, _decoder_config, _SILU,
                      _refuse_rope),
         Architecture("llama", "mistral", "MistralForCausalLM", _DECODER, _NEIGHBORS, _decoder, _decoder_config,
-                     _refuse_windows),
+                     _NO_WINDOW, _refuse_rope),
         Architecture("llama", "mixtral", "MixtralForCausalLM",
                      _DECODER | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-                     _NEIGHBORS, _experts, _decoder_config, _refuse_rope),
-        Architecture("qwen2", "qwen2", "Qwen2ForCausalLM", _DECODER, (), _decoder, _rope_config, _refuse_qwen2),
-        Architecture("qwen3", "qwen3", "Qwen3ForCausalLM", _DECODER, (), _decoder, _decoder_config, _refuse_qwen2),
+                     _NEIGHBORS, _experts, _decoder_config, _NO_WINDOW, _refuse_rope),
+        Architecture("qwen2", "qwen2", "Qwen2ForCausalLM", _DECODER, (), _decoder, _rope_config, _QWEN, _refuse_rope),
+        Architecture("qwen3", "qwen3", "Qwen3ForCausalLM", _DECODER, (), _decoder, _decoder_config, _QWEN,
+                     _refuse_rope),
         Architecture("qwen3moe", "qwen3_moe", "Qwen3MoeForCausalLM",
                      _DECODER | {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
                                  "expert_feed_forward_length": "moe_intermediate_size"},
-                     (), _experts, lambda values: _decoder_config(values) | {"norm_topk_prob": True}, _refuse_qwen2),
+                     (), _experts, lambda values: _decoder_config(values) | {"norm_topk_prob": True},
+                     {**_QWEN, "norm_topk_prob": (True,), "mlp_only_layers": ([], None), "decoder_sparse_step": (1,)},
+                     _refuse_rope),
         Architecture("gemma3", "gemma3_text", "Gemma3ForCausalLM", _DECODER,
-                     (Change(r".*norm\.weight", values=_PLUS_ONE),), _gemma3, _gemma3_config, _refuse_gemma3,
+                     (Change(r".*norm\.weight", values=_PLUS_ONE),), _gemma3, _gemma3_config, _NEEDS_GEMMA3,
+                     _refuse_gemma3, scales=False),
+        # llama.cpp does not limit attention to a window.
+        Architecture("phi3", "phi3", "Phi3ForCausalLM", _DECODER, (), _phi3, _phi3_config, _NO_WINDOW, _refuse_rope,
                      scales=False),
-        Architecture("phi3", "phi3", "Phi3ForCausalLM", _DECODER, (), _phi3, _phi3_config, _refuse_rope, scales=False),
         Architecture("gpt2", "gpt2", "GPT2LMHeadModel",
                      {"vocab_size": "vocab_size", "context_length": "n_positions", "embedding_length": "n_embd",
                       "block_count": "n_layer", "attention.head_count": "n_head",
                       "attention.layer_norm_epsilon": "layer_norm_epsilon"},
                      (), lambda config: {"feed_forward_length": int(config.n_inner or 4 * config.n_embd)},
-                     lambda values: {"n_inner": int(values["feed_forward_length"])}, scales=False, positions=True),
+                     lambda values: {"n_inner": int(values["feed_forward_length"])},
+                     {"activation_function": ("gelu_new",), "scale_attn_weights": (True,),
+                      "scale_attn_by_inverse_layer_idx": (False,)}, scales=False, positions=True),
         Architecture("bert", "bert", "BertModel",
                      {"vocab_size": "vocab_size", "context_length": "max_position_embeddings",
                       "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
                       "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
                       "attention.layer_norm_epsilon": "layer_norm_eps"},
                      (), _bert, lambda values: {"type_vocab_size": int(values.get(TOKEN_TYPES, 2))},
+                     {"hidden_act": ("gelu",), "position_embedding_type": ("absolute",), "is_decoder": (False,)},
                      embeds=True, scales=False, positions=True),
     )
 }  # fmt: skip
@@ -294,12 +328,13 @@ def register_architecture(row: Architecture) -> None:
     ARCHITECTURES[row.model_type] = row
 
 
-def architecture_of(config: Any) -> Architecture:
-    """The architecture of a config of transformers.
+def architecture_of(model: Any) -> Architecture:
+    """The architecture of a model of transformers.
 
     Raises:
         ValueError: llama.cpp or the table does not have it, or llama.cpp would compute something else.
     """
+    config, cls = model.config, plain_class(model).__name__
     kind = getattr(config, "model_type", None)
     row = ARCHITECTURES.get(str(kind))
     if row is None:
@@ -307,7 +342,12 @@ def architecture_of(config: Any) -> Architecture:
             f"no architecture of llama.cpp is known for model_type {kind!r}{did_you_mean(str(kind), ARCHITECTURES)}; "
             f"expected one of {', '.join(ARCHITECTURES)}, or add it with lowbit.interop.gguf.register_architecture"
         )
-    reason = row.refuses(config)
+    reasons = [f"it is a {cls}, and llama.cpp runs a {row.model_class}"] if cls != row.model_class else []
+    for attribute, values in row.needs.items():
+        value = getattr(config, attribute, values[0])
+        if value not in values:
+            reasons.append(f"{attribute} is {value!r}, and llama.cpp computes with {values[0]!r}")
+    reason = reasons[0] if reasons else row.refuses(config)
     if reason is not None:
         raise ValueError(f"llama.cpp cannot run this {kind} model as it is: {reason}; export it to compressed-tensors")
     return row

@@ -12,7 +12,10 @@ from lowbit.interop.gguf.architectures import Architecture
 from lowbit.models.names import plain_name
 from lowbit.models.wrap import plain_class
 
-__all__ = ["TensorNames", "parts_of"]
+__all__ = ["IN_FP32", "TensorNames", "parts_of"]
+
+#: Matrices that llama.cpp reads in fp32, whatever the dtype of the model.
+IN_FP32 = re.compile(r"(position_embd|token_types|blk\.\d+\.ffn_gate_inp)\.weight")
 
 #: Tensors of transformers that llama.cpp computes, or does not use.
 _UNUSED = re.compile(r"(.*\.)?(rotary_emb\.\w+|position_ids|masked_bias|attn\.bias|pooler\..*)")

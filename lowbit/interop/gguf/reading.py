@@ -21,7 +21,7 @@ from lowbit.interop.files import Contents, require_library
 from lowbit.interop.gguf.architectures import TOKEN_TYPES, Architecture, Change, find_architecture, with_factors
 from lowbit.interop.gguf.blocks import BLOCK_TYPES, from_blocks
 from lowbit.interop.gguf.header import Header
-from lowbit.interop.gguf.names import TensorNames, parts_of
+from lowbit.interop.gguf.names import IN_FP32, TensorNames, parts_of
 from lowbit.nn.linear import QuantLinear
 from lowbit.recipes import RECIPES, Gemm, Recipe
 from lowbit.scaling import Scheme
@@ -42,7 +42,7 @@ _HEADS, _MOST_HEAD = ("attention.key_length", "attention.value_length", "rope.di
 _SIZES = {"token_embd.weight": ("vocab_size", "embedding_length"), "position_embd.weight": ("context_length", None)}
 
 #: Tensors that transformers computes from the config.
-_COMPUTED = re.compile(r"rope_freqs\.weight|rope_factors_\w+\.weight|.*\.(attn_rot_embd|rope_freqs)\.weight|.*\.scale")
+_COMPUTED = re.compile(r"rope_freqs\.weight|.*\.(attn_rot_embd|rope_freqs)\.weight")
 
 
 class _File(Header):
@@ -52,6 +52,7 @@ class _File(Header):
         super().__init__(path)
         self.gguf = require_library("gguf")
         self.name = self.values.get("general.architecture")
+        self.read_scales: set[str] = set()  # names of global scales
 
     def settings(self) -> dict[str, Any]:
         """The metadata of the architecture, by keys after its name."""
@@ -65,14 +66,17 @@ class _File(Header):
         row = BLOCK_TYPES.get(stored.type)
         if row is None or len(stored.shape) != 2:
             return None
-        scale = None
-        if row.scheme.global_scale == "tensor":
-            other = name.removesuffix("weight") + "scale"
-            scale = self.float(other, torch.float32) if other in self.tensors else torch.ones(1)
-            if scale.numel() != 1:
-                raise ValueError(f"{self.path} has {other} with shape {list(scale.shape)}, expected one number")
-        scale = None if scale is None else scale.view(1, 1)
+        scale = self._global_scale(name, 1).view(1, 1) if row.scheme.global_scale == "tensor" else None
         return from_blocks(row, self.read(name), stored.shape[1], dtype, scale)
+
+    def _global_scale(self, name: str, count: int) -> Tensor:
+        """The scales of a matrix, or of ``count`` matrices, that their blocks do not have."""
+        other = name.removesuffix("weight") + "scale"
+        self.read_scales.add(other)
+        scale = self.float(other, torch.float32) if other in self.tensors else torch.ones(count)
+        if scale.numel() != count:
+            raise ValueError(f"{self.path} has {other} with shape {list(scale.shape)}, expected {count} numbers")
+        return scale.flatten()
 
     def float(self, name: str, dtype: torch.dtype) -> Tensor:
         """The decoded tensor."""
@@ -83,13 +87,17 @@ class _File(Header):
         if kept is not None:
             return kept.dequantize(dtype)
         decoded = self.gguf.dequantize(self.read(name).numpy(), self.gguf.GGMLQuantizationType[stored.type])
-        return torch.from_numpy(decoded).view(stored.shape).to(dtype)
+        values = torch.from_numpy(decoded).view(stored.shape)
+        row = BLOCK_TYPES.get(stored.type)
+        if row is not None and row.scheme.global_scale == "tensor":  # a stack, with one scale per matrix
+            values = values * self._global_scale(name, stored.shape[0]).view(-1, *[1] * (len(stored.shape) - 1))
+        return values.to(dtype)
 
     def dtype(self) -> torch.dtype:
         """The dtype of the model: that of most float matrices, or bf16."""
         sizes = dict.fromkeys(_FLOATS, 0)
         for stored in self.tensors.values():
-            if len(stored.shape) > 1 and stored.type in sizes:
+            if len(stored.shape) > 1 and stored.type in sizes and not IN_FP32.fullmatch(stored.name):
                 sizes[stored.type] += torch.Size(stored.shape).numel()
         most = max(sizes, key=lambda name: sizes[name])
         return _FLOATS[most] if sizes[most] else torch.bfloat16
@@ -181,7 +189,8 @@ class _Reader:
                     recipe = _recipe(weight.scheme)
                     self.layers[path] = Layer(recipe, self.dtype, [weight.shape[1]])
                     self.tensors |= QuantLinear(weight, None, recipe).state_dict(prefix=f"{path}.")
-        unused = sorted(name for name in self.file.tensors if name not in self._used and not _COMPUTED.fullmatch(name))
+        used = self._used | self.file.read_scales
+        unused = sorted(name for name in self.file.tensors if name not in used and not _COMPUTED.fullmatch(name))
         if unused:
             raise ValueError(f"{self.file.path} has {shown(unused[0])}, which a {_class(self.model)} does not use")
 
@@ -263,6 +272,9 @@ def _without_weights(file: _File, architecture: Architecture) -> nn.Module:
         if value is not None:
             settings[attribute] = value
     settings |= architecture.config(values)
+    heads, rotated = settings.get("head_dim"), values.get("rope.dimension_count")
+    if heads is not None and rotated not in (None, heads):
+        raise ValueError(f"{file.path} rotates {rotated} of {heads} elements of a head, which lowbit does not read")
     if "rope_freqs.weight" in file.tensors:
         original = values.get("rope.scaling.original_context_length")
         factors = file.float("rope_freqs.weight", torch.float32)

@@ -7,15 +7,9 @@ from typing import Any
 
 from lowbit.files import shown
 from lowbit.interop.gguf.header import Header
-from lowbit.interop.gguf.vocabulary import CONTROL, NORMAL, PRE_TOKENIZERS, SPACE, USER_DEFINED
+from lowbit.interop.gguf.vocabulary import CONTROL, NORMAL, PRE_TOKENIZERS, ROLES, SPACE, USER_DEFINED, WHOLE_WORDS
 
 __all__ = ["tokenizer"]
-
-#: Special tokens of llama.cpp, and the names in transformers.
-_ROLES = {
-    "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token", "cls": "cls_token",
-    "seperator": "sep_token", "mask": "mask_token",
-}  # fmt: skip
 
 
 def tokenizer(path: str | Path) -> Any:
@@ -66,7 +60,8 @@ def _byte_level(header: Header) -> Any:
     merges = [tuple(merge.split(" ", 1)) for merge in _listed(header, "merges", str)]
     if any(len(merge) != 2 for merge in merges):
         raise ValueError(f"{header.path} is damaged: a merge has no two parts; download it again")
-    backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    vocab = {token: index for index, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=name in WHOLE_WORDS))
     made: list[Any] = []
     for step in steps:
         if step == "digits":
@@ -76,7 +71,7 @@ def _byte_level(header: Header) -> Any:
     made.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=steps[-1] == "bytes"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence(made), decoders.ByteLevel()
     bos = _roles(header, tokens).get("bos_token")
-    if header.values.get("tokenizer.ggml.add_bos_token") and bos is not None:
+    if header.values.get("tokenizer.ggml.add_bos_token", name in WHOLE_WORDS) and bos is not None:
         backend.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, tokens.index(bos))]
         )
@@ -127,7 +122,7 @@ def _fast(header: Header, backend: Any, tokens: list[str], types: list[int]) -> 
 def _roles(header: Header, tokens: list[str]) -> dict[str, str]:
     """The special tokens by their names in transformers."""
     roles = {}
-    for role, name in _ROLES.items():
+    for role, name in ROLES.items():
         number = header.values.get(f"tokenizer.ggml.{role}_token_id")
         if number is None:
             continue

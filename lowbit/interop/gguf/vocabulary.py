@@ -37,6 +37,10 @@ PRE_TOKENIZERS: dict[tuple[str, ...], str] = {
 }
 
 
+#: Pre-tokenizers whose words are tokens before merges are tried, and to which llama.cpp adds BOS by default.
+WHOLE_WORDS = ("llama-bpe", "tekken")
+
+
 class Vocabulary(NamedTuple):
     """The metadata of a vocabulary, by keys after ``tokenizer.``."""
 
@@ -45,12 +49,15 @@ class Vocabulary(NamedTuple):
     size: int
 
 
-def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
+def vocabulary(tokenizer: Any, size: int, special_ids: dict[str, int] | None = None) -> Vocabulary:
     """The vocabulary of a tokenizer, filled up to ``size`` tokens.
+
+    Added tokens that the model has no row for are left out, as llama.cpp's converter does.
 
     Args:
         tokenizer: A fast tokenizer of transformers, a ``tokenizers.Tokenizer``, or a directory with ``tokenizer.json``.
         size: Rows of the model's embedding.
+        special_ids: The model's special tokens by llama.cpp's names, for tokenizers that have none.
 
     Raises:
         ValueError: llama.cpp has no such tokenizer, or it has more tokens than the model.
@@ -59,7 +66,7 @@ def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
     definition, special = _definition(tokenizer)
     model = definition["model"]
     tokens = dict(_tokens(model))
-    added = {row["id"]: row for row in definition.get("added_tokens") or ()}
+    added = {row["id"]: row for row in definition.get("added_tokens") or () if row["id"] < size}
     texts = tokens | {number: row["content"] for number, row in added.items()}
     if not texts or max(texts) >= size:
         raise ValueError(f"the tokenizer has token {max(texts, default=None)}, and the model {size} rows of embedding")
@@ -69,6 +76,9 @@ def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
     if kind == "bert":
         names = [_word_piece(name, code) for name, code in zip(names, types, strict=True)]
     if kind == "llama":
+        names = [
+            name.replace(SPACE, " ") if code == USER_DEFINED else name for name, code in zip(names, types, strict=True)
+        ]
         keys["scores"] = _scores(model, texts, size)
     keys = {"model": kind, **keys, "tokens": names, "token_type": types}
     if kind == "gpt2":
@@ -76,9 +86,8 @@ def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
             raise ValueError("llama.cpp has no byte-level tokenizer without merges; train one with more tokens")
         keys["merges"] = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     ids = {text: number for number, text in texts.items()}
-    for role, text in special.items():
-        if text in ids:
-            keys[f"{role}_token_id"] = ids[text]
+    roles = (special_ids or {}) | {role: ids[text] for role, text in special.items() if text in ids}
+    keys |= {f"{role}_token_id": number for role, number in roles.items()}
     template = getattr(tokenizer, "chat_template", None) or special.get("chat_template")
     result = {f"ggml.{key}": value for key, value in keys.items()}
     if isinstance(template, str):
@@ -87,7 +96,7 @@ def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
 
 
 #: llama.cpp's names of special tokens, and the attributes of tokenizers.
-_ROLES = {
+ROLES = {
     "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token", "seperator": "sep_token",
     "cls": "cls_token", "mask": "mask_token",
 }  # fmt: skip
@@ -103,7 +112,7 @@ def _definition(tokenizer: Any) -> tuple[dict[str, Any], dict[str, str]]:
             f"expected a fast tokenizer of transformers, a tokenizers.Tokenizer or a directory with tokenizer.json, "
             f"got a {type(tokenizer).__name__}"
         )
-    special = {role: str(getattr(tokenizer, name)) for role, name in _ROLES.items() if getattr(tokenizer, name, None)}
+    special = {role: str(getattr(tokenizer, name)) for role, name in ROLES.items() if getattr(tokenizer, name, None)}
     return json.loads(backend.to_str()), special
 
 
@@ -115,7 +124,7 @@ def _from_directory(directory: Path) -> tuple[dict[str, Any], dict[str, str]]:
     settings = path.with_name("tokenizer_config.json")
     config = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
     special = {}
-    for role, name in _ROLES.items():
+    for role, name in ROLES.items():
         value = config.get(name)
         text = value.get("content") if isinstance(value, dict) else value
         if isinstance(text, str):
@@ -140,7 +149,7 @@ def _kind(definition: dict[str, Any], model: dict[str, Any]) -> tuple[str, dict[
     if model["type"] == "WordPiece":
         return "bert", {"pre": "default"}
     if model["type"] == "Unigram" or (model["type"] == "BPE" and model.get("byte_fallback")):
-        return "llama", {"pre": "default", "add_space_prefix": _adds_space(definition)}
+        return "llama", {"pre": "default", "add_space_prefix": _adds_space(definition), **_adds(definition)}
     if model["type"] != "BPE":
         raise ValueError(f"llama.cpp has no tokenizer of type {model['type']!r}; expected BPE, Unigram or WordPiece")
     steps = tuple(_steps(definition.get("pre_tokenizer") or {}))
@@ -149,8 +158,7 @@ def _kind(definition: dict[str, Any], model: dict[str, Any]) -> tuple[str, dict[
             f"llama.cpp's pre-tokenizer for {steps} is not known; add its name to "
             f"lowbit.interop.gguf.PRE_TOKENIZERS, or export without a tokenizer"
         )
-    bos = _adds_bos(definition)
-    return "gpt2", {"pre": PRE_TOKENIZERS[steps], "add_bos_token": bos, "add_space_prefix": False}
+    return "gpt2", {"pre": PRE_TOKENIZERS[steps], "add_space_prefix": False, **_adds(definition)}
 
 
 def _steps(step: dict[str, Any]) -> Iterator[str]:
@@ -170,13 +178,15 @@ def _steps(step: dict[str, Any]) -> Iterator[str]:
         yield str(kind)
 
 
-def _adds_bos(definition: dict[str, Any]) -> bool:
-    """Whether the post-processor adds a token at the start."""
+def _adds(definition: dict[str, Any]) -> dict[str, bool]:
+    """Whether the post-processor adds a token at the start, and one at the end."""
     processor = definition.get("post_processor") or {}
     steps = processor.get("processors", [processor])
-    return any(
-        row.get("type") == "TemplateProcessing" and "SpecialToken" in (row["single"] or [{}])[0] for row in steps
-    )
+    rows = [row["single"] for row in steps if row.get("type") == "TemplateProcessing" and row.get("single")]
+    return {
+        "add_bos_token": any("SpecialToken" in row[0] for row in rows),
+        "add_eos_token": any("SpecialToken" in row[-1] for row in rows),
+    }
 
 
 def _adds_space(definition: dict[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from lowbit.interop.files import Refusal, refuse_adapters, require_library
 from lowbit.interop.gguf.architectures import Architecture, architecture_of, head_dim, llama3_factors, rope_of
 from lowbit.interop.gguf.blocks import BLOCK_TYPES, block_type, to_blocks
 from lowbit.interop.gguf.container import Entry, write_file
-from lowbit.interop.gguf.names import TensorNames, parts_of
+from lowbit.interop.gguf.names import IN_FP32, TensorNames, parts_of
 from lowbit.interop.gguf.vocabulary import vocabulary
 from lowbit.models.check import uncompiled
 from lowbit.models.names import plain_name
@@ -32,9 +32,6 @@ __all__ = ["refuses", "write"]
 
 #: Types of float matrices.
 _FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-
-#: Matrices that llama.cpp reads in fp32.
-_FP32 = re.compile(r"(position_embd|token_types|blk\.\d+\.ffn_gate_inp)\.weight")
 
 #: The nearest recipe, by the bits of the weight's format.
 _NEAREST = {2: "q4_0", 3: "q4_0", 4: "q4_0", 5: "q5_0", 6: "q6_k", 8: "q8_0"}
@@ -85,11 +82,12 @@ def write(model: nn.Module, path: str | Path, tokenizer: Any = None) -> Report:
             f"GGUF files describe models by their config in transformers, and this is a {type(model).__name__}; "
             f"use lowbit.save_model"
         )
-    architecture = architecture_of(config)
+    architecture = architecture_of(model)
     tensors = list(_tensors(gguf, model, architecture))
-    words = None if tokenizer is None else vocabulary(tokenizer, _vocabulary_size(config, tensors))
+    words = None if tokenizer is None else vocabulary(tokenizer, _vocabulary_size(config, tensors), _special(config))
     keys = {
         "general.type": "model",
+        "general.name": str(getattr(config, "_name_or_path", "") or type(model).__name__),
         "general.file_type": _file_type(gguf, tensors),
         "general.quantization_version": 2,
         **_metadata(architecture, config),
@@ -107,6 +105,17 @@ def _metadata(architecture: Architecture, config: Any) -> dict[str, Any]:
         keys["attention.head_count_kv"] = keys["attention.head_count"]
     keys |= architecture.more(config)
     return {key if key.startswith("tokenizer.") else f"{architecture.name}.{key}": keys[key] for key in keys}
+
+
+def _special(config: Any) -> dict[str, int]:
+    """The ids of the config's special tokens, by llama.cpp's names; of several the first."""
+    ids = {}
+    for role, name in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")):
+        number = getattr(config, name, None)
+        number = number[0] if isinstance(number, list) and number else number
+        if isinstance(number, int) and 0 <= number < config.vocab_size:
+            ids[role] = number
+    return ids
 
 
 def _vocabulary_size(config: Any, tensors: list[Entry]) -> int:
@@ -278,7 +287,7 @@ def _quantized(
 
 
 def _float(name: str, value: Tensor, architecture: Architecture, config: Any) -> Entry:
-    dtype = value.dtype if value.ndim > 1 and not _FP32.fullmatch(name) else torch.float32
+    dtype = value.dtype if value.ndim > 1 and not IN_FP32.fullmatch(name) else torch.float32
     if dtype not in _FLOATS:
         raise ValueError(f"{name} has dtype {value.dtype}; expected one of {', '.join(map(str, _FLOATS))}")
 
