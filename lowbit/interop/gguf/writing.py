@@ -87,7 +87,7 @@ def write(model: nn.Module, path: str | Path, tokenizer: Any = None) -> Report:
     words = None if tokenizer is None else vocabulary(tokenizer, _vocabulary_size(config, tensors), _special(config))
     keys = {
         "general.type": "model",
-        "general.name": str(getattr(config, "_name_or_path", "") or type(model).__name__),
+        **({"general.name": str(config._name_or_path)} if getattr(config, "_name_or_path", None) else {}),
         "general.file_type": _file_type(gguf, tensors),
         "general.quantization_version": 2,
         **_metadata(architecture, config),
