@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections import Counter
 from importlib import import_module
@@ -20,6 +21,9 @@ if not torch.cuda.is_available():  # kernels in Triton run in its interpreter, o
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell, which tests of Ctrl-C would miss
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "lowbit",

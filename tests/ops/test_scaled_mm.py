@@ -38,7 +38,8 @@ FORMATS = ["float32", "bfloat16", "float16", *(f.name for f in distinct_formats(
 OPTIONS = ["mx:ceil:T", "row:bf16", "row:fp16", "tensor:e8m0", "row:affine", "group32:affine", "block64x1:e4m3",
            "nvfp4:global_row", "group32:full"]  # fmt: skip
 #: Every scaling of the table, families with blocks that vectors divide and ragged ones; and every option.
-SCALINGS = list(dict.fromkeys([*(re.sub(r"{\w}", size, name) for name in TABLE for size in ("32", "7")), *OPTIONS]))
+NAMED = [name for name in TABLE if not name.startswith("super")]
+SCALINGS = list(dict.fromkeys([*(re.sub(r"{\w}", size, name) for name in NAMED for size in ("32", "7")), *OPTIONS]))
 FACTORS: dict[str, list[Any]] = {
     "a_format": FORMATS,
     "a_scaling": SCALINGS,
@@ -63,8 +64,9 @@ def allowed(row: dict[str, Any]) -> bool:
             if text is None and row[f"{side}_scaling"] != "tensor":
                 return False  # a float matrix has no scaling; one stands for all
             try:
-                if text is not None:
-                    lb.scheme(text)
+                # tests/ops/test_minima.py compares minima and superblocks with gguf
+                if text is not None and lb.scheme(text).reference_only:
+                    return False
             except ValueError:
                 return False
     return True
@@ -108,7 +110,7 @@ def test_the_array_covers_every_pair():
         for scaling in SCALINGS:
             named = [f"{f}:{scaling}" for f in formats[1:] if allowed({"a_format": f, "a_scaling": scaling})]
             assert {lb.scheme(text).name for text in named} & set(scheme), scaling
-    assert 200 < len(calls) < 600
+    assert 200 < len(calls) < 800
 
 
 def moved(call: ScaledMM, device: str) -> ScaledMM:

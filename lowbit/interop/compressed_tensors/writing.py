@@ -182,7 +182,7 @@ def _quantization_config(model: Any, layers: dict[str, StoredLayer], names: Name
         targets += dict.fromkeys((name, layer.path))
     formats = {layer.format.name for layer in layers.values()}
     output: Any = model.get_output_embeddings()  # for vLLM, whose output layer is not a Linear
-    outputs = [name for name, layer in layers.items() if model.get_submodule(layer.path) is output]
+    outputs = [name for name, layer in layers.items() if layer.layer is output]
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
