@@ -51,6 +51,9 @@ def differences(layers: dict[str, StoredLayer]) -> Iterator[str]:
         name = next((name for name, layer in layers.items() if _is_unread(layer, row)), None)
         if name is not None:
             yield f"vLLM does not read {row.words}, such as those of {name}; transformers does"
+    rounded = next((name for name, layer in layers.items() if _rounds_scales(layer)), None)
+    if rounded is not None:
+        yield f"vLLM rounds the scales of packed integers to the dtype of the model, such as those of {rounded}"
     parents = sorted({name.rpartition(".")[0] for name in layers})
     rows = [(parent, fused) for parent in parents for fused in _FUSED]
     for check in (_mixed, _several_scales):
@@ -63,6 +66,11 @@ def _is_unread(layer: StoredLayer, row: _Unread) -> bool:
     inputs = (layer.group.get("input_activations") or {}).get("strategy")
     matches = layer.format.name == row.format and layer.group["weights"]["strategy"] in row.strategies
     return matches and (row.inputs is None or inputs in row.inputs)
+
+
+def _rounds_scales(layer: StoredLayer) -> bool:
+    packed = layer.format.name == "pack-quantized"
+    return packed and layer.weight.scale.dtype.itemsize > layer.layer.weight_dtype.itemsize
 
 
 def _mixed(layers: dict[str, StoredLayer], parent: str, fused: tuple[str, ...]) -> str | None:

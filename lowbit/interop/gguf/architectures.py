@@ -81,13 +81,17 @@ def rope_of(config: Any) -> dict[str, Any]:
     return dict(inner if isinstance(inner, dict) else rope or {})
 
 
+def _rope_kind(rope: dict[str, Any]) -> str:
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
 def head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _rope_keys(config: Any) -> dict[str, Any]:
     rope = rope_of(config)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = _rope_kind(rope)
     keys: dict[str, Any] = {"rope.freq_base": float(rope["rope_theta"])}
     if kind in ("linear", "yarn"):
         keys |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
@@ -131,7 +135,7 @@ _USUAL_ROPE = {
 
 
 def _refuse_rope(config: Any) -> str | None:
-    kind = rope_of(config).get("rope_type", "default")
+    kind = _rope_kind(rope_of(config))
     if kind not in ("default", "linear", "yarn", "llama3"):
         return f"its rotary embedding is {kind!r}, and lowbit writes default, linear, yarn and llama3"
     rope = {"partial_rotary_factor": getattr(config, "partial_rotary_factor", None), **rope_of(config)}
