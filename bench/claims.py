@@ -160,15 +160,15 @@ def _largest(settings: TrainingSettings, budget: int) -> int:
 
 
 def _offload() -> Iterator[Claim]:
-    budget = peak(PLAIN)
-    states = TrainingSettings(offload_states=True)
-    sizes = {"states": states, "states, activations and weights": OFFLOADED}
+    budget, deep = peak(PLAIN), LARGE._replace(layers=2 * LARGE.layers)
+    layers = _largest(TrainingSettings(offload_states=True), budget)
     yield Claim(
         "Offload trains models that are 2 to 4 times larger",
         "`lb.optim.offload_`, `lb.memory.offload_activations`, `lb.memory.stream_blocks_`",
-        "; ".join(f"{name}: {_largest(s, budget) / LARGE.layers:.1f} times as many layers in {amount(budget)}"
-                  for name, s in sizes.items()),
-    )  # fmt: skip
+        f"states: {layers / LARGE.layers:.1f} times as many layers in {amount(budget)}; states, activations and "
+        f"weights: {amount(peak(OFFLOADED))} for {LARGE.layers} layers, {amount(peak(OFFLOADED, deep))} for "
+        f"{deep.layers}",
+    )
 
 
 def _parts() -> Iterator[Claim]:
