@@ -40,13 +40,19 @@ params = xl.CommonParams()
 params.model.path, params.n_ctx, params.n_parallel, params.warmup, params.verbosity = path, 1024, 1, False, -1
 params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
 server = xl.Server(params)
-losses = []
+def asked(ids, token, count):  # the bias chooses the token; log-probabilities do not count the bias
+    question = {"prompt": ids, "max_tokens": 1, "temperature": 0, "logit_bias": [[token, 1000]], "logprobs": count}
+    answer = server.handle_completions(question)["choices"][0]["logprobs"]
+    return answer["content"][0] if answer and answer["content"] else None
+losses, whole = [], None
 for ids in windows:
-    for index in range(1, len(ids)):  # the bias chooses the token; its log-probability does not count the bias
-        answer = server.handle_completions({
-            "prompt": ids[:index], "max_tokens": 1, "logprobs": 1, "temperature": 0, "logit_bias": [[ids[index], 1000]],
-        })
-        row = answer["choices"][0]["logprobs"]["content"][0]
+    for index in range(1, len(ids)):
+        row = asked(ids[:index], ids[index], 1)
+        if row is None:  # the token is a part of a character, which llama.cpp holds back: choose another
+            rows = {one["id"]: one for one in asked(ids[:index], whole, 200000)["top_logprobs"]}
+            row = rows[ids[index]]
+        else:
+            whole = ids[index]
         assert row["id"] == ids[index], (row, ids[index])
         losses.append(-row["logprob"])
 speeds = []
