@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 from transformers.generation.utils import GenerationMixin
 
-from lowbit.integrations.kv_cache import quantized_cache
+from lowbit.integrations.kv_cache import cache_name, quantized_cache
 from lowbit.plan.serving.decoders import DECODERS, Decoder
 
 __all__ = ["TRANSFORMERS"]
@@ -33,24 +32,19 @@ def _cache(model: Any, rows: int, scheme: str | None) -> Any:
     return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
-def _cache_name(model: Any) -> str:
-    """The name of the cache argument, which differs between versions of transformers."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
 def _forward(model: Any, tokens: Tensor, cache: Any) -> Any:
     """Call the model as ``generate`` does: logits of the last position only, if the model supports it."""
     last = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-    return model(input_ids=tokens, use_cache=True, **{_cache_name(model): cache}, **last)
+    return model(input_ids=tokens, use_cache=True, **{cache_name(model): cache}, **last)
 
 
 def _logits(model: Any, tokens: Tensor, cache: Any) -> Tensor:
-    logits: Tensor = model(input_ids=tokens, use_cache=True, **{_cache_name(model): cache}).logits
+    logits: Tensor = model(input_ids=tokens, use_cache=True, **{cache_name(model): cache}).logits
     return logits
 
 
 def _options(model: Any, cache: Any, part: int | None) -> dict[str, Any]:
-    return {_cache_name(model): cache, **({} if part is None else {"prefill_chunk_size": part})}
+    return {cache_name(model): cache, **({} if part is None else {"prefill_chunk_size": part})}
 
 
 def _generate(model: Any, tokens: Tensor, count: int, options: dict[str, Any]) -> Tensor:

@@ -26,6 +26,7 @@ from lowbit.convert.quantize import replacements
 from lowbit.convert.select import DEFAULT_SKIP, Skip, plain_layers, select
 from lowbit.files import shown
 from lowbit.integrations import METHOD, TRANSFORMERS
+from lowbit.models import cache_scales
 from lowbit.models.names import patterns_in, written
 from lowbit.models.ties import paths, storage
 from lowbit.nn.experts import stack_experts_
@@ -222,6 +223,7 @@ class LowbitHfQuantizer(HfQuantizer):  # type: ignore[misc]
             self._loading = _Loading(model, config.recipes, config.skip)
             return
         recipes = _present(model, config.layers or {})
+        cache_scales.expect_(model)
         try:
             swap(model, replacements(model, recipes))
         except ValueError as error:

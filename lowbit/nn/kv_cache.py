@@ -28,18 +28,22 @@ class QuantizedRows:
     Args:
         scheme: a scheme with scales per row or per group within a row, such as ``"int8:row"``, ``"int4:group32"``,
             ``"fp8_e4m3:group32"``, ``"nf4"``.
+        scale: static scales of a scheme per row, such as ``"fp8_e4m3:row"``, in any shape that broadcasts to
+            ``[..., S, 1]`` with one scale along S. Scales of rows are then not stored.
 
     Raises:
-        ValueError: several rows share a scale in ``scheme``.
+        ValueError: several rows share a scale in ``scheme``, or ``scale`` needs another scheme.
     """
 
-    def __init__(self, scheme: Scheme | str) -> None:
-        self.scheme = find_scheme(scheme)
+    def __init__(self, scheme: Scheme | str, scale: Tensor | None = None) -> None:
+        self.scheme, self.static = find_scheme(scheme), scale
         if self.scheme.block[0] != 1 or (self.scheme.global_scale and self.scheme.global_scale_shape(2, 1)[0] != 2):
             raise ValueError(
                 f"QuantizedRows: expected a scheme in which each row has its own scales, got {self.scheme}; use for "
                 f"instance int8:row, int4:group32 or fp8_e4m3:group32"
             )
+        if scale is not None and (self.scheme.block[1] is not None or self.scheme.affine or self.scheme.global_scale):
+            raise ValueError(f"QuantizedRows: static scales are per row, as in fp8_e4m3:row, got {self.scheme}")
         self.length = 0
         self._buffers: dict[str, Tensor] = {}  # [capacity, ..., *]
         self._dtype = torch.float32
@@ -58,12 +62,18 @@ class QuantizedRows:
         if x.dim() < 2 or (self.length and (*x.shape[:-2], x.shape[-1]) != (*shape[:-2], shape[-1])):
             expected = f"like the existing {list(shape)} except for S" if self.length else "[..., T, D]"
             raise ValueError(f"QuantizedRows: expected rows {expected}, got {list(x.shape)}")
-        q, end = quantize(x, self.scheme), self.length + x.shape[-2]
-        for name, part in q.parts.items():
+        scale = None if self.static is None else self._of_rows(x.shape).reshape(-1, 1).to(x.device)
+        q, end = quantize(x, self.scheme, scale), self.length + x.shape[-2]
+        for name, part in q.parts.items() if scale is None else [("codes", q.codes)]:
             rows = part.reshape(*x.shape[:-1], part.shape[-1]).movedim(-2, 0)
             self._reserve(name, rows, end)
             self._buffers[name][self.length : end] = rows
         self.length, self._dtype, self._width = end, x.dtype, x.shape[-1]
+
+    def _of_rows(self, shape: torch.Size) -> Tensor:
+        """The static scale of each row, fp32 ``[..., S]``."""
+        assert self.static is not None
+        return self.static.float().expand(*shape[:-1], 1)[..., 0]
 
     def _reserve(self, name: str, rows: Tensor, length: int) -> None:
         """Grow the buffer to at least ``length`` rows like ``rows``."""
@@ -91,6 +101,8 @@ class QuantizedRows:
             raise RuntimeError("QuantizedRows: nothing was appended yet; call append before read")
         codes = self._buffers["codes"][: self.length]
         scale, zero_point, global_scale = map(self._scales, ("scale", "zero_point", "global_scale"))
+        if self.static is not None:
+            scale = self._of_rows(self.shape).movedim(-1, 0).reshape(-1, 1).to(codes.device)
         assert scale is not None
         shape = torch.Size((*codes.shape[:-1], self._width))
         q = Quantized(codes, scale, zero_point, global_scale, self.scheme, shape, self._dtype)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lowbit.convert.engine import quantized_layers
 from lowbit.files import read_json, shown
+from lowbit.models import cache_scales
 from lowbit.models.wrap import plain_class
 from lowbit.nn.attention import QuantMultiheadAttention
 from lowbit.nn.experts import QuantExperts, stacks
@@ -62,6 +63,8 @@ def describe(model: Any) -> dict[str, Any]:
     config = json.loads(model.config.to_json_string())
     if is_quantized(config):  # lowbit.json has the layers
         del config["quantization_config"]
+    if not cache_scales.scales_of(model):
+        config.pop(cache_scales.ATTRIBUTE, None)
     if config.get("tie_word_embeddings") and not _tied(model):
         config["tie_word_embeddings"] = False
     return {
@@ -98,6 +101,7 @@ def build(described: dict[str, Any]) -> nn.Module:
         raise ValueError(f"transformers {library.__version__} has no model_type {shown(model_type)}")
     check_config(config)
     model: nn.Module = cls(library.CONFIG_MAPPING[model_type].from_dict(config))
+    cache_scales.expect_(model)
     if described["generation"] is not None:
         model.generation_config = library.GenerationConfig.from_dict(described["generation"])
     return model.eval()

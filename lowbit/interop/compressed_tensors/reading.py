@@ -17,8 +17,9 @@ from lowbit.convert.adapters import EXPERTS, find
 from lowbit.files import read_json, shown
 from lowbit.interop.compressed_tensors import layouts
 from lowbit.interop.compressed_tensors.names import Names
-from lowbit.interop.compressed_tensors.schemes import Format, input_of, recipe_of, scheme_of
+from lowbit.interop.compressed_tensors.schemes import Format, input_of, is_static_cache, recipe_of, scheme_of
 from lowbit.interop.files import Contents
+from lowbit.models import cache_scales
 from lowbit.nn.experts import stacks
 from lowbit.nn.linear import QuantLinear
 from lowbit.recipes import Recipe
@@ -128,11 +129,25 @@ class _Source:
         if getattr(model.config, "quantization_config", None) is not None:
             del model.config.quantization_config
         self.model, self.names = model, Names(model)
+        if is_static_cache(self.config.get("kv_cache_scheme")):
+            self._add_cache_scales()
         self.layers: dict[str, Layer] = {}
         self.weights: list[tuple[str, list[_Matrix]]] = []
         for name, module in self.model.named_modules(remove_duplicate=False):
             for wanted in _weights(self.checkpoint, name, module, self.names):
                 self._add(name, wanted)
+
+    def _add_cache_scales(self) -> None:
+        """Register the static scales of keys and values that the files have, on the meta device."""
+        scales = {}
+        for place, (name, _) in cache_scales.attention_of(self.model).items():
+            stored = [self.names.stored(f"{name}.{part}") for part in cache_scales.NAMES]
+            entries = [entry for part in stored if (entry := self.checkpoint.entries.get(part)) is not None]
+            if len(entries) == len(stored):
+                first, second = (torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries)
+                scales[place] = (first, second)
+        if scales:
+            cache_scales.add_(self.model, scales)
 
     def _add(self, name: str, wanted: _Wanted) -> None:
         matrices = [_matrix(self.path, self.config, self.checkpoint, stored, wanted) for stored in wanted.names]
@@ -358,7 +373,7 @@ def _refuse_unused(checkpoint: Checkpoint, model: Any, used: set[str], config: d
         if name not in used and not any(re.search(pattern, name) for pattern in ignored)
     ]
     cache = [name for name in unused if _CACHE.fullmatch(name)]
-    if cache or config.get("kv_cache_scheme"):
+    if cache or (config.get("kv_cache_scheme") and not is_static_cache(config["kv_cache_scheme"])):
         warn(f"{checkpoint.directory} has a quantized KV cache, which lowbit does not read; the cache stays float")
     other = sorted(set(unused) - set(cache))
     if not other:

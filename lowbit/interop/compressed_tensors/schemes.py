@@ -12,7 +12,10 @@ from lowbit.recipes import recipe as find_recipe
 from lowbit.scaling import Scheme
 from lowbit.scaling import scheme as find_scheme
 
-__all__ = ["FORMATS", "Format", "group_of", "input_of", "recipe_of", "refuses", "scheme_of"]
+__all__ = [
+    "FORMATS", "Format", "cache_config", "group_of", "input_of", "is_static_cache", "recipe_of", "refuses",
+    "scheme_of",
+]  # fmt: skip
 
 
 class Format(NamedTuple):
@@ -305,3 +308,21 @@ def _alike(a: Scheme, b: Scheme) -> bool:
     """Whether two schemes decode alike: they may differ in the rounding of scales."""
     fields = ("format", "block", "scale_format", "affine", "global_scale", "full")
     return all(getattr(a, field) == getattr(b, field) for field in fields)
+
+
+# -- KV cache ----------------------------------------------------------------------------------------------------------
+def cache_config(scales: int) -> dict[str, Any]:
+    """The ``kv_cache_scheme`` of FP8 keys and values with one static scale, or with one scale per head."""
+    return {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "tensor" if scales == 1 else "attn_head",
+        "symmetric": True,
+        "dynamic": False,
+    }
+
+
+def is_static_cache(args: Any) -> bool:
+    """Whether a ``kv_cache_scheme`` is one of ``cache_config``."""
+    rows = [cache_config(count) for count in (1, 2)]
+    return isinstance(args, dict) and any(row.items() <= {**args}.items() for row in rows)

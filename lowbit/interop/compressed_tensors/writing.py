@@ -20,8 +20,10 @@ from lowbit.files import sync_directory, write_json
 from lowbit.interop.compressed_tensors import layouts
 from lowbit.interop.compressed_tensors.layers import StoredLayer, stored_layers
 from lowbit.interop.compressed_tensors.names import Names
+from lowbit.interop.compressed_tensors.schemes import cache_config
 from lowbit.interop.compressed_tensors.vllm import differences
 from lowbit.interop.files import refuse_adapters, require_space
+from lowbit.models import cache_scales
 from lowbit.models.check import uncompiled
 from lowbit.models.names import plain_name
 from lowbit.nn.base import kind
@@ -159,7 +161,10 @@ def _config(model: Any, layers: dict[str, StoredLayer], names: Names) -> dict[st
         for inner in (config, config.get("text_config")):
             if isinstance(inner, dict):
                 inner["tie_word_embeddings"] = False
+    scales = config.pop(cache_scales.ATTRIBUTE, None)
     config["quantization_config"] = _quantization_config(model, layers, names)
+    if scales is not None:
+        config["quantization_config"]["kv_cache_scheme"] = cache_config(scales)
     return config
 
 
