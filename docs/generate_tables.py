@@ -462,6 +462,12 @@ def architectures() -> str:
     return markdown(("class", "architecture"), rows)
 
 
+def imports() -> str:
+    """Return the formats that lowbit reads and those it writes."""
+    rows = [(f"`{row.name}`", row.about, "yes" if row.write else "") for row in FILE_FORMATS.values()]
+    return markdown(("format", "", "written by `lb.export`"), rows)
+
+
 def states() -> str:
     """Return the state precisions of lb.optim, with AdamW's bytes per parameter."""
 
@@ -564,6 +570,7 @@ TABLES: dict[str, Callable[[], str]] = {
         states,
         calibration_batches,
         exports,
+        imports,
         architectures,
     )
 } | {"llama7b": llama7b_memory, **loss_tables.TABLES, **module_tables.TABLES}

@@ -160,7 +160,7 @@ def _label(cell: Any) -> str:
 
 def _list(json: bool) -> None:
     """Print the models, and how to install missing ones."""
-    from lowbit.evaluate.models import MODELS
+    from lowbit.evaluate.models import MODELS, PATHS
 
     entries = []
     for row in MODELS.values():
@@ -176,11 +176,7 @@ def _list(json: bool) -> None:
     for entry in entries:
         out.print(Text.assemble((f"{entry['name']:<19}", "bold"), str(entry["about"])), soft_wrap=True)
         out.print(f"{'':<19}" + ("installed" if entry["installed"] else f"get it with: {entry['get']}"), soft_wrap=True)
-    out.print(
-        "\nOr a Hugging Face model directory, a directory from lowbit quantize, a GGUF file, or a directory of "
-        "compressed-tensors.",
-        soft_wrap=True,
-    )
+    out.print(f"\nOr {PATHS}.", soft_wrap=True)
 
 
 def _show(rows: list[dict[str, Any]]) -> None:

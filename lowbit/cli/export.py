@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from lowbit import interop
 from lowbit.cli.console import errors, out, print_json, size
 from lowbit.cli.models import MODEL, load, tokenizer_in
-from lowbit.interop import FORMATS, find_format
 
 EPILOG = """
 **Examples**
@@ -28,7 +28,7 @@ Formats: {formats}
 
 def export(
     source: Annotated[Path, typer.Argument(metavar="MODEL", help=f"{MODEL[0].upper()}{MODEL[1:]}.")],
-    to: Annotated[str, typer.Option("--to", help=f"The format: {' or '.join(FORMATS)}.")],
+    to: Annotated[str, typer.Option("--to", help=f"The format: {' or '.join(interop.WRITTEN)}.")],
     target: Annotated[Path, typer.Option("--out", help="The file or directory to write.")],
     tokenizer: Annotated[
         Path | None,
@@ -38,14 +38,14 @@ def export(
 ) -> None:
     """Write a saved model for llama.cpp, vLLM or transformers, with unchanged codes and scales."""
     started = time.perf_counter()
-    write = find_format(to).write
+    interop.find_format(to)
     if target.exists():
         raise FileExistsError(f"{target} exists; remove it or choose another with --out")
     with errors.status(Text(f"loading {source}")):
         model = load(source)
     words = tokenizer if tokenizer is not None else tokenizer_in(source)
     with errors.status(Text(f"writing {target}")):
-        report = write(model, target, words)
+        report = interop.export(model, to, target, words)
     if json:
         print_json({**report.to_dict(), "out": str(target)})
         return
@@ -56,5 +56,5 @@ def export(
 
 
 export.__doc__ = f"{export.__doc__}\n{EPILOG}".format(
-    formats=", ".join(f"{row.name} ({row.about})" for row in FORMATS.values())
+    formats=", ".join(f"{row.name} ({row.about})" for row in interop.FORMATS.values() if row.write)
 )

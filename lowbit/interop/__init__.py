@@ -4,6 +4,7 @@ from lowbit.interop.files import Contents, Refusal
 from lowbit.interop.table import (
     FORMATS,
     KINDS,
+    WRITTEN,
     ModelFormat,
     export,
     find_format,
@@ -13,6 +14,6 @@ from lowbit.interop.table import (
 )
 
 __all__ = [
-    "FORMATS", "KINDS", "Contents", "ModelFormat", "Refusal", "export", "find_format", "format_of", "load_model",
-    "tokenizer_of",
+    "FORMATS", "KINDS", "WRITTEN", "Contents", "ModelFormat", "Refusal", "export", "find_format", "format_of",
+    "load_model", "tokenizer_of",
 ]  # fmt: skip

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from lowbit.convert.prepack import prepack_
-from lowbit.interop import compressed_tensors, gguf
+from lowbit.interop import compressed_tensors, directories, gguf, producers
+from lowbit.interop.directories import Rules
 from lowbit.interop.files import Contents, Refusal
 from lowbit.name_tables import did_you_mean
 from lowbit.recipes import Recipe
@@ -18,7 +20,9 @@ from lowbit.serialize import huggingface
 from lowbit.serialize import load_model as load_directory
 from lowbit.serialize.layout import our_config
 
-__all__ = ["FORMATS", "KINDS", "ModelFormat", "export", "find_format", "format_of", "load_model", "tokenizer_of"]
+__all__ = [
+    "FORMATS", "KINDS", "WRITTEN", "ModelFormat", "export", "find_format", "format_of", "load_model", "tokenizer_of",
+]  # fmt: skip
 
 
 class ModelFormat(NamedTuple):
@@ -30,7 +34,7 @@ class ModelFormat(NamedTuple):
         detect: Whether a path has this format.
         read: Loads the model, in eval mode, with the codes of the file.
         contents: The model without its weights, and its recipes.
-        write: Writes a model with a tokenizer, or None, to a path.
+        write: Writes a model with a tokenizer, or None, to a path. None: the format is only read.
         refuses: Returns why it cannot express a recipe, with the nearest recipe that it can, or None.
         tokenizer: Loads the tokenizer of a path.
     """
@@ -40,7 +44,7 @@ class ModelFormat(NamedTuple):
     detect: Callable[[Path], bool]
     read: Callable[[Path], nn.Module]
     contents: Callable[[Path], Contents]
-    write: Callable[[nn.Module, Path, Any], Report]
+    write: Callable[[nn.Module, Path, Any], Report] | None
     refuses: Callable[[Recipe], Refusal | None]
     tokenizer: Callable[[Path], Any]
 
@@ -51,21 +55,41 @@ def _pretrained_tokenizer(path: Path) -> Any:
     return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
 
 
+def _directory(
+    rules: type[Rules],
+    about: str,
+    write: Callable[[nn.Module, Path, Any], Report] | None = None,
+    refuses: Callable[[Recipe], Refusal | None] = lambda recipe: Refusal("the format is only read", recipe.name),
+) -> ModelFormat:
+    """The row of a layout of Hugging Face directories."""
+    return ModelFormat(
+        rules.method, about, rules.detect, partial(directories.read, rules=rules),
+        partial(directories.contents, rules=rules), write, refuses, _pretrained_tokenizer,
+    )  # fmt: skip
+
+
 #: One row per format. Names are API.
 FORMATS: dict[str, ModelFormat] = {
     row.name: row
     for row in (
         ModelFormat("gguf", "a file for llama.cpp, Ollama and LM Studio", gguf.detect, gguf.read, gguf.contents,
                     gguf.write, gguf.refuses, gguf.tokenizer),
-        ModelFormat("compressed-tensors", "a directory for vLLM and transformers", compressed_tensors.detect,
-                    compressed_tensors.read, compressed_tensors.contents, compressed_tensors.write,
-                    compressed_tensors.refuses, _pretrained_tokenizer),
+        _directory(compressed_tensors.CompressedTensors, "a directory for vLLM and transformers",
+                   compressed_tensors.write, compressed_tensors.refuses),
+        _directory(producers.GPTQ, "a directory of AutoGPTQ or GPTQModel"),
+        _directory(producers.AWQ, "a directory of AutoAWQ"),
+        _directory(producers.ModelOpt, "a directory of NVIDIA's ModelOpt"),
+        _directory(producers.FP8, "a directory with FP8 weights like DeepSeek-V3"),
+        _directory(producers.MXFP4, "a directory with MXFP4 experts like gpt-oss"),
     )
 }  # fmt: skip
 
+#: The formats that ``export`` writes.
+WRITTEN = tuple(name for name, row in FORMATS.items() if row.write is not None)
+
 
 #: The paths of these formats, for messages.
-KINDS = " or ".join(f"{row.about} ({row.name})" for row in FORMATS.values())
+KINDS = f"a GGUF file, or a directory of {', '.join(name for name in FORMATS if name != 'gguf')}"
 
 
 def export(model: nn.Module, format: str, path: str | Path, tokenizer: Any = None) -> Report:
@@ -88,16 +112,20 @@ def export(model: nn.Module, format: str, path: str | Path, tokenizer: Any = Non
         FileExistsError: ``path`` is a directory with content.
         OSError: The path cannot be written, or the disk has too little space.
     """
-    return find_format(format).write(model, Path(path), tokenizer)
+    write = find_format(format).write
+    assert write is not None
+    return write(model, Path(path), tokenizer)
 
 
 def find_format(name: str) -> ModelFormat:
-    """The format called ``name``. Raises ValueError if there is none."""
+    """The format called ``name`` that ``export`` writes. Raises ValueError if there is none."""
     row = FORMATS.get(name) if isinstance(name, str) else None
     if row is None:
         raise ValueError(
-            f"export: unknown format {name!r}{did_you_mean(str(name), FORMATS)}; expected one of {', '.join(FORMATS)}"
+            f"export: unknown format {name!r}{did_you_mean(str(name), WRITTEN)}; expected one of {', '.join(WRITTEN)}"
         )
+    if row.write is None:
+        raise ValueError(f"export: {name} is only read; expected one of {', '.join(WRITTEN)}")
     return row
 
 
@@ -109,8 +137,8 @@ def format_of(path: str | Path) -> ModelFormat | None:
 def load_model(path: str | Path, model: nn.Module | None = None, prepack: bool = False) -> nn.Module:
     """Load a model that ``save_model`` or another program wrote, with its codes.
 
-    Files of other programs are read into a model of transformers: GGUF files, and directories in the layout of
-    compressed-tensors. For a directory that ``save_model`` wrote, the model is filled or built as described in
+    Files of other programs are read into a model of transformers: GGUF files, and directories in the layouts of
+    ``lowbit.interop.FORMATS``. For a directory that ``save_model`` wrote, the model is filled or built as described in
     ``lowbit.serialize.load_model``.
 
     Args:

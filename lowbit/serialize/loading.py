@@ -176,8 +176,8 @@ def _config(directory: Path) -> tuple[Path, dict[str, Any]]:
         if isinstance(quantization, dict):
             raise ValueError(
                 f"{missing}: {directory} has a Hugging Face model that is quantized by "
-                f"{shown(quantization.get('quant_method'))}; lowbit.load_model loads compressed-tensors, and "
-                f"lowbit.quantize_ and lowbit quantize take the unquantized model"
+                f"{shown(quantization.get('quant_method'))}; lowbit.load_model loads the formats of "
+                f"lowbit.interop.FORMATS, and lowbit.quantize_ and lowbit quantize take the unquantized model"
             )
         raise ValueError(
             f"{missing}: {directory} has a Hugging Face model that is not quantized; load it with from_pretrained and "

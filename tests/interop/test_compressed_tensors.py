@@ -15,6 +15,7 @@ from torch import nn
 import lowbit as lb
 from lowbit.interop import compressed_tensors as ours
 from lowbit.interop.compressed_tensors import layouts, schemes
+from lowbit.interop.directories.recipes import recipe_of
 from lowbit.nn import QuantLinear
 from lowbit.recipes import RECIPES, Gemm, Recipe, recipe
 from lowbit.serialize.shards import Checkpoint
@@ -143,7 +144,7 @@ def test_the_config_names_the_recipe(name):
     dtype = "float8_e4m3fn" if row.weight.global_scale else row.weight.scale_format.dtype
     assert schemes.scheme_of(json.loads(json.dumps(group["weights"])), format.name, dtype)[0].storage == format.storage
     _, weight = schemes.scheme_of(group["weights"], format.name, dtype)
-    found = schemes.recipe_of(weight, schemes.input_of(group["input_activations"]))
+    found = recipe_of(weight, schemes.input_of(group["input_activations"]))
     assert (found.weight, found.input, found.static) == (row.weight, row.input, row.static)
     assert found.name == row.name or row not in RECIPES.values()
 

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from lowbit.convert.engine import origin, quantized_layers
 from lowbit.interop.compressed_tensors import layouts
-from lowbit.interop.compressed_tensors.names import Names
 from lowbit.interop.compressed_tensors.schemes import Format, group_of
+from lowbit.interop.directories.joining import rows
+from lowbit.interop.directories.names import Names
+from lowbit.interop.directories.rules import Kind
 from lowbit.models.names import plain_name
 from lowbit.models.wrap import plain_class
 from lowbit.nn.base import kind
@@ -44,9 +46,9 @@ class StoredLayer(NamedTuple):
     @property
     def weight(self) -> Quantized:
         """The rows of the weight."""
-        return layouts.rows(self.layer.weight, self.begin, self.end)
+        return rows(self.layer.weight, self.begin, self.end)
 
-    def kinds(self) -> dict[str, layouts.Kind]:
+    def kinds(self) -> dict[str, Kind]:
         """The dtypes and shapes of its tensors by name."""
         shape, recipe = (self.end - self.begin, self.layer.in_features), self.layer.recipe
         kinds = layouts.weight_kinds(self.format, self.layer.scheme, shape)

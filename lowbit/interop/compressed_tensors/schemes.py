@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from lowbit.files import shown
 from lowbit.interop.files import Refusal
-from lowbit.recipes import RECIPES, Cast, Gemm, Recipe
-from lowbit.recipes import recipe as find_recipe
+from lowbit.recipes import Cast, Recipe
 from lowbit.scaling import Scheme
 from lowbit.scaling import scheme as find_scheme
 
 __all__ = [
-    "FORMATS", "Format", "cache_config", "group_of", "input_of", "is_static_cache", "recipe_of", "refuses",
-    "scheme_of",
+    "FORMATS", "Format", "cache_config", "group_of", "input_of", "is_static_cache", "refuses", "scheme_of",
 ]  # fmt: skip
 
 
@@ -276,38 +273,6 @@ def _scaling_name(args: dict[str, Any]) -> str:
     if strategy == "group":
         return f"group{sizes[0]}"  # type: ignore[index]
     return "block{}x{}".format(*sizes) if strategy == "block" else {"channel": "row"}.get(str(strategy), "tensor")  # type: ignore[misc]
-
-
-def recipe_of(weight: Scheme, input: Cast | None) -> Recipe:
-    """The recipe with this weight and this input: a named one if there is one."""
-    for recipe in _candidates(weight, input):
-        if _alike(recipe.weight, weight):
-            return recipe
-    return Recipe(Gemm(input, weight))
-
-
-def _candidates(weight: Scheme, input: Cast | None) -> Iterable[Recipe]:
-    """Recipes with that input: named ones, and named ones with the weight's scaling."""
-    rows = [row for row in RECIPES.values() if _same_input(row, input) and row.rotation is None]
-    yield from (row for row in rows if row.dynamic or row.static)
-    element, _, scaling = weight.name.partition(":")
-    for row in rows:
-        if row.weight.format == weight.format and row.weight.scale_format.name == "fp32" and scaling:
-            yield find_recipe(f"{row.name}:{scaling}")
-    if input is None:
-        yield find_recipe(f"{element}-weight-only{f':{scaling}' if scaling else ''}")
-
-
-def _same_input(row: Recipe, input: Cast | None) -> bool:
-    if row.input is None or input is None:
-        return row.input is None and input is None
-    return _alike(row.input, input.scheme) and row.static == (input.scale == "static")
-
-
-def _alike(a: Scheme, b: Scheme) -> bool:
-    """Whether two schemes decode alike: they may differ in the rounding of scales."""
-    fields = ("format", "block", "scale_format", "affine", "global_scale", "full")
-    return all(getattr(a, field) == getattr(b, field) for field in fields)
 
 
 # -- KV cache ----------------------------------------------------------------------------------------------------------

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from lowbit.convert.engine import quantized_layers
 from lowbit.files import sync_directory, write_json
-from lowbit.interop.compressed_tensors import layouts
 from lowbit.interop.compressed_tensors.layers import StoredLayer, stored_layers
-from lowbit.interop.compressed_tensors.names import Names
 from lowbit.interop.compressed_tensors.schemes import cache_config
 from lowbit.interop.compressed_tensors.vllm import differences
+from lowbit.interop.directories.names import Names
+from lowbit.interop.directories.rules import Kind
 from lowbit.interop.files import refuse_adapters, require_space
 from lowbit.models import cache_scales
 from lowbit.models.check import uncompiled
@@ -135,7 +135,7 @@ def _write_file(
     for names, _ in groups:
         for name in names:
             layer, _, part = name.rpartition(".")
-            kind = layouts.Kind(plain[name].dtype, plain[name].shape) if name in plain else layers[layer].kinds()[part]
+            kind = Kind(plain[name].dtype, plain[name].shape) if name in plain else layers[layer].kinds()[part]
             layout[name] = torch.empty(kind.shape, dtype=kind.dtype, device="meta")
 
     def tensors() -> Iterator[tuple[str, Tensor]]:

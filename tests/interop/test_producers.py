@@ -1,0 +1,284 @@
+"""Directories of GPTQ, AWQ, ModelOpt, DeepSeek's FP8 and gpt-oss, next to the programs' own decoding."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import lowbit as lb
+from lowbit.interop import FORMATS, format_of
+from lowbit.nn import QuantLinear
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+IDS = torch.arange(3, 27).view(2, 12)
+
+
+def llama(dtype=torch.float16):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=100, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval().to(dtype)
+
+
+def write(directory, model, quantize, config, name="config.json"):
+    """Write the model, with ``quantize(name, weight)`` in place of the weights of its blocks' Linears.
+
+    Returns the decoded weights of ``quantize``.
+    """
+    tensors, exact = {}, {}
+    for key, value in model.state_dict().items():
+        layer = key.removesuffix(".weight")
+        if ".layers." in key and isinstance(model.get_submodule(layer), torch.nn.Linear):
+            parts, exact[layer] = quantize(layer, value.float())
+            tensors |= {f"{layer}.{part}": tensor.contiguous() for part, tensor in parts.items()}
+        else:
+            tensors[key] = value.contiguous()
+    directory.mkdir()
+    model.config.dtype, model.config.architectures = model.dtype, [type(model).__name__]
+    model.config.save_pretrained(directory)
+    described = json.loads((directory / "config.json").read_text())
+    if name == "config.json":
+        described["quantization_config"] = config
+    else:
+        (directory / name).write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps(described))
+    save_file(tensors, directory / "model.safetensors")
+    return exact
+
+
+def check(directory, model, exact, method, recipe):
+    """The loaded model has the decoded weights, and computes with them."""
+    assert format_of(directory).name == method
+    loaded = lb.load_model(directory)
+    layers = {name: layer for name, layer in loaded.named_modules() if isinstance(layer, QuantLinear)}
+    assert set(layers) == set(exact)
+    for name, layer in layers.items():
+        assert layer.recipe.name == recipe
+        assert torch.equal(layer.weight.dequantize(torch.float32), exact[name])
+    for name, value in exact.items():
+        model.get_submodule(name).weight.data.copy_(value)
+    got, plain = loaded(IDS).logits.float(), model(IDS).logits.float()
+    assert (got - plain).norm() < 0.15 * plain.norm()  # inputs may be FP4
+    return loaded
+
+
+# -- GPTQ --------------------------------------------------------------------------------------------------------------
+def stream(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Codes ``[count, columns]`` as a stream of bits down each column, in words ``[count * bits / 32, columns]``."""
+    lines = (codes[:, None, :] >> np.arange(bits)[None, :, None] & 1).reshape(-1, codes.shape[1])
+    words = lines.reshape(-1, 32, codes.shape[1]).astype(np.uint64)
+    return (words << np.arange(32, dtype=np.uint64)[None, :, None]).sum(1).astype(np.uint32).view(np.int32)
+
+
+def gptq(bits, group, symmetric, offset, order=None):
+    """Random codes and scales in GPTQ's layout, decoded by the formula of its kernels, scale * (code - zero)."""
+
+    def quantize(name, weight):
+        rows, cols = weight.shape
+        rng, size = np.random.default_rng(len(name)), cols if group == -1 else group
+        codes = rng.integers(0, 1 << bits, (cols, rows))
+        count = cols // size
+        zeros = np.full((count, rows), 1 << bits - 1) if symmetric else rng.integers(0, 1 << bits, (count, rows))
+        scales = (rng.random((count, rows)) / 100).astype(np.float16)
+        groups = np.arange(cols) // size if order is None else order(cols, size)
+        stored = (zeros - offset) & (1 << bits) - 1
+        parts = {
+            "qweight": torch.from_numpy(stream(codes, bits)),
+            "qzeros": torch.from_numpy(stream(stored.T, bits).T.copy()),
+            "scales": torch.from_numpy(scales),
+            "g_idx": torch.from_numpy(groups.astype(np.int32)),
+        }
+        exact = scales.astype(np.float32)[groups] * (codes - zeros[groups]).astype(np.float32)
+        return parts, torch.from_numpy(exact.T.copy())
+
+    return quantize
+
+
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2", None])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("bits", "group"), [(2, 32), (3, 64), (4, 32), (4, -1), (8, 64)])
+@torch.no_grad()
+def test_gptq(bits, group, symmetric, version, tmp_path):
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": symmetric, "desc_act": False}
+    if version is not None:
+        config["checkpoint_format"] = version
+    model = llama()
+    exact = write(tmp_path / "in", model, gptq(bits, group, symmetric, version != "gptq_v2"), config)
+    kind = f"int{bits}-weight-only" if symmetric else f"uint{bits}-weight-only"
+    scaling = "row" if group == -1 else f"group{group}"
+    name = f"{kind}:{scaling}{'' if symmetric else ':affine'}:fp16"
+    check(tmp_path / "in", model, exact, "gptq", "q4-0" if (bits, group, symmetric) == (4, 32, True) else name)
+
+
+def test_gptq_refuses_the_order_of_activations_and_false_claims(tmp_path):
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": True}
+    mixed = gptq(4, 32, True, 1, lambda cols, size: np.random.default_rng(0).permutation(cols) // size)
+    write(tmp_path / "mixed", llama(), mixed, config)
+    with pytest.raises(ValueError, match="order of activations"):
+        lb.load_model(tmp_path / "mixed")
+    write(tmp_path / "zeros", llama(), gptq(4, 32, False, 1), config)
+    with pytest.raises(ValueError, match=r"model\.safetensors.*its config says sym"):
+        lb.load_model(tmp_path / "zeros")
+
+
+# -- AWQ ---------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("group", "zeros"), [(32, True), (128, True), (64, False)])
+@torch.no_grad()
+def test_awq(group, zeros, tmp_path):
+    converters = pytest.importorskip("compressed_tensors.entrypoints.convert.converters")
+    package = pytest.importorskip("compressed_tensors.compressors")
+    converter = converters.AutoAWQConverter(group_size=group, zero_point=zeros)
+    scheme = converter.update_config(None).config_groups["config_group_0"]
+
+    def quantize(name, weight):
+        rows, cols = weight.shape
+        torch.manual_seed(len(name))
+        words = torch.iinfo(torch.int32)
+        parts = {
+            "qweight": torch.randint(words.min, words.max, (cols, rows // 8), dtype=torch.int32),
+            "scales": (torch.rand(cols // group, rows) / 100).half(),
+        }
+        if zeros:
+            parts["qzeros"] = torch.randint(words.min, words.max, (cols // group, rows // 8), dtype=torch.int32)
+        theirs = converter.process({f"layer.{part}": tensor for part, tensor in parts.items()})
+        local = {key.removeprefix("layer."): value for key, value in theirs.items()}
+        local["weight_scale"] = local["weight_scale"].float()  # so that the product is not rounded to fp16
+        reader = package.BaseCompressor.get_value_from_registry("pack-quantized")
+        return parts, reader.decompress(local, scheme)["weight"].float()
+
+    config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": zeros, "version": "gemm"}
+    model = llama()
+    exact = write(tmp_path / "in", model, quantize, config)
+    name = f"uint4-weight-only:group{group}:affine:fp16" if zeros else f"int4-weight-only:group{group}:fp16"
+    check(tmp_path / "in", model, exact, "awq", name)
+
+
+# -- ModelOpt ----------------------------------------------------------------------------------------------------------
+def nvfp4(name, weight):
+    """NVFP4 with the global scale amax / (448 * 6), decoded by the table of E2M1."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    second = weight.abs().max() / (448 * 6)
+    blocks = weight.unflatten(1, (-1, 16))
+    scale = (blocks.abs().amax(-1) / 6 / second).to(torch.float8_e4m3fn)
+    unit = scale.float()[..., None] * second
+    codes = ((blocks / unit)[..., None] - values).abs().argmin(-1).to(torch.uint8).flatten(1)
+    parts = {
+        "weight": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scale, "weight_scale_2": second.clone(),
+        "input_scale": torch.tensor(0.002),
+    }  # fmt: skip
+    return parts, (values[codes.long()].unflatten(1, (-1, 16)) * unit).flatten(1)
+
+
+def fp8(name, weight):
+    scale = weight.abs().max() / 448
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scale.clone(), "input_scale": torch.tensor(0.01)}, codes.float() * scale
+
+
+@pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
+@pytest.mark.parametrize(("algorithm", "quantize", "recipe"), [
+    ("NVFP4", nvfp4, "nvfp4"), ("W4A16_NVFP4", nvfp4, "nvfp4-weight-only"), ("FP8", fp8, "fp8-static:tensor"),
+])  # fmt: skip
+@torch.no_grad()
+def test_modelopt(algorithm, quantize, recipe, file, tmp_path):
+    config = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    if file == "config.json":
+        config["quant_method"] = "modelopt"
+    else:
+        config = {"producer": {"name": "modelopt", "version": "0.29"}, "quantization": config}
+    model = llama(torch.bfloat16)
+    exact = write(tmp_path / "in", model, quantize, config, file)
+    if algorithm != "FP8":  # the order of two factors
+        loaded = lb.load_model(tmp_path / "in")
+        for name, value in exact.items():
+            layer = loaded.get_submodule(name)
+            torch.testing.assert_close(layer.weight.dequantize(torch.float32), value, rtol=1.2e-7, atol=0)
+            exact[name] = layer.weight.dequantize(torch.float32)
+    loaded = check(tmp_path / "in", model, exact, "modelopt", recipe)
+    if algorithm == "FP8":
+        layers = [layer for layer in loaded.modules() if isinstance(layer, QuantLinear)]
+        assert {layer.input_scales.scale.item() for layer in layers} == {torch.tensor(0.01).item()}
+
+
+def test_the_converter_of_modelopt_has_the_same_values():
+    converters = pytest.importorskip("compressed_tensors.entrypoints.convert.converters")
+    parts, _ = nvfp4("", torch.randn(64, 64))
+    theirs = converters.ModelOptNvfp4Converter(targets=["re:.*"]).process({f"x.{k}": v for k, v in parts.items()})
+    assert torch.equal(theirs["x.weight_packed"], parts["weight"])
+    torch.testing.assert_close(1 / theirs["x.weight_global_scale"], parts["weight_scale_2"], rtol=1.2e-7, atol=0)
+
+
+# -- FP8 ---------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("block", [(128, 128), (64, 32), None])
+@torch.no_grad()
+def test_fp8(block, tmp_path):
+    def quantize(name, weight):
+        rows, cols = block or weight.shape
+        count = [-(-size // part) for size, part in zip(weight.shape, (rows, cols), strict=True)]
+        scale = torch.rand(count) / 1000 + 1e-4
+        wide = scale.repeat_interleave(rows, 0).repeat_interleave(cols, 1)[: weight.shape[0], : weight.shape[1]]
+        codes = (weight / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return {"weight": codes, "weight_scale_inv": scale if block else scale.reshape(())}, codes.float() * wide
+
+    config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": block}
+    model = llama(torch.bfloat16)
+    exact = write(tmp_path / "in", model, quantize, config)
+    name = {(128, 128): "fp8-block", None: "fp8-tensor"}.get(block)
+    layers = check(tmp_path / "in", model, exact, "fp8", name) if name else lb.load_model(tmp_path / "in")
+    for layer_name, value in exact.items():
+        assert torch.equal(layers.get_submodule(layer_name).weight.dequantize(torch.float32), value)
+
+
+# -- gpt-oss -----------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def test_gpt_oss(tmp_path):
+    decode = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8,
+        layer_types=["full_attention"],
+    )  # fmt: skip
+    model = transformers.GptOssForCausalLM(config).eval().bfloat16()
+    tensors = {key: value.contiguous() for key, value in model.state_dict().items()}
+    experts, path = model.model.layers[0].mlp.experts, "model.layers.0.mlp.experts"
+    exact = {}
+    for stack in ("gate_up_proj", "down_proj"):
+        count, cols, rows = getattr(experts, stack).shape
+        blocks = torch.randint(256, (count, rows, cols // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 124, (count, rows, cols // 32), dtype=torch.uint8)
+        del tensors[f"{path}.{stack}"]
+        tensors |= {f"{path}.{stack}_blocks": blocks, f"{path}.{stack}_scales": scales}
+        exact[stack] = decode(blocks, scales)  # [E, K, N], as the model has it
+        getattr(experts, stack).copy_(exact[stack])
+        getattr(experts, f"{stack}_bias").normal_()
+        tensors[f"{path}.{stack}_bias"] = getattr(experts, f"{stack}_bias").clone()
+    (tmp_path / "in").mkdir()
+    config.dtype, config.architectures = torch.bfloat16, ["GptOssForCausalLM"]
+    config.save_pretrained(tmp_path / "in")
+    described = json.loads((tmp_path / "in/config.json").read_text())
+    described["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "in/config.json").write_text(json.dumps(described))
+    save_file(tensors, tmp_path / "in/model.safetensors")
+    loaded = lb.load_model(tmp_path / "in")
+    quantized = loaded.get_submodule(path)
+    for stack, layers in (("gate_up_proj", quantized.gate_up), ("down_proj", quantized.down)):
+        for index, layer in enumerate(layers):
+            assert torch.equal(layer.weight.dequantize(torch.float32), exact[stack][index].t().float())
+            assert torch.equal(layer.bias, getattr(experts, f"{stack}_bias")[index])
+    torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=0.05, atol=0.02)
+
+
+# -- all ---------------------------------------------------------------------------------------------------------------
+def test_formats_that_are_only_read_say_so(tmp_path):
+    model = llama()
+    lb.quantize_(model, "int4-weight-only:group32")
+    for name in ("awq", "fp8", "mxfp4"):
+        assert FORMATS[name].write is None
+        with pytest.raises(ValueError, match=f"{name} is only read; expected one of gguf"):
+            lb.export(model, name, tmp_path / "out")
