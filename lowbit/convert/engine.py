@@ -20,7 +20,7 @@ from lowbit.recipes import LayerRecipes, Recipe
 from lowbit.report import LayerReport, Report
 
 __all__ = [
-    "AFTER_SWAP", "Origin", "Task", "convert", "make_all", "matrices", "origin", "quantized_layers",
+    "AFTER_SWAP", "Origin", "Task", "convert", "forget_origin", "make_all", "matrices", "origin", "quantized_layers",
     "shell", "swap", "sync_fused_kernels", "take_over",
 ]  # fmt: skip
 
@@ -101,7 +101,7 @@ def convert(
         LayerReport(
             name,
             plain_class(chosen.module).__name__,
-            getattr(chosen.recipe or getattr(chosen.module, "recipe", None), "name", None),
+            _recipe_name(chosen, new[id(chosen.module)]),
             **task.measure(chosen.module, new[id(chosen.module)], chosen.recipe),
         )
         for name, chosen in selection.chosen.items()
@@ -117,6 +117,11 @@ def convert(
         before,
         model_bytes(model),
     ), selection
+
+
+def _recipe_name(chosen: Chosen, new: Any) -> str | None:
+    recipes = (chosen.recipe, getattr(chosen.module, "recipe", None), getattr(new, "recipe", None))
+    return next((recipe.name for recipe in recipes if recipe is not None), None)
 
 
 # -- making -----------------------------------------------------------------------------------------------------------
@@ -152,6 +157,11 @@ def origin(layer: nn.Module) -> Origin | None:
     """The Origin of a converted layer; None if no conversion made it."""
     source: Origin | None = vars(layer).get(_ORIGIN)
     return source
+
+
+def forget_origin(layer: nn.Module) -> None:
+    """Let a layer be turned back into an nn.Linear rather than into the class that it replaced."""
+    vars(layer).pop(_ORIGIN, None)
 
 
 def _origin_of(layer: nn.Module) -> Origin:

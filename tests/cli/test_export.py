@@ -267,7 +267,9 @@ def test_paths_that_are_no_model_name_the_formats(exported, root, tmp_path):
         (root / "book.txt", "is not a directory that"),
         (root, "is not"),
     ):
-        with pytest.raises(FileNotFoundError, match=rf"{path.name} {told}.*a GGUF file, or a directory of compressed-tensors, gptq"):
+        with pytest.raises(
+            FileNotFoundError, match=rf"{path.name} {told}.*a GGUF file, or a directory of compressed-tensors, gptq"
+        ):
             lb.load_model(path)
     with pytest.raises(ValueError, match=r"quantized by 'compressed-tensors'; lowbit.load_model loads"):
         lb.serialize.load_model(exported["compressed-tensors"])
