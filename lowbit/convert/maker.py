@@ -79,6 +79,9 @@ class Source(Protocol):
     def input_scales(self, name: str, matrix: Tensor, recipe: Recipe) -> Scales | None:
         """The input scales of the layer ``name``; None for dynamic scales."""
 
+    def columns(self, matrix: Tensor, recipe: Recipe) -> Tensor | None:
+        """The order of the columns, for recipes with ``reordered``."""
+
     def edits(self, model: nn.Module) -> dict[str, Tensor]:
         """New values for other parameters of the model, by name, that go with the weights."""
 
@@ -110,6 +113,9 @@ class Ruled:
                 f"recipe {recipe.name!r} has static input scales, which need calibration data; use quantize_(model, "
                 f"recipe, calibration=lowbit.calibrate(model, recipe, batches)), or a recipe with dynamic scales"
             )
+
+    def columns(self, matrix: Tensor, recipe: Recipe) -> None:
+        _refuse_reordered(recipe)
 
     def edits(self, model: nn.Module) -> dict[str, Tensor]:
         return {}
@@ -143,6 +149,9 @@ class Calibrated:
         zero = None if scales.zero_point is None else scales.zero_point.to(matrix.device)
         return Scales(scales.scale.to(matrix.device), zero)
 
+    def columns(self, matrix: Tensor, recipe: Recipe) -> None:
+        _refuse_reordered(recipe)
+
     def edits(self, model: nn.Module) -> dict[str, Tensor]:
         edits: dict[str, Tensor] = self.calibration.check_edits(model, self.used)
         return edits
@@ -162,8 +171,18 @@ class Allocated:
             return None
         return empty_scales(recipe.input, matrix.shape[1], matrix.device)
 
+    def columns(self, matrix: Tensor, recipe: Recipe) -> Tensor | None:
+        return torch.empty(matrix.shape[1], dtype=torch.int32, device=matrix.device) if recipe.reordered else None
+
     def edits(self, model: nn.Module) -> dict[str, Tensor]:
         return {}
+
+
+def _refuse_reordered(recipe: Recipe) -> None:
+    if recipe.reordered:
+        raise ValueError(
+            f"recipe {recipe.name!r} is for layers of other programs' files; quantize with the recipe without reordered"
+        )
 
 
 class QuantMaker(Maker[QuantLinear]):
@@ -176,14 +195,16 @@ class QuantMaker(Maker[QuantLinear]):
 
     def layer(self, name: str, matrix: Tensor, bias: Any, recipe: Recipe, trained: bool) -> QuantLinear:
         weight, energies = self.source.weight(name, matrix, recipe)
-        layer = QuantLinear(weight, bias, recipe, self.source.input_scales(name, matrix, recipe))
+        columns = self.source.columns(matrix, recipe)
+        layer = QuantLinear(weight, bias, recipe, self.source.input_scales(name, matrix, recipe), columns)
         if energies is not None:
             self.energies[id(layer.codes)] = energies
         return layer
 
     def twin(self, first: QuantLinear, name: str, matrix: Tensor, bias: Any) -> QuantLinear:
         recipe = first.recipe
-        layer = QuantLinear(first.weight, bias, recipe, self.source.input_scales(name, matrix, recipe))
+        scales = self.source.input_scales(name, matrix, recipe)
+        layer = QuantLinear(first.weight, bias, recipe, scales, first.columns)
         layer.share_weight(first)
         return layer
 

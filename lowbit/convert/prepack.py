@@ -94,6 +94,8 @@ def _to_pack(names: list[str], module: nn.Module) -> Verdict:
 def _refusal(layer: QuantLinear) -> str | None:
     """Why a layer cannot be packed, or would not be faster on this CPU; None if it gains."""
     weight, input = layer.scheme, layer.recipe.input
+    if layer.recipe.reordered:
+        return "packed layers have their columns in the order of the input"
     if layer.recipe.static:
         return "packed layers support dynamic input scales only, and this layer's are static"
     reason = refusal(weight, input)

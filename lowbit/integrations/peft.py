@@ -280,11 +280,14 @@ def _plain(base: Any) -> nn.Linear:
 
 def _requantized(plain: Any, base: QuantLinear) -> QuantLinear:
     """A layer like ``base`` with the weight and bias of ``plain``. Raises ValueError for NaN and Inf."""
-    weight, _ = Ruled().weight("", plain.weight.detach(), base.recipe)
+    matrix = plain.weight.detach()
+    if base.columns is not None:
+        matrix = matrix.index_select(1, base.columns)
+    weight, _ = Ruled().weight("", matrix, base.recipe)
     bias = plain.bias
     if bias is not None and base.bias is not None:
         bias = nn.Parameter(bias.detach().to(base.bias.dtype), base.bias.requires_grad)
-    new = QuantLinear(replace(weight, dtype=base.weight_dtype), bias, base.recipe, base.input_scales)
+    new = QuantLinear(replace(weight, dtype=base.weight_dtype), bias, base.recipe, base.input_scales, base.columns)
     take_over(new, base)
     return new
 

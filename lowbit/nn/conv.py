@@ -101,6 +101,8 @@ def _refusal(linear: QuantLinear, groups: int) -> str | None:
     input = linear.recipe.input
     if linear.recipe.rotation is not None:
         return "a convolution does not go through a Hadamard transform"
+    if linear.recipe.reordered:
+        return "a convolution has its columns in the order of its window"
     if input is None or spans_tensor(input):
         return None
     instead = f"use {input.format.name}:tensor for its input"

@@ -44,6 +44,8 @@ class QuantEmbedding(nn.Module):
         self.recipe = linear.recipe
         if kind(linear) != "quantized":
             raise ValueError("an embedding is quantized by rounding alone; exclude it from this recipe")
+        if self.recipe.reordered:
+            raise ValueError("the columns of an embedding have one order; exclude it from this recipe")
         if linear.scheme.block[0] not in (1, None):
             raise ValueError(
                 f"recipe {self.recipe.name!r}: expected a scheme in which each row of an embedding has its own scales, "

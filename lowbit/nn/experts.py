@@ -228,6 +228,7 @@ def _is_like(layer: Any, first: Any) -> bool:
         and layer.scheme == first.scheme
         and layer._input_name == first._input_name
         and layer.rotation == first.rotation
+        and layer.columns is None
         and not (layer.consumers or layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
     )
 

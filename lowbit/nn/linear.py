@@ -84,12 +84,12 @@ class QuantLinear(Announced, nn.Module):
     torch.compile each call chooses its own backend. ``lowbit.prepack_`` replaces the layer by a ``PackedLinear``,
     which is faster on CPUs.
 
-    The parameters are ``codes``, ``scale``, ``zero_point`` (affine schemes), ``global_scale`` (two-level schemes), and
-    with static input scales ``input_scale`` and ``input_zero_point``. Floating-point scales and minima are stored as
-    integers with the same bits; ``.weight`` views them as floats. Integers have no gradient, so
-    ``model.requires_grad_(True)`` raises in torch; set it on the floating-point parameters instead. ``AveragedModel``
-    would average these integers too, so average only floating-point parameters, for instance with ``multi_avg_fn=lambda
-    a, b, n: ema(a, b, n) if a[0].is_floating_point() else None``.
+    The parameters are ``codes``, ``scale``, ``zero_point`` (affine schemes), ``global_scale`` (two-level schemes),
+    ``columns`` (recipes with ``reordered``), and with static input scales ``input_scale`` and ``input_zero_point``.
+    Floating-point scales and minima are stored as integers with the same bits; ``.weight`` views them as floats.
+    Integers have no gradient, so ``model.requires_grad_(True)`` raises in torch; set it on the floating-point
+    parameters instead. ``AveragedModel`` would average these integers too, so average only floating-point parameters,
+    for instance with ``multi_avg_fn=lambda a, b, n: ema(a, b, n) if a[0].is_floating_point() else None``.
 
     ``state_dict`` also has the scheme's name as ``_extra_state``: ASCII in a uint8 tensor, which safetensors and
     distributed checkpoints can store. It includes ``in_features`` if rows of codes end within a byte.
@@ -106,11 +106,13 @@ class QuantLinear(Announced, nn.Module):
         recipe: the recipe that the layer was quantized with.
         input_scales: the static input scales, for recipes with ``scale="static"``; others quantize each input with
             scales computed from it.
+        columns: int32 ``[in_features]``, for recipes with ``reordered``: column j of ``weight`` belongs to
+            ``columns[j]`` of the input.
 
     Raises:
         TypeError: forward got an input of another dtype.
-        ValueError: the weight is not a matrix, ``input_scales`` do not fit the recipe, or forward got an input whose
-            last axis is not ``in_features``.
+        ValueError: the weight is not a matrix, ``input_scales`` or ``columns`` do not fit the recipe, or forward got an
+            input whose last axis is not ``in_features``.
     """
 
     lowbit_kind = "quantized"
@@ -121,11 +123,17 @@ class QuantLinear(Announced, nn.Module):
     global_scale: nn.Parameter | None
     input_scale: nn.Parameter | None
     input_zero_point: nn.Parameter | None
+    columns: nn.Parameter | None
     bias: nn.Parameter | None
     consumers: tuple[QuantLinear, ...] = ()  # a tuple, so that torch does not register it as a submodule
 
     def __init__(
-        self, weight: Quantized, bias: nn.Parameter | None, recipe: Recipe, input_scales: Scales | None = None
+        self,
+        weight: Quantized,
+        bias: nn.Parameter | None,
+        recipe: Recipe,
+        input_scales: Scales | None = None,
+        columns: Tensor | None = None,
     ) -> None:
         super().__init__()
         if weight.ndim != 2:
@@ -138,8 +146,12 @@ class QuantLinear(Announced, nn.Module):
                 f"QuantLinear: recipe {recipe.name!r} {'needs' if recipe.static else 'does not take'} input_scales; "
                 f"only recipes with scale='static' use them, from lowbit.calibrate(model, recipe, batches)"
             )
+        if recipe.reordered != (columns is not None):
+            raise ValueError(f"QuantLinear: recipe {recipe.name!r} has reordered={recipe.reordered}, columns={columns}")
         parts = {**plain_state(weight), **_input_state(input_scales)}
-        for name in (*PARTS, *INPUT_PARTS):
+        if columns is not None:
+            parts["columns"] = columns.detach()
+        for name in (*PARTS, *INPUT_PARTS, "columns"):
             part = parts.get(name)
             self.register_parameter(name, None if part is None else nn.Parameter(part, requires_grad=False))
         self._input_name = None if recipe.input is None else recipe.input.name
@@ -167,13 +179,16 @@ class QuantLinear(Announced, nn.Module):
     def plain_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """The decoded matrix ``[out_features, in_features]`` without rotation, in ``dtype`` or the weight's dtype."""
         weight = self.weight
+        if self.columns is not None:
+            plain = weight.dequantize(dtype)
+            return torch.empty_like(plain).index_copy_(1, self.columns.long(), plain)
         if self.rotation is None:
             return weight.dequantize(dtype)
         return hadamard(weight.dequantize(torch.float32), self.rotation).to(dtype or weight.dtype)
 
     def share_weight(self, other: QuantLinear) -> None:
         """Use the parameters of ``other``'s weight: tied layers have one Quantized."""
-        for name in PARTS:
+        for name in (*PARTS, "columns"):
             self._parameters[name] = other._parameters[name]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -183,6 +198,8 @@ class QuantLinear(Announced, nn.Module):
         if self.rotation is not None:
             x = hadamard(x, self.rotation)
         parts: dict[str, Any] = self._parameters
+        if parts["columns"] is not None:
+            x = x.index_select(-1, parts["columns"])
         bias = parts["bias"]
         refuse_tangents("linear", x, bias)
         y: Tensor = call(

@@ -36,6 +36,8 @@ class Recipe:
         name: By default the operands of ``output``.
         forward: Replaces ``output`` in training, if that differs from inference. Both operands may be float.
         keep_blocks: Share of a model's blocks that ``train.prepare_`` leaves in high precision, from 0 to less than 1.
+        reordered: Whether layers have the columns of their weights in an order of their own, as GPTQ with ``desc_act``.
+            Only files of other programs have such layers.
 
     Raises:
         TypeError: A matmul is not a Gemm, or ``about`` or ``name`` is not a string.
@@ -49,6 +51,7 @@ class Recipe:
     name: str = ""
     forward: Gemm | None = None
     keep_blocks: float = 0.0
+    reordered: bool = False
 
     def __init__(
         self,
@@ -59,6 +62,7 @@ class Recipe:
         name: str = "",
         forward: Gemm | None = None,
         keep_blocks: float = 0.0,
+        reordered: bool = False,
     ) -> None:
         gemms = {"output": output, "grad_input": grad_input, "grad_weight": grad_weight, "forward": forward}
         for role, value in gemms.items():
@@ -70,7 +74,7 @@ class Recipe:
         for word, text in (("about", about), ("name", name)):
             if not isinstance(text, str):
                 raise TypeError(f"Recipe: {word} must be a string, got {type(text).__name__}")
-        set_fields(self, **gemms, about=about, name=name, keep_blocks=keep_blocks)
+        set_fields(self, **gemms, about=about, name=name, keep_blocks=keep_blocks, reordered=reordered is True)
         if not isinstance(output.b, Cast):
             raise ValueError(f"{self._label}: output.b is the weight, and needs a scheme, got {output.b!r}")
         if not name:
@@ -255,6 +259,10 @@ class Recipe:
         self._require_training("with_keep_blocks")
         return self._changed("keep_blocks", f"{share:g}", keep_blocks=share)
 
+    def with_reordered(self) -> Recipe:
+        """Return the recipe of layers that have their columns in an order of their own."""
+        return replace(self, name=f"{self.name}:reordered", reordered=True)
+
     def _float_forward(self) -> Recipe:
         """Forward in high precision; backward quantizes the operands whose codes came from forward."""
         changed = {}
@@ -285,12 +293,15 @@ class Recipe:
         """Return JSON data, without ``about``."""
         gemms = {role: getattr(self, role) for role in _PRODUCTS}
         data = {"name": self.name, **{role: gemm.to_dict() for role, gemm in gemms.items() if gemm is not None}}
-        return {**data, "keep_blocks": self.keep_blocks} if self.keep_blocks else data
+        for name in ("keep_blocks", "reordered"):
+            if getattr(self, name):
+                data[name] = getattr(self, name)
+        return data
 
     @classmethod
     def from_dict(cls, data: Any) -> Recipe:
         """Return the Recipe that ``to_dict`` described. Raises ValueError for other data."""
-        known = ("name", *_PRODUCTS, "keep_blocks")
+        known = ("name", *_PRODUCTS, "keep_blocks", "reordered")
         values = checked("Recipe", data, known, ("output",))
         gemms = {role: Gemm.from_dict(values[role]) for role in _PRODUCTS if values.get(role) is not None}
         return from_data(cls, {**values, **gemms}, known, ("output",))

@@ -24,6 +24,8 @@ def refuse_beyond(
         training: As for ``Recipe.casts``.
         able: Per field of Cast, the supported values besides the default.
     """
+    if recipe.reordered:
+        raise ValueError(f"recipe {recipe.name!r}: {what} does not support reordered columns")
     casts = recipe.casts(training)
     for role in roles:
         if role in casts and casts[role].scale == "static" and "static" in able.get("scale", ()):

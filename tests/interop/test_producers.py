@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 import lowbit as lb
 from lowbit.interop import FORMATS, format_of
 from lowbit.nn import QuantLinear
+from lowbit.serialize.shards import Checkpoint
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -115,12 +116,94 @@ def test_gptq(bits, group, symmetric, version, tmp_path):
     check(tmp_path / "in", model, exact, "gptq", "q4-0" if (bits, group, symmetric) == (4, 32, True) else name)
 
 
-def test_gptq_refuses_the_order_of_activations_and_false_claims(tmp_path):
-    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": True}
-    mixed = gptq(4, 32, True, 1, lambda cols, size: np.random.default_rng(0).permutation(cols) // size)
-    write(tmp_path / "mixed", llama(), mixed, config)
-    with pytest.raises(ValueError, match="order of activations"):
+def shuffled(cols, size):
+    """The group of each column, in a random order."""
+    return np.random.default_rng(0).permutation(cols) // size
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("bits", "group"), [(3, 32), (4, 64), (8, 128)])
+@torch.no_grad()
+def test_gptq_in_the_order_of_activations(bits, group, symmetric, tmp_path):
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": symmetric, "desc_act": True}
+    model = llama()
+    exact = write(tmp_path / "in", model, gptq(bits, group, symmetric, 1, shuffled), config)
+    loaded = lb.load_model(tmp_path / "in")
+    for name, value in exact.items():
+        layer = loaded.get_submodule(name)
+        assert layer.recipe.reordered and torch.equal(layer.plain_weight(torch.float32), value)
+        model.get_submodule(name).weight.data.copy_(value)
+    logits = loaded(IDS).logits
+    torch.testing.assert_close(logits, model(IDS).logits, rtol=0.02, atol=0.01)
+    ways = (lambda: lb.save_model(loaded, tmp_path / "a"), lambda: loaded.save_pretrained(tmp_path / "b"),
+            )  # fmt: skip
+    for way in ways:
+        way()
+    back = (lb.load_model(tmp_path / "a"),
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b", dtype="auto"))  # fmt: skip
+    for other in back:
+        assert torch.equal(other(IDS).logits, logits)
+    for format in ("gguf", "compressed-tensors"):
+        with pytest.raises(ValueError, match="order of activations"):
+            lb.export(loaded, format, tmp_path / "d")
+    lb.dequantize_(loaded)
+    for name, value in exact.items():
+        assert torch.equal(loaded.get_submodule(name).weight, value.half())
+    torch.testing.assert_close(loaded(IDS).logits, logits, rtol=0.02, atol=0.01)
+
+
+@torch.no_grad()
+def test_compressed_tensors_in_the_order_of_activations(tmp_path):
+    model = llama()
+    lb.quantize_(model, "int4-weight-only:group64")
+    lb.export(model, "compressed-tensors", tmp_path / "in")
+    stored = Checkpoint(tmp_path / "in")
+    tensors = {name: stored.read(name) for name in stored.entries}
+    exact = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantLinear):
+            cols = layer.in_features
+            groups = torch.from_numpy(shuffled(cols, 64).astype(np.int32))
+            tensors[f"{name}.weight_g_idx"] = groups
+            plain, scale = layer.weight.dequantize(torch.float32), layer.weight.scale
+            codes = (plain / scale.repeat_interleave(64, 1)).round()
+            exact[name] = codes * scale[:, groups.long()]
+    save_file(tensors, tmp_path / "in/model.safetensors")
+    config = json.loads((tmp_path / "in/config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    (tmp_path / "in/config.json").write_text(json.dumps(config))
+    loaded = lb.load_model(tmp_path / "in")
+    for name, value in exact.items():
+        assert torch.equal(loaded.get_submodule(name).plain_weight(torch.float32), value)
+
+
+def test_adapters_train_on_reordered_columns(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True, "desc_act": True}
+    write(tmp_path / "in", llama(), gptq(8, 32, True, 1, shuffled), config)
+    model = lb.load_model(tmp_path / "in").float()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"]))
+    adapted(IDS, labels=IDS).loss.backward()
+    before = adapted(IDS).logits
+    for name, parameter in adapted.named_parameters():
+        assert (parameter.grad is not None) == ("lora_" in name), name
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.1)
+    changed = adapted(IDS).logits
+    merged = adapted.merge_and_unload()
+    error, change = merged(IDS).logits - changed, changed - before
+    assert error.norm() < 0.2 * change.norm()
+
+
+def test_gptq_refuses_false_claims(tmp_path):
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+    write(tmp_path / "mixed", llama(), gptq(4, 32, True, 1, shuffled), config)
+    with pytest.raises(ValueError, match="desc_act"):
         lb.load_model(tmp_path / "mixed")
+    uneven = gptq(4, 32, True, 1, lambda cols, size: np.minimum(np.arange(cols) // 16, cols // size - 1))
+    write(tmp_path / "uneven", llama(), uneven, {**config, "desc_act": True})
+    with pytest.raises(ValueError, match="g_idx is damaged: expected groups of 32 columns"):
+        lb.load_model(tmp_path / "uneven")
     write(tmp_path / "zeros", llama(), gptq(4, 32, False, 1), config)
     with pytest.raises(ValueError, match=r"model\.safetensors.*its config says sym"):
         lb.load_model(tmp_path / "zeros")

@@ -18,7 +18,20 @@ from lowbit.scaling import Scheme, packed_cols
 from lowbit.tensor.packing import pack, unpack
 from lowbit.tensor.quantized import Quantized, Scales, scale_dtype, zero_dtype
 
-__all__ = ["STORAGES", "from_tensors", "input_kinds", "input_scales", "input_tensors", "to_tensors", "weight_kinds"]
+__all__ = [
+    "GROUPS",
+    "STORAGES",
+    "from_tensors",
+    "input_kinds",
+    "input_scales",
+    "input_tensors",
+    "to_tensors",
+    "weight_kinds",
+]
+
+
+#: The name of the tensor with the group of each column, if columns are in the order of activations.
+GROUPS = "weight_g_idx"
 
 
 class Storage(NamedTuple):

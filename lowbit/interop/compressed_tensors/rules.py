@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lowbit.files import shown
+from lowbit.interop.columns import order_of, taken
 from lowbit.interop.compressed_tensors import layouts
-from lowbit.interop.compressed_tensors.schemes import input_of, is_static_cache, scheme_of
+from lowbit.interop.compressed_tensors.layouts import GROUPS
+from lowbit.interop.compressed_tensors.schemes import REORDERED, input_of, is_static_cache, scheme_of
 from lowbit.interop.directories.recipes import recipe_of
-from lowbit.interop.directories.rules import CONFIG, Matrix, Rules
+from lowbit.interop.directories.rules import CONFIG, Kind, Matrix, Rules
 from lowbit.models import cache_scales
+from lowbit.scaling import Scheme
 from lowbit.serialize.shards import Checkpoint
+from lowbit.tensor.quantized import Quantized
 
 __all__ = ["CompressedTensors"]
 
@@ -65,16 +70,22 @@ class CompressedTensors(Rules):
         format, scheme = scheme_of(weights, str(group.get("format") or self.config.get("format")), scale_dtype)
         recipe = recipe_of(scheme, input_of(group.get("input_activations")))
         kinds = layouts.weight_kinds(format, recipe.weight, shape)
-        inputs = None
+        weight = partial(layouts.from_tensors, format=format, scheme=recipe.weight, shape=shape, dtype=dtype)
+        inputs = columns = None
+        if weights.get("actorder") in REORDERED:
+            recipe, kinds[GROUPS] = recipe.with_reordered(), Kind(torch.int32, (shape[1],))
+            columns = partial(_columns, scheme=recipe.weight)
+            weight = partial(_reordered, weight=weight, scheme=recipe.weight)
         if recipe.static and recipe.input is not None:
             kinds |= layouts.input_kinds(recipe.input)
             inputs = partial(layouts.input_scales, scheme=recipe.input)
         return Matrix(
             recipe,
             {part: (f"{name}.{part}", kind) for part, kind in kinds.items()},
-            partial(layouts.from_tensors, format=format, scheme=recipe.weight, shape=shape, dtype=dtype),
+            weight,
             inputs,
-            tuple(f"{name}.{part}" for part in _UNUSED),
+            columns,
+            unused=tuple(f"{name}.{part}" for part in _UNUSED),
         )
 
     def cache_names(self, attention: str) -> tuple[str, str] | None:
@@ -88,8 +99,18 @@ class CompressedTensors(Rules):
 
     def remedy(self, name: str) -> str:
         if name.endswith("weight_g_idx"):
-            return "columns in the order of activations are not read; make the checkpoint again with actorder 'weight'"
+            return "the config says that columns are not in the order of activations (actorder)"
         return super().remedy(name)
+
+
+def _columns(tensors: Mapping[str, Tensor], scheme: Scheme) -> Tensor:
+    return order_of(tensors[GROUPS], scheme)
+
+
+def _reordered(
+    tensors: Mapping[str, Tensor], weight: Callable[[Mapping[str, Tensor]], Quantized], scheme: Scheme
+) -> Quantized:
+    return taken(weight(tensors), order_of(tensors[GROUPS], scheme))
 
 
 def _group_of(name: str, groups: dict[str, Any], ignore: list[str]) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from lowbit.scaling import Scheme
 from lowbit.scaling import scheme as find_scheme
 
 __all__ = [
-    "FORMATS", "Format", "cache_config", "group_of", "input_of", "is_static_cache", "refuses", "scheme_of",
+    "FORMATS", "REORDERED", "Format", "cache_config", "group_of", "input_of", "is_static_cache", "refuses", "scheme_of",
 ]  # fmt: skip
 
 
@@ -36,6 +36,9 @@ class Format(NamedTuple):
     strategies: tuple[str, ...]
     inputs: bool | None = None
 
+
+#: The values of ``actorder`` for columns in the order of activations, which have a ``weight_g_idx``.
+REORDERED = ("group", "dynamic")
 
 #: The bits of lowbit's integer formats.
 _INTS = (2, 3, 4, 5, 6, 8)
@@ -98,6 +101,8 @@ def _group(recipe: Recipe) -> tuple[Format, dict[str, Any]] | str:
     """``group_of``, or the reason why it is impossible."""
     if recipe.rotation is not None:
         return "its weights are rotated by a Hadamard transform, and readers would not rotate the inputs"
+    if recipe.reordered:
+        return "its columns are in the order of activations, which compressed-tensors reads no longer"
     weights = _weight_args(recipe.weight)
     inputs = _input_args(recipe.output.a)
     for made in (weights, inputs):
@@ -204,11 +209,6 @@ def scheme_of(args: dict[str, Any], format: str, scale_dtype: str) -> tuple[Form
     """
     if args.get("dynamic"):
         raise ValueError("its weights are quantized dynamically; quantize the original model with lowbit.quantize_")
-    if args.get("actorder") in ("group", "dynamic"):
-        raise ValueError(
-            "its columns are in the order of activations (actorder 'group'), which needs weight_g_idx at run time; "
-            "make the checkpoint again with actorder 'weight'"
-        )
     row = next(
         (
             row

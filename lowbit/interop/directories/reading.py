@@ -238,7 +238,7 @@ class _Files:
 
 def _state(files: _Files, wanted: _Wanted) -> dict[str, Tensor]:
     """The state of a QuantLinear, without the bias unless experts share a stack of biases."""
-    weights, scales = [], []
+    weights, scales, orders = [], [], []
     for name, matrix in wanted.matrices.items():
         tensors = files.parts(matrix.tensors)
         files.used |= set(matrix.unused)
@@ -246,17 +246,21 @@ def _state(files: _Files, wanted: _Wanted) -> dict[str, Tensor]:
             weights.append(matrix.weight(tensors))
             if matrix.inputs is not None:
                 scales.append(matrix.inputs(tensors))
+            if matrix.columns is not None:
+                orders.append(matrix.columns(tensors))
         except ValueError as error:
             raise ValueError(f"{files.file(matrix)}: layer {name!r}: {error}") from None
     first = next(iter(wanted.matrices.values()))
     pairs = ((a, b) for row in scales for a, b in zip(row, scales[0], strict=True))
     if any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs):
         raise ValueError(f"{files.file(first)}: {wanted.path} has different input scales for one input")
+    if any(not torch.equal(order, orders[0]) for order in orders):
+        raise ValueError(f"{files.file(first)}: {wanted.path} has different orders of columns for one input")
     try:
         weight = joined(weights)
     except ValueError as error:
         raise ValueError(f"{files.file(first)}: {wanted.path}: {error}") from None
-    layer = QuantLinear(weight, None, first.recipe, scales[0] if scales else None)
+    layer = QuantLinear(weight, None, first.recipe, scales[0] if scales else None, orders[0] if orders else None)
     state = layer.state_dict(prefix=f"{wanted.path}.")
     if wanted.bias is not None:
         name, index = wanted.bias

@@ -40,6 +40,7 @@ class Matrix(NamedTuple):
         recipe: The recipe whose layer computes with it.
         tensors: The name in the checkpoint, dtype and shape of each of its tensors.
         weight: ``weight(tensors)`` is the matrix. Raises ValueError for values that contradict the config.
+        columns: ``columns(tensors)`` is the order of the columns, for recipes with ``reordered``.
         inputs: ``inputs(tensors)`` are the static input scales; None: the recipe has none.
         unused: Names of tensors that other programs write and lowbit does not use.
     """
@@ -48,6 +49,7 @@ class Matrix(NamedTuple):
     tensors: dict[str, tuple[str, Kind]]
     weight: Callable[[Mapping[str, Tensor]], Quantized]
     inputs: Callable[[Mapping[str, Tensor]], Scales] | None = None
+    columns: Callable[[Mapping[str, Tensor]], Tensor] | None = None
     unused: tuple[str, ...] = ()
 
 

@@ -43,6 +43,8 @@ def refuses(recipe: Recipe) -> Refusal | None:
         return Refusal(
             "its weights are rotated by a Hadamard transform, and llama.cpp would not rotate the inputs", "q4_0"
         )
+    if recipe.reordered:
+        return Refusal("its columns are in the order of activations; dequantize and quantize the model again", "q4_0")
     if block_type(recipe.weight) is None:
         types = ", ".join(f"{row.name} ({row.scheme})" for row in BLOCK_TYPES.values())
         nearest = (

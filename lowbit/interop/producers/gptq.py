@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lowbit.files import shown
+from lowbit.interop.columns import order_of, taken
 from lowbit.interop.directories.recipes import recipe_of
 from lowbit.interop.directories.rules import CONFIG, Kind, Matrix, Rules, positive
 from lowbit.scaling import Scheme, packed_cols
@@ -30,7 +31,7 @@ _VERSIONS = {"gptq": 1, "gptq_v2": 0}
 
 
 class GPTQ(Rules):
-    """GPTQ of 2, 3, 4 and 8 bits. Columns in the order of activations (``desc_act``) are refused."""
+    """GPTQ of 2, 3, 4 and 8 bits, with columns in the order of activations (``desc_act``) or not."""
 
     method = "gptq"
     marker = "qweight"
@@ -50,6 +51,7 @@ class GPTQ(Rules):
         except ValueError as error:
             raise ValueError(f"{path / CONFIG}: {error}") from None
         self.offset, self.symmetric = _VERSIONS[version], config.get("sym") is not False
+        self.reordered = config.get("desc_act") is True
 
     def matrix(self, name: str, shape: tuple[int, int], dtype: torch.dtype) -> Matrix:
         rows, cols = shape
@@ -57,30 +59,37 @@ class GPTQ(Rules):
         option = self.scale_option(f"{name}.scales")
         kind = f"int{self.bits}:{scaling}" if self.symmetric else f"uint{self.bits}:{scaling}:affine"
         recipe = recipe_of(find_scheme(f"{kind}{option}"), None)
+        if self.reordered:
+            recipe = recipe.with_reordered()
         scheme, groups = recipe.weight, recipe.weight.scale_shape(rows, cols)[1]
         kinds = {
             "qweight": Kind(torch.int32, (_words(cols, self.bits), rows)),
             "qzeros": Kind(torch.int32, (groups, _words(rows, self.bits))),
             "scales": Kind(self.checkpoint.entries[f"{name}.scales"].dtype, (groups, rows)),
         }
-        if f"{name}.g_idx" in self.checkpoint.entries:
+        if self.reordered or f"{name}.g_idx" in self.checkpoint.entries:
             kinds["g_idx"] = Kind(torch.int32, (cols,))
         return Matrix(
             recipe,
             {part: (f"{name}.{part}", kind) for part, kind in kinds.items()},
             partial(self._weight, scheme=scheme, shape=shape, dtype=dtype),
+            columns=partial(_columns, scheme=scheme) if self.reordered else None,
         )
 
     def _weight(
         self, tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype
     ) -> Quantized:
+        columns = None if "g_idx" not in tensors else _columns(tensors, scheme)
+        if columns is not None and not self.reordered and not bool((columns.diff() == 1).all()):
+            raise ValueError("its columns are in another order, and its config says that they are not (desc_act)")
+        weight = self._in_order(tensors, scheme, shape, dtype)
+        return weight if columns is None or not self.reordered else taken(weight, columns)
+
+    def _in_order(
+        self, tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype
+    ) -> Quantized:
+        """The weight with its columns in the order of the input."""
         rows, cols = shape
-        order = tensors.get("g_idx")
-        if order is not None and not torch.equal(order, torch.arange(cols, dtype=torch.int32) // (self.group or cols)):
-            raise ValueError(
-                "its columns are in the order of activations (desc_act), which lowbit does not read; quantize the "
-                "original model with lowbit.calibrate"
-            )
         packed = tensors["qweight"].t().contiguous().view(torch.uint8)[:, : packed_cols(cols, self.bits)].contiguous()
         zeros = unpack(tensors["qzeros"].contiguous().view(torch.uint8), self.bits, rows).t() + self.offset
         zeros = (zeros & (1 << self.bits) - 1).contiguous()
@@ -91,6 +100,10 @@ class GPTQ(Rules):
             raise ValueError(f"its config says sym, and a zero point is not {half}; the files are of another model")
         flips = pack(torch.full((1, cols), half, dtype=torch.uint8), self.bits)
         return Quantized(packed ^ flips, scale, None, None, scheme, torch.Size(shape), dtype)
+
+
+def _columns(tensors: Mapping[str, Tensor], scheme: Scheme) -> Tensor:
+    return order_of(tensors["g_idx"], scheme)
 
 
 def _words(count: int, bits: int) -> int:

@@ -75,7 +75,7 @@ class ModelOpt(Rules):
             {part: (f"{name}.{part}", kind) for part, kind in kinds.items()},
             partial(_weight, scheme=scheme, shape=shape, dtype=dtype),
             _input if recipe.static else None,
-            () if recipe.static else (f"{name}.input_scale",),
+            unused=() if recipe.static else (f"{name}.input_scale",),
         )
 
     def cache_names(self, attention: str) -> tuple[str, str] | None:
