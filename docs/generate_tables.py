@@ -51,6 +51,7 @@ FILES = (
     "docs/formats.md",
     "docs/memory.md",
     "docs/modules.md",
+    "docs/numbers.md",
     "docs/optimizers.md",
     "docs/qat.md",
     "bench/results/convergence.md",
@@ -468,6 +469,11 @@ def imports() -> str:
     return markdown(("format", "", "written by `lb.export`"), rows)
 
 
+def claims() -> str:
+    """Return the table of ``lowbit bench claims``."""
+    return _recorded_table("claims.md")
+
+
 def states() -> str:
     """Return the state precisions of lb.optim, with AdamW's bytes per parameter."""
 
@@ -569,6 +575,7 @@ TABLES: dict[str, Callable[[], str]] = {
         methods,
         states,
         calibration_batches,
+        claims,
         exports,
         imports,
         architectures,
