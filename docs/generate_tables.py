@@ -30,6 +30,7 @@ from lowbit.interop import FORMATS as FILE_FORMATS
 from lowbit.interop.compressed_tensors.schemes import group_of
 from lowbit.interop.gguf import ARCHITECTURES
 from lowbit.interop.gguf.blocks import block_type
+from lowbit.interop.onnx.rows import row_of
 from lowbit.ops import OPS
 from lowbit.ops.optim import FLOAT_STATES
 from lowbit.optim import STATES, States
@@ -453,8 +454,10 @@ def exports() -> str:
         type_ = block_type(recipe.weight)
         gguf = "" if FILE_FORMATS["gguf"].refuses(recipe) is not None or type_ is None else type_.name
         other = FILE_FORMATS["compressed-tensors"].refuses(recipe)
-        rows.append((f"`{name}`", gguf, "" if other is not None else group_of(recipe)[0].name))
-    return markdown(("recipe", "GGUF", "compressed-tensors"), [row for row in rows if any(row[1:])])
+        operator = row_of(recipe)
+        onnx = "" if operator is None else operator.name
+        rows.append((f"`{name}`", gguf, "" if other is not None else group_of(recipe)[0].name, onnx))
+    return markdown(("recipe", "GGUF", "compressed-tensors", "ONNX"), [row for row in rows if any(row[1:])])
 
 
 def architectures() -> str:

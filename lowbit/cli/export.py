@@ -20,6 +20,8 @@ EPILOG = """
 
 `lowbit export SmolLM2-int4 --to compressed-tensors --out SmolLM2-vllm` — for vLLM and transformers
 
+`lowbit export MiniLM-int8 --to onnx --out MiniLM.onnx` — for ONNX Runtime
+
 `lowbit export model --to gguf --out model.gguf --tokenizer meta-llama` — the tokenizer from another directory
 
 Formats: {formats}
@@ -36,21 +38,23 @@ def export(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write a saved model for llama.cpp, vLLM or transformers, with unchanged codes and scales."""
+    """Write a saved model for llama.cpp, vLLM, transformers or ONNX Runtime, with unchanged codes and scales."""
     started = time.perf_counter()
-    interop.find_format(to)
+    takes = interop.find_format(to).takes
     if target.exists():
         raise FileExistsError(f"{target} exists; remove it or choose another with --out")
     with errors.status(Text(f"loading {source}")):
         model = load(source)
-    words = tokenizer if tokenizer is not None else tokenizer_in(source)
+    words = tokenizer if tokenizer is not None or takes != "tokenizer" else tokenizer_in(source)
     with errors.status(Text(f"writing {target}")):
         report = interop.export(model, to, target, words)
     if json:
         print_json({**report.to_dict(), "out": str(target)})
         return
     out.print(str(report), soft_wrap=True)
-    without = "" if words is not None else "; it has no tokenizer, because MODEL has none: pass --tokenizer DIR"
+    without = (
+        "" if words is not None or not takes else "; it has no tokenizer, because MODEL has none: pass --tokenizer DIR"
+    )
     total = sum(path.stat().st_size for path in ([target] if target.is_file() else target.iterdir()))
     out.print(f"{time.perf_counter() - started:.1f} s; {size(total)} in {target}{without}", soft_wrap=True)
 

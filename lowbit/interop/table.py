@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lowbit.convert.prepack import prepack_
-from lowbit.interop import compressed_tensors, directories, gguf, producers
+from lowbit.interop import compressed_tensors, directories, gguf, onnx, producers
 from lowbit.interop.directories import Rules
 from lowbit.interop.files import Contents, Refusal
 from lowbit.name_tables import did_you_mean
@@ -34,9 +34,10 @@ class ModelFormat(NamedTuple):
         detect: Whether a path has this format.
         read: Loads the model, in eval mode, with the codes of the file.
         contents: The model without its weights, and its recipes.
-        write: Writes a model with a tokenizer, or None, to a path. None: the format is only read.
+        write: Writes a model to a path, with what ``takes`` names, or None. None: the format is only read.
         refuses: Returns why it cannot express a recipe, with the nearest recipe that it can, or None.
         tokenizer: Loads the tokenizer of a path.
+        takes: The argument of ``export`` that ``write`` takes: ``"tokenizer"`` or ``"batch"``.
     """
 
     name: str
@@ -47,6 +48,11 @@ class ModelFormat(NamedTuple):
     write: Callable[[nn.Module, Path, Any], Report] | None
     refuses: Callable[[Recipe], Refusal | None]
     tokenizer: Callable[[Path], Any]
+    takes: str = "tokenizer"
+
+
+def _not_read(path: Path) -> Any:
+    raise ValueError(f"{path} is in a format that lowbit only writes")
 
 
 def _pretrained_tokenizer(path: Path) -> Any:
@@ -76,6 +82,8 @@ FORMATS: dict[str, ModelFormat] = {
                     gguf.write, gguf.refuses, gguf.tokenizer),
         _directory(compressed_tensors.CompressedTensors, "a directory for vLLM and transformers",
                    compressed_tensors.write, compressed_tensors.refuses),
+        ModelFormat("onnx", "a file for ONNX Runtime", lambda path: False, _not_read, _not_read, onnx.write,
+                    onnx.refuses, _not_read, takes="batch"),
         _directory(producers.GPTQ, "a directory of AutoGPTQ or GPTQModel"),
         _directory(producers.AWQ, "a directory of AutoAWQ"),
         _directory(producers.ModelOpt, "a directory of NVIDIA's ModelOpt"),
@@ -89,32 +97,42 @@ WRITTEN = tuple(name for name, row in FORMATS.items() if row.write is not None)
 
 
 #: The paths of these formats, for messages.
-KINDS = f"a GGUF file, or a directory of {', '.join(name for name in FORMATS if name != 'gguf')}"
+_DIRECTORIES = ", ".join(name for name in FORMATS if name not in ("gguf", "onnx"))
+KINDS = f"a GGUF file, or a directory of {_DIRECTORIES}"
 
 
-def export(model: nn.Module, format: str, path: str | Path, tokenizer: Any = None) -> Report:
+def export(model: nn.Module, format: str, path: str | Path, tokenizer: Any = None, *, batch: Any = None) -> Report:
     """Write a model for another program, with unchanged codes and scales.
 
     Args:
-        model: A model of transformers, quantized or not.
-        format: ``"gguf"`` or ``"compressed-tensors"``.
+        model: A model, quantized or not. ``"onnx"`` takes any that torch can export, in fp32; the others take models of
+            transformers.
+        format: ``"gguf"``, ``"compressed-tensors"`` or ``"onnx"``.
         path: The file or directory, which gets its name when it is complete.
         tokenizer: A fast tokenizer of transformers, or a directory that has one. GGUF files also take a
             ``tokenizers.Tokenizer``; without a tokenizer llama.cpp cannot read text.
+        batch: For ``"onnx"``, an example batch: a tensor, a tuple of arguments, or a dict of keyword arguments. Models
+            of transformers need none.
 
     Returns:
         The report, with a row for each quantized layer.
 
     Raises:
-        ValueError: The format is unknown, or cannot express a layer; the message names the nearest recipe that works.
+        ValueError: The format is unknown, cannot express a layer, or does not take an argument. The message names the
+            nearest recipe that works.
             Or the model has adapters of peft that are not merged: ``lowbit.interop.gguf.write_adapters`` writes them.
         ImportError: The format needs a package that is not installed.
         FileExistsError: ``path`` is a directory with content.
         OSError: The path cannot be written, or the disk has too little space.
     """
-    write = find_format(format).write
-    assert write is not None
-    return write(model, Path(path), tokenizer)
+    row = find_format(format)
+    assert row.write is not None
+    extras = {"tokenizer": tokenizer, "batch": batch}
+    taken = extras.pop(row.takes)
+    for name, value in extras.items():
+        if value is not None:
+            raise ValueError(f"export: {format!r} takes no {name}")
+    return row.write(model, Path(path), taken)
 
 
 def find_format(name: str) -> ModelFormat:

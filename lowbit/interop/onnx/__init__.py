@@ -1,0 +1,9 @@
+"""ONNX files, in which layers keep their codes: operators of ONNX and of ONNX Runtime.
+
+Integer parts are exact. Float products are summed in another order.
+"""
+
+from lowbit.interop.onnx.rows import refuses
+from lowbit.interop.onnx.writing import exportable, write
+
+__all__ = ["exportable", "refuses", "write"]
