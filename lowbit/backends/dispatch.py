@@ -234,9 +234,9 @@ def no_onnx(op: str) -> str:
     """The error for an op in ``torch.onnx.export``."""
     return (
         f"lowbit.{op}: expected a model of torch's own ops, since torch.onnx.export has no ONNX operator for this one, "
-        f"got a model of lowbit layers; call lowbit.export(model, 'onnx', path, batch=batch), which keeps the codes, or export "
-        f"lowbit.dequantize_(model), whose layers are plain and hold the decoded "
-        f"weights (of a model in training after lowbit.qat.convert_ or lowbit.train.convert_), or call "
+        f"got a model of lowbit layers; call lowbit.export(model, 'onnx', path, batch=batch). Or "
+        f"export lowbit.dequantize_(model), whose layers are plain and hold the decoded weights (of a model in "
+        f"training after lowbit.qat.convert_ or lowbit.train.convert_), or call "
         f"torch.export.export, which keeps the ops of lowbit"
     )
 

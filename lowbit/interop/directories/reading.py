@@ -17,7 +17,7 @@ from lowbit.convert.adapters import EXPERTS, find
 from lowbit.files import shown
 from lowbit.interop.directories.joining import joined
 from lowbit.interop.directories.names import Names
-from lowbit.interop.directories.rules import CONFIG, Kind, Matrix, Rules, quantization_of
+from lowbit.interop.directories.rules import CONFIG, SCALE_OPTIONS, Kind, Matrix, Rules, quantization_of
 from lowbit.interop.files import Contents
 from lowbit.models import cache_scales
 from lowbit.nn.experts import stacks
@@ -72,7 +72,7 @@ def read(path: str | Path, rules: type[Rules]) -> nn.Module:
     tensors: dict[str, Tensor] = {}
     for wanted in source.weights:
         tensors |= _state(files, wanted)
-    rest, tied = _plain(files, model, source.layers, source.names)
+    rest, tied = _plain(files, model, source.layers, source.names, source.rules)
     _refuse_unused(files, model, source.rules)
     saved = Saved(source.path / CONFIG, source.layers, {**tensors, **rest}, tied, None)
     load_into(model, saved, built=False)
@@ -272,7 +272,7 @@ def _state(files: _Files, wanted: _Wanted) -> dict[str, Tensor]:
 
 
 def _plain(
-    files: _Files, model: nn.Module, layers: Iterable[str], names: Names
+    files: _Files, model: nn.Module, layers: Iterable[str], names: Names, rules: Rules
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """All other tensors of the model, and for each other name of a tied tensor the name with its value."""
     quantized = tuple(f"{path}." for path in layers)
@@ -299,6 +299,11 @@ def _plain(
         elif entry.shape != state[name].shape:
             raise ValueError(
                 f"{entry.path} has {stored[name]} with shape {list(entry.shape)}, expected {list(state[name].shape)}"
+            )
+        elif state[name].is_floating_point() and entry.dtype not in SCALE_OPTIONS:
+            raise ValueError(
+                f"{entry.path} has {stored[name]} as {entry.dtype}, and lacks the scales that would decode it "
+                f"({rules.marker}); copy it again"
             )
         else:
             tensors[name] = files.read(stored[name])

@@ -50,7 +50,7 @@ class AWQ(Rules):
         rows, cols = shape
         if rows % 8:
             raise ValueError(f"it has {rows} rows, and the layout needs a multiple of 8")
-        affine = f"{name}.qzeros" in self.checkpoint.entries
+        affine = self.config.get("zero_point") is not False
         scaling = "row" if self.group is None else f"group{self.group}"
         kind = f"uint4:{scaling}:affine" if affine else f"int4:{scaling}"
         recipe = recipe_of(find_scheme(f"{kind}{self.scale_option(f'{name}.scales')}"), None)
