@@ -456,8 +456,11 @@ def exports() -> str:
         other = FILE_FORMATS["compressed-tensors"].refuses(recipe)
         operator = row_of(recipe)
         onnx = "" if operator is None else operator.name
-        rows.append((f"`{name}`", gguf, "" if other is not None else group_of(recipe)[0].name, onnx))
-    return markdown(("recipe", "GGUF", "compressed-tensors", "ONNX"), [row for row in rows if any(row[1:])])
+        marks = ("" if FILE_FORMATS[format].refuses(recipe) else "yes" for format in ("gptq", "modelopt"))
+        rows.append((f"`{name}`", gguf, "" if other is not None else group_of(recipe)[0].name, *marks, onnx))
+    return markdown(
+        ("recipe", "GGUF", "compressed-tensors", "GPTQ", "ModelOpt", "ONNX"), [row for row in rows if any(row[1:])]
+    )
 
 
 def architectures() -> str:

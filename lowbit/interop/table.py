@@ -13,6 +13,7 @@ from lowbit.convert.prepack import prepack_
 from lowbit.interop import compressed_tensors, directories, gguf, onnx, producers
 from lowbit.interop.directories import Rules
 from lowbit.interop.files import Contents, Refusal
+from lowbit.interop.producers import gptq, modelopt
 from lowbit.name_tables import did_you_mean
 from lowbit.recipes import Recipe
 from lowbit.report import Report
@@ -84,9 +85,11 @@ FORMATS: dict[str, ModelFormat] = {
                    compressed_tensors.write, compressed_tensors.refuses),
         ModelFormat("onnx", "a file for ONNX Runtime", lambda path: False, _not_read, _not_read, onnx.write,
                     onnx.refuses, _not_read, takes="batch"),
-        _directory(producers.GPTQ, "a directory of AutoGPTQ or GPTQModel"),
+        _directory(producers.GPTQ, "a directory of AutoGPTQ or GPTQModel",
+                   partial(directories.write, layout=gptq.LAYOUT), gptq.refuses),
         _directory(producers.AWQ, "a directory of AutoAWQ"),
-        _directory(producers.ModelOpt, "a directory of NVIDIA's ModelOpt"),
+        _directory(producers.ModelOpt, "a directory of NVIDIA's ModelOpt",
+                   partial(directories.write, layout=modelopt.LAYOUT), modelopt.refuses),
         _directory(producers.FP8, "a directory with FP8 weights like DeepSeek-V3"),
         _directory(producers.MXFP4, "a directory with MXFP4 experts like gpt-oss"),
     )
@@ -107,7 +110,7 @@ def export(model: nn.Module, format: str, path: str | Path, tokenizer: Any = Non
     Args:
         model: A model, quantized or not. ``"onnx"`` takes any that torch can export, in fp32; the others take models of
             transformers.
-        format: ``"gguf"``, ``"compressed-tensors"`` or ``"onnx"``.
+        format: ``"gguf"``, ``"compressed-tensors"``, ``"gptq"``, ``"modelopt"`` or ``"onnx"``.
         path: The file or directory, which gets its name when it is complete.
         tokenizer: A fast tokenizer of transformers, or a directory that has one. GGUF files also take a
             ``tokenizers.Tokenizer``; without a tokenizer llama.cpp cannot read text.

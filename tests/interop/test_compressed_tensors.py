@@ -205,7 +205,7 @@ def test_a_model_with_several_schemes_keeps_its_codes(tmp_path):
 
 
 def test_static_inputs_and_shards(tmp_path, monkeypatch):
-    from lowbit.interop.compressed_tensors import writing
+    from lowbit.interop.directories import writing
 
     model = build()
     batches = [torch.arange(12).reshape(2, 6)]

@@ -274,3 +274,99 @@ def test_formats_that_are_only_read_say_so(tmp_path):
         assert FORMATS[name].write is None
         with pytest.raises(ValueError, match=f"{name} is only read; expected one of gguf"):
             lb.export(model, name, tmp_path / "out")
+
+
+def stored(directory):
+    """The tensors of a directory."""
+    checkpoint = Checkpoint(directory)
+    return {name: checkpoint.read(name) for name in checkpoint.entries}
+
+
+def config_of(directory):
+    return json.loads((directory / "config.json").read_text())["quantization_config"]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("symmetric", "order"), [(True, None), (False, None), (True, shuffled)])
+def test_gptq_is_written_as_it_was_read(bits, symmetric, order, tmp_path):
+    config = {"quant_method": "gptq", "bits": bits, "group_size": 64, "sym": symmetric, "desc_act": order is not None,
+              "checkpoint_format": "gptq" if symmetric else "gptq_v2"}  # fmt: skip
+    write(tmp_path / "in", llama(), gptq(bits, 64, symmetric, int(symmetric), order), config)
+    model = lb.load_model(tmp_path / "in")
+    lb.export(model, "gptq", tmp_path / "out")
+    before, after = stored(tmp_path / "in"), stored(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert value.dtype == after[name].dtype and torch.equal(value, after[name]), name
+    assert config.items() <= config_of(tmp_path / "out").items()
+    assert torch.equal(lb.load_model(tmp_path / "out")(IDS).logits, model(IDS).logits)
+
+
+def test_gptq_of_lowbit(tmp_path):
+    model = llama()
+    lb.quantize_(model, {"*": "int4-weight-only:group32:fp16", "*.o_proj": None})
+    lb.export(model, "gptq", tmp_path / "out")
+    assert set(config_of(tmp_path / "out")["dynamic"]) == {r"-:^model\.layers\.0\.self_attn\.o_proj$"}
+    same_weights(model, lb.load_model(tmp_path / "out"))
+    for recipe, told in (("int4-weight-only", "scales are fp16"), ("nf4", "integers of 2, 3, 4 and 8 bits"),
+                         ("int8", "no quantized inputs"), ("q4_1", "integers of 2, 3, 4 and 8 bits")):  # fmt: skip
+        other = llama()
+        lb.quantize_(other, recipe)
+        with pytest.raises(ValueError, match=f"{told}.*nearest recipe that works is") as raised:
+            lb.export(other, "gptq", tmp_path / "never")
+        nearest = str(raised.value).partition("works is '")[2].partition("'")[0]
+        assert FORMATS["gptq"].refuses(lb.recipe(nearest)) is None
+    mixed = llama()
+    lb.quantize_(mixed, {"*": "int4-weight-only:group32:fp16", "*.o_proj": "int8-weight-only:group32:fp16"})
+    with pytest.raises(ValueError, match="one scheme for all layers"):
+        lb.export(mixed, "gptq", tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+
+
+def same_weights(model, other):
+    """Both models have the same quantized layers. (Casting a model in memory also casts its rotary frequencies.)"""
+    layers = [{n: m for n, m in one.named_modules() if isinstance(m, QuantLinear)} for one in (model, other)]
+    assert layers[0].keys() == layers[1].keys()
+    for name, layer in layers[0].items():
+        assert layer.recipe.weight == layers[1][name].recipe.weight
+        assert torch.equal(layer.weight.dequantize(torch.float32), layers[1][name].weight.dequantize(torch.float32))
+    torch.testing.assert_close(model(IDS).logits, other(IDS).logits, rtol=0.05, atol=0.01)
+
+
+def without_input(quantize):
+    def changed(name, weight):
+        parts, exact = quantize(name, weight)
+        del parts["input_scale"]
+        return parts, exact
+
+    return changed
+
+
+@pytest.mark.parametrize(("algorithm", "quantize"), [("W4A16_NVFP4", without_input(nvfp4)), ("FP8", fp8)])
+def test_modelopt_is_written_as_it_was_read(algorithm, quantize, tmp_path):
+    config = {"quant_method": "modelopt", "quant_algo": algorithm}
+    write(tmp_path / "in", llama(torch.bfloat16), quantize, config)
+    model = lb.load_model(tmp_path / "in")
+    lb.export(model, "modelopt", tmp_path / "out")
+    before, after = stored(tmp_path / "in"), stored(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert value.dtype == after[name].dtype and torch.equal(value.float(), after[name].float()), name
+    assert config.items() <= config_of(tmp_path / "out").items()
+    assert torch.equal(lb.load_model(tmp_path / "out")(IDS).logits, model(IDS).logits)
+
+
+def test_modelopt_of_lowbit(tmp_path):
+    model = llama(torch.bfloat16)
+    lb.quantize_(model, {"*": "nvfp4-weight-only", "*.o_proj": "fp8", "*.q_proj": "mxfp8", "*.k_proj": None})
+    lb.export(model, "modelopt", tmp_path / "out")
+    layers = config_of(tmp_path / "out")["quantized_layers"]
+    assert {row["quant_algo"] for row in layers.values()} == {"W4A16_NVFP4", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8"}
+    same_weights(model, lb.load_model(tmp_path / "out"))
+    for recipe in ("int8", "nvfp4", "mxfp4", "fp8-block"):
+        other = llama()
+        lb.quantize_(other, recipe)
+        with pytest.raises(ValueError, match="nearest recipe that works is") as raised:
+            lb.export(other, "modelopt", tmp_path / "never")
+        nearest = str(raised.value).partition("works is '")[2].partition("'")[0]
+        assert FORMATS["modelopt"].refuses(lb.recipe(nearest)) is None

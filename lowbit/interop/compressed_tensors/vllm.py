@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit.interop.compressed_tensors.layers import StoredLayer
+from lowbit.interop.directories.layers import StoredLayer
 
 __all__ = ["differences"]
 
@@ -63,18 +63,21 @@ def differences(layers: dict[str, StoredLayer]) -> Iterator[str]:
 
 
 def _is_unread(layer: StoredLayer, row: _Unread) -> bool:
-    inputs = (layer.group.get("input_activations") or {}).get("strategy")
-    matches = layer.format.name == row.format and layer.group["weights"]["strategy"] in row.strategies
+    inputs = (layer.stored.about.group.get("input_activations") or {}).get("strategy")
+    matches = (
+        layer.stored.about.format.name == row.format
+        and layer.stored.about.group["weights"]["strategy"] in row.strategies
+    )
     return matches and (row.inputs is None or inputs in row.inputs)
 
 
 def _rounds_scales(layer: StoredLayer) -> bool:
-    packed = layer.format.name == "pack-quantized"
+    packed = layer.stored.about.format.name == "pack-quantized"
     return packed and layer.weight.scale.dtype.itemsize > layer.layer.weight_dtype.itemsize
 
 
 def _mixed(layers: dict[str, StoredLayer], parent: str, fused: tuple[str, ...]) -> str | None:
-    groups = [layers[name].group if (name := f"{parent}.{child}") in layers else None for child in fused]
+    groups = [layers[name].stored.about.group if (name := f"{parent}.{child}") in layers else None for child in fused]
     if any(group is not None for group in groups) and any(group != groups[0] for group in groups):
         return (
             f"vLLM needs one recipe for {', '.join(fused)}, and those of {parent} differ; it would not load this model"

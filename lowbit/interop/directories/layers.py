@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from lowbit.convert.engine import origin, quantized_layers
-from lowbit.interop.compressed_tensors import layouts
-from lowbit.interop.compressed_tensors.schemes import Format, group_of
 from lowbit.interop.directories.joining import rows
 from lowbit.interop.directories.names import Names
 from lowbit.interop.directories.rules import Kind
@@ -21,7 +19,25 @@ from lowbit.nn.linear import QuantLinear
 from lowbit.nn.packed import PackedLinear
 from lowbit.tensor.quantized import Quantized
 
-__all__ = ["StoredLayer", "stored_layers"]
+__all__ = ["Store", "Stored", "StoredLayer", "stored_layers"]
+
+
+class Stored(NamedTuple):
+    """How a layout stores a Linear.
+
+    Attributes:
+        kinds: The dtypes and shapes of its tensors by name, without the bias.
+        tensors: Makes the tensors by name.
+        about: What the layout's config needs to know.
+    """
+
+    kinds: dict[str, Kind]
+    tensors: Callable[[], dict[str, Tensor]]
+    about: Any
+
+
+#: ``store(layer, begin, end)`` is how a layout stores rows of a layer. Raises ValueError for a layer that it cannot.
+Store = Callable[[Any, int, int], Stored]
 
 
 class StoredLayer(NamedTuple):
@@ -32,40 +48,26 @@ class StoredLayer(NamedTuple):
         layer: The quantized layer.
         begin: Its first row.
         end: The row after its last.
-        format: The format of its weight.
-        group: Its entry of ``config_groups``, without ``targets``.
+        stored: How it is stored.
     """
 
     path: str
     layer: QuantLinear | PackedLinear
     begin: int
     end: int
-    format: Format
-    group: dict[str, Any]
+    stored: Stored
 
     @property
     def weight(self) -> Quantized:
         """The rows of the weight."""
         return rows(self.layer.weight, self.begin, self.end)
 
-    def kinds(self) -> dict[str, Kind]:
-        """The dtypes and shapes of its tensors by name."""
-        shape, recipe = (self.end - self.begin, self.layer.in_features), self.layer.recipe
-        kinds = layouts.weight_kinds(self.format, self.layer.scheme, shape)
-        return kinds | layouts.input_kinds(recipe.input) if recipe.static and recipe.input is not None else kinds
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Its tensors by name, without the bias."""
-        tensors = layouts.to_tensors(self.weight, self.format)
-        scales, scheme = getattr(self.layer, "input_scales", None), self.layer.recipe.input
-        return tensors if scales is None or scheme is None else tensors | layouts.input_tensors(scales, scheme)
-
-
-def stored_layers(model: nn.Module, names: Names) -> dict[str, StoredLayer]:
+def stored_layers(model: nn.Module, names: Names, store: Store) -> dict[str, StoredLayer]:
     """The Linears by their names in the checkpoint.
 
     Raises:
-        ValueError: The model has no quantized layer, or one that compressed-tensors cannot express.
+        ValueError: The model has no quantized layer, or one that the layout cannot express.
     """
     for path, module in model.named_modules():
         if kind(module) in ("qat", "training"):
@@ -75,8 +77,7 @@ def stored_layers(model: nn.Module, names: Names) -> dict[str, StoredLayer]:
     for path, module in quantized_layers(model).items():
         try:
             for inner, layer, begin, end in _linears(plain_name(path), module, names):
-                _check(layer, begin)
-                layers[names.layer(inner)] = StoredLayer(inner, layer, begin, end, *group_of(layer.recipe))
+                layers[names.layer(inner)] = StoredLayer(inner, layer, begin, end, store(layer, begin, end))
         except ValueError as error:
             refused[path] = str(error)
     if refused:
@@ -112,14 +113,3 @@ def _linears(path: str, module: Any, names: Names) -> Iterator[tuple[str, Any, i
 
 def _skip(path: str) -> str:
     return f"quantize the model again with skip={path!r}"
-
-
-def _check(layer: QuantLinear | PackedLinear, begin: int) -> None:
-    rows, cols = layer.scheme.block
-    if rows == 1 and cols is not None and layer.in_features % cols:
-        raise ValueError(
-            f"in_features is {layer.in_features}, no multiple of its groups of {cols}, and compressed-tensors has "
-            f"whole groups only; quantize it with another group, or with one scale per row"
-        )
-    if rows is not None and begin % rows:
-        raise ValueError(f"row {begin} begins a matrix within a block of {rows} rows; use a recipe with groups or rows")

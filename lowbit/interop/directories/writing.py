@@ -1,25 +1,21 @@
-"""Writes a quantized model as a directory in the layout of compressed-tensors."""
+"""Writes a quantized Hugging Face model as a directory, in the layout of another program."""
 
 from __future__ import annotations
 
-import json
-import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lowbit.convert.engine import quantized_layers
 from lowbit.files import sync_directory, write_json
-from lowbit.interop.compressed_tensors.layers import StoredLayer, stored_layers
-from lowbit.interop.compressed_tensors.schemes import cache_config
-from lowbit.interop.compressed_tensors.vllm import differences
+from lowbit.interop.directories.layers import Store, StoredLayer, stored_layers
 from lowbit.interop.directories.names import Names
 from lowbit.interop.directories.rules import Kind
 from lowbit.interop.files import refuse_adapters, require_space
@@ -32,7 +28,7 @@ from lowbit.serialize import huggingface, safetensors
 from lowbit.serialize.saving import distinct
 from lowbit.serialize.shards import SINGLE, Group, pack, write_index
 
-__all__ = ["write"]
+__all__ = ["Layout", "write"]
 
 #: The largest file of weights in bytes, unless one layer is larger. transformers has the same limit.
 SHARD_BYTES = 5 * 10**9
@@ -43,13 +39,30 @@ _TOKENIZER_FILES = (
     "*.tiktoken", "*.model", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 
-#: Formats that readers decode to bf16 whatever the dtype of the model, so that other dtypes fail at the first matmul.
-_BF16_ONLY = ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized")
+
+class Layout(NamedTuple):
+    """How one program stores quantized models.
+
+    Attributes:
+        name: Its name in ``export``.
+        store: How it stores a Linear.
+        config: ``config(model, layers, names)`` is the ``quantization_config``.
+        dtype: ``dtype(model, layers)`` is the dtype in the config, or None for the model's.
+        notes: ``notes(model, layers)`` are lines for the report.
+        cache: Whether it stores static scales of keys and values.
+    """
+
+    name: str
+    store: Store
+    config: Callable[[Any, dict[str, StoredLayer], Names], dict[str, Any]]
+    dtype: Callable[[Any, dict[str, StoredLayer]], str | None] = lambda model, layers: None
+    notes: Callable[[Any, dict[str, StoredLayer]], Iterable[str]] = lambda model, layers: ()
+    cache: bool = False
 
 
 @torch.no_grad()
-def write(model: nn.Module, path: str | Path, tokenizer: Any = None) -> Report:
-    """Write a quantized Hugging Face model for transformers, vLLM and other readers of compressed-tensors.
+def write(model: nn.Module, path: str | Path, tokenizer: Any = None, *, layout: Layout) -> Report:
+    """Write a quantized Hugging Face model as a directory.
 
     Codes and scales are unchanged. The directory gets its name when it is complete.
 
@@ -57,13 +70,14 @@ def write(model: nn.Module, path: str | Path, tokenizer: Any = None) -> Report:
         model: A model of transformers whose Linears ``quantize_`` has quantized.
         path: The directory; it must not exist, or be empty.
         tokenizer: An object with ``save_pretrained``, or a directory whose tokenizer files are copied.
+        layout: The layout of the program that will read it.
 
     Returns:
         The report, with a row for each quantized layer.
 
     Raises:
-        ValueError: The model is not of transformers, or has a layer that compressed-tensors cannot express. The
-            message names the nearest recipe that works.
+        ValueError: The model is not of transformers, or has a layer that the layout cannot express. The message names
+            the nearest recipe that works.
         FileExistsError: ``path`` has other content.
         FileNotFoundError: The directory of the tokenizer has no tokenizer.
         OSError: The directory cannot be written, or the disk has too little space.
@@ -72,13 +86,15 @@ def write(model: nn.Module, path: str | Path, tokenizer: Any = None) -> Report:
     refuse_adapters(model, "model.save_pretrained(path), which vLLM and transformers load next to the base model")
     if not huggingface.is_pretrained(model):
         raise ValueError(
-            f"compressed-tensors is a layout for models of transformers, and this is a {type(model).__name__}; "
+            f"{layout.name} is a layout for models of transformers, and this is a {type(model).__name__}; "
             f"use lowbit.save_model"
         )
     names = Names(model)
-    layers = stored_layers(model, names)
+    layers = stored_layers(model, names, layout.store)
+    if cache_scales.scales_of(model) and not layout.cache:
+        raise ValueError(f"{layout.name} has no static scales of a KV cache; compressed-tensors has them")
     plain = _plain_tensors(model, names)
-    config = _config(model, layers, names)
+    config = _config(model, layers, names, layout)
     files = pack(_groups(layers, plain), SHARD_BYTES)
     tokenizer_files = _tokenizer_files(tokenizer)
     size = sum(group[1] for groups in files for group in groups)
@@ -98,7 +114,7 @@ def write(model: nn.Module, path: str | Path, tokenizer: Any = None) -> Report:
         if hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(str(directory))
     report = report_on("export", model, quantized_layers(model), f"written to {path}")
-    return replace(report, notes=_notes(layers, model))
+    return replace(report, notes=tuple(layout.notes(model, layers)))
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -121,7 +137,7 @@ def _groups(layers: dict[str, StoredLayer], plain: dict[str, Tensor]) -> list[Gr
     for name, layer in layers.items():
         kinds = {
             f"{name}.{part}": torch.empty(kind.shape, dtype=kind.dtype, device="meta")
-            for part, kind in layer.kinds().items()
+            for part, kind in layer.stored.kinds.items()
         }
         groups.append((tuple(kinds), sum(tensor.nbytes for tensor in kinds.values())))
     return groups
@@ -135,7 +151,7 @@ def _write_file(
     for names, _ in groups:
         for name in names:
             layer, _, part = name.rpartition(".")
-            kind = Kind(plain[name].dtype, plain[name].shape) if name in plain else layers[layer].kinds()[part]
+            kind = Kind(plain[name].dtype, plain[name].shape) if name in plain else layers[layer].stored.kinds[part]
             layout[name] = torch.empty(kind.shape, dtype=kind.dtype, device="meta")
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -144,7 +160,7 @@ def _write_file(
             if names[0] in plain:
                 yield names[0], plain[names[0]].cpu()
             else:
-                yield from ((f"{layer}.{part}", value.cpu()) for part, value in layers[layer].tensors().items())
+                yield from ((f"{layer}.{part}", value.cpu()) for part, value in layers[layer].stored.tensors().items())
 
     path.touch()
     safetensors.write_streamed(path, layout, tensors())
@@ -152,72 +168,23 @@ def _write_file(
 
 
 # -- config ------------------------------------------------------------------------------------------------------------
-def _config(model: Any, layers: dict[str, StoredLayer], names: Names) -> dict[str, Any]:
+def _config(model: Any, layers: dict[str, StoredLayer], names: Names, layout: Layout) -> dict[str, Any]:
     described = huggingface.describe(model)
     config = dict(described["config"])
     config["architectures"] = [described["architecture"]]
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = _dtype(model, layers)
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = layout.dtype(model, layers) or _dtype(model, layers)
     if kind(model.get_output_embeddings() or model) in ("quantized", "packed"):  # it has a weight of its own
         for inner in (config, config.get("text_config")):
             if isinstance(inner, dict):
                 inner["tie_word_embeddings"] = False
-    scales = config.pop(cache_scales.ATTRIBUTE, None)
-    config["quantization_config"] = _quantization_config(model, layers, names)
-    if scales is not None:
-        config["quantization_config"]["kv_cache_scheme"] = cache_config(scales)
+    config.pop(cache_scales.ATTRIBUTE, None)
+    config["quantization_config"] = layout.config(model, layers, names)
     return config
 
 
 def _dtype(model: nn.Module, layers: dict[str, StoredLayer]) -> str:
-    """The dtype of the model, or bf16 if readers run it in bf16 only."""
-    if any(layer.format.name in _BF16_ONLY for layer in layers.values()):
-        return "bfloat16"
     dtype = next(iter(layers.values())).layer.weight_dtype
     return str(getattr(model, "dtype", dtype) or dtype).removeprefix("torch.")
-
-
-def _quantization_config(model: Any, layers: dict[str, StoredLayer], names: Names) -> dict[str, Any]:
-    """The config of all layers. One group names the class Linear, several their layers.
-
-    Layers are named as in checkpoints, for vLLM, and also as in memory, for transformers.
-    """
-    groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
-    for name, layer in layers.items():
-        targets = groups.setdefault(json.dumps(layer.group, sort_keys=True), (layer.group, []))[1]
-        targets += dict.fromkeys((name, layer.path))
-    formats = {layer.format.name for layer in layers.values()}
-    output: Any = model.get_output_embeddings()  # for vLLM, whose output layer is not a Linear
-    outputs = [name for name, layer in layers.items() if layer.layer is output]
-    return {
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
-        "config_groups": {
-            f"group_{index}": {"targets": ["Linear", *outputs] if len(groups) == 1 else targets, **group}
-            for index, (group, targets) in enumerate(groups.values())
-        },
-        "ignore": _ignored(model, names),
-        "kv_cache_scheme": None,
-    }
-
-
-def _ignored(model: nn.Module, names: Names) -> list[str]:
-    """The modules with a float matrix, which readers may take for Linears: Linears, routers, and stacked experts."""
-    ignored = []
-    for path, module in model.named_modules(remove_duplicate=False):
-        dims = {0 if value is None else value.dim() for value in module._parameters.values()}
-        if kind(module) is not None or isinstance(module, nn.Embedding) or not dims & {2, 3}:
-            continue
-        for name in dict.fromkeys((names.layer(plain_name(path)), plain_name(path))):
-            ignored.append(name if 2 in dims else f"re:{re.escape(name)}\\..*")
-    return ignored
-
-
-def _notes(layers: dict[str, StoredLayer], model: nn.Module) -> tuple[str, ...]:
-    notes = []
-    if _dtype(model, layers) == "bfloat16" and getattr(model, "dtype", None) not in (None, torch.bfloat16):
-        notes.append("config.json has dtype bfloat16, because readers run this format in bf16 only")
-    return (*notes, *differences(layers))
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
