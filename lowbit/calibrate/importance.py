@@ -19,6 +19,7 @@ from lowbit.calibrate.recording import Observed
 from lowbit.checkpointing.apply import recomputing
 from lowbit.checkpointing.frame import NotReplayed
 from lowbit.dist_utils import exchange_device, processes
+from lowbit.memory import heap
 from lowbit.models.batches import feed, mask_of, tokens_of
 from lowbit.models.blocks import find_blocks
 from lowbit.models.losses import Loss, own_loss, token_loss
@@ -58,6 +59,7 @@ def weigh(
                     f"them in the calibration data, or in the model"
                 )
             layer.importance.append([call.rows for call in watch.calls])
+        heap.trim()  # the rows stay between freed activations, and each batch would need new pages
     for layer in layers:
         _normalize(layer)
 

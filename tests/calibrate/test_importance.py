@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -206,3 +208,36 @@ def test_the_default_is_guided():
     made = lb.calibrate(model, RECIPE, batches(), skip=())
     guided = lb.calibrate(model, RECIPE, batches(), "guided-gptq", skip=())
     assert all(torch.equal(made.weights[name].codes, q.codes) for name, q in guided.weights.items())
+
+
+#: Resident memory after batches 4 and 16, in a process whose heap nothing else has used.
+_RESIDENT = """
+import sys
+import torch
+import lowbit as lb
+from lowbit.demo.gpt import GPT, GPTConfig
+from lowbit.memory.rss import resident_bytes
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = GPT(GPTConfig(vocab=2048, context=512, layers=8, heads=4, dim=256, hidden=768)).eval()
+held = []
+
+def loss(output, batch):
+    held.append(resident_bytes())
+    if len(held) == 16:
+        print(held[4], held[15])
+        sys.exit()
+    return output.float().logsumexp(-1).sum()
+
+batches = [torch.randint(2048, (1, 512)) for _ in range(16)]
+lb.calibrate(model, "q4_0", batches, "guided-gptq", loss=loss, progress=False)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_does_not_grow_with_the_batches():
+    done = subprocess.run([sys.executable, "-c", _RESIDENT], capture_output=True, text=True, check=True)
+    early, late = map(int, done.stdout.split())
+    assert late < 1.05 * early
