@@ -54,7 +54,7 @@ def close(found, expected, name):
     assert (found - expected).abs().max() <= bound
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("name", WRITTEN)
 @torch.no_grad()
 def test_recipes(name, tmp_path):
@@ -114,6 +114,7 @@ def test_integer_products_are_exact(name, tmp_path):
     assert torch.equal(run(tmp_path / "model.onnx", x)[0], model(x))
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("conv", "shape"), [
     (nn.Conv1d(8, 16, 5, stride=2, padding=2), (2, 8, 30)),
     (nn.Conv2d(6, 12, 3, padding="same", groups=3), (2, 6, 9, 11)),
@@ -146,6 +147,7 @@ class Words(nn.Module):
         return self.out(self.block(self.table(ids)))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", [
     "int8-weight-only", "int4-weight-only:group32", "uint4-weight-only:group16", "fp8-weight-only", "nf4:group32",
     "mxfp4-weight-only",

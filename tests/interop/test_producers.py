@@ -35,6 +35,7 @@ def check(directory, model, exact, method, recipe):
 
 
 # -- GPTQ --------------------------------------------------------------------------------------------------------------
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("version", ["gptq", "gptq_v2", None])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(("bits", "group"), [(2, 32), (3, 64), (4, 32), (4, -1), (8, 64)])
@@ -286,6 +287,7 @@ def config_of(directory):
     return json.loads((directory / "config.json").read_text())["quantization_config"]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(("symmetric", "order"), [(True, None), (False, None), (True, shuffled)])
 def test_gptq_is_written_as_it_was_read(bits, symmetric, order, tmp_path):
