@@ -27,8 +27,8 @@ PRETRAINED = "from transformers import AutoModelForCausalLM, AutoTokenizer"
 @pytest.mark.parametrize("page, needs", [
     ("README.md", ()), ("docs/formats.md", ()), ("docs/answers.md", ()),
     *(pytest.param(f"docs/{page}.md", needs, marks=pytest.mark.slow) for page, needs in {
-        "training": (), "qat": (), "ladder": (), "distributed": (), "optimizers": ("transformers",),
-        "memory": ("transformers",),
+        "training": (), "qat": ("onnxscript", "onnxruntime"), "ladder": (), "distributed": (),
+        "optimizers": ("transformers",), "memory": ("transformers",),
         "7b-on-24gb": ("transformers",), "with-other-libraries": ("transformers", "peft", "accelerate"),
     }.items()),
 ])  # fmt: skip
