@@ -10,7 +10,7 @@ import lowbit.distributed
 
 PAGE = (Path(__file__).parents[2] / "docs" / "answers.md").read_text()
 PLACES = {"lb": lb, "lb.train": lb.train, "lb.memory": lb.memory, "lb.optim": lb.optim, "lb.qat": lb.qat,
-          "lb.distributed": lowbit.distributed}  # fmt: skip
+          "lb.distributed": lowbit.distributed, "lb.interop": lb.interop}  # fmt: skip
 
 
 def test_every_function_in_place_is_on_the_page_and_there():
