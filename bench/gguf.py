@@ -1,16 +1,17 @@
-"""Benchmarks GGUF files of SmolLM2 inside llama.cpp: perplexity and speed, next to llama.cpp's own quantization.
+"""Benchmarks GGUF files of SmolLM2 inside llama.cpp: perplexity, and speed next to lowbit on the same file.
 
-``lowbit bench gguf --text FILE --calibration-text FILE`` writes gguf.md.
+``lowbit bench gguf --text FILE --calibration-text FILE`` writes gguf.md. Losses are recorded in gguf.jsonl next to it
+and not measured again; speeds are measured in every run.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -22,24 +23,35 @@ import lowbit as lb
 from lowbit.bench.hidden_grid import hide_grid_
 from lowbit.evaluate import data, models
 from lowbit.evaluate.loaders import decoded_gguf, token_ids
+from lowbit.files import read_records, write_record
 from lowbit.interop import gguf
 from lowbit.machine import provenance
 from lowbit.tables import markdown
 
-__all__ = ["Row", "run"]
+__all__ = ["Case", "run"]
 
 #: Windows of the text, windows of the calibration text, and tokens of each.
 HELD_OUT, SEEN, WINDOW = 12, 64, 512
 
-#: Perplexity in nats per token of a file, and its tokens per second, in a process of its own.
-_RUN = """
-import json, sys, time
+#: Steps of QAT, one window each, and the learning rate of weights and scales.
+STEPS, RATE = 64, 1e-5
+
+#: Rounds of speed, tokens of the prompt, and tokens generated.
+ROUNDS, PROMPT, NEW = 3, 64, 32
+
+#: A model in llama.cpp, for the two programs below.
+_SERVER = """
+import json, sys
 import xllamacpp as xl
 path, windows = sys.argv[1], json.load(open(sys.argv[2]))
 params = xl.CommonParams()
 params.model.path, params.n_ctx, params.n_parallel, params.warmup, params.verbosity = path, 1024, 1, False, -1
 params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
 server = xl.Server(params)
+"""
+
+#: Nats per token of a file.
+_LOSS = """
 def asked(ids, token, count):  # the bias chooses the token; log-probabilities do not count the bias
     question = {"prompt": ids, "max_tokens": 1, "temperature": 0, "logit_bias": [[token, 1000]], "logprobs": count}
     answer = server.handle_completions(question)["choices"][0]["logprobs"]
@@ -55,55 +67,84 @@ for ids in windows:
             whole = ids[index]
         assert row["id"] == ids[index], (row, ids[index])
         losses.append(-row["logprob"])
-speeds = []
-for _ in range(3):
-    question = {"prompt": windows[0][:64], "max_tokens": 64, "temperature": 0, "ignore_eos": True}
-    answer = server.handle_completions(question)
-    speeds.append(answer["timings"]["predicted_per_second"])
-print("ANSWER" + json.dumps([sum(losses) / len(losses), sorted(speeds)[1]]))
+print("ANSWER", sum(losses) / len(losses))
+"""
+
+#: Generated tokens per second.
+_SPEED = """
+question = {"prompt": windows[0], "max_tokens": int(sys.argv[3]), "temperature": 0, "ignore_eos": True}
+print("ANSWER", server.handle_completions(question)["timings"]["predicted_per_second"])
+"""
+
+#: Generated tokens per second of a file in lowbit, after the prompt.
+_OURS = """
+import json, sys, time
+import torch
+import lowbit as lb
+torch.set_num_threads(1)
+model = lb.load_model(sys.argv[1], prepack=True)
+ids, new = torch.tensor(json.load(open(sys.argv[2]))[:1]), int(sys.argv[3])
+def seconds(count):
+    begin = time.perf_counter()
+    model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+    return time.perf_counter() - begin
+seconds(2)
+print("ANSWER", new / (seconds(new + 1) - seconds(1)))
 """
 
 
 class Case(NamedTuple):
-    """A file: recipe or recipes by layer, and whether it is calibrated."""
+    """A file: recipe or recipes by layer, method of calibration, and whether QAT follows."""
 
     label: str
     recipe: Any
-    method: str | None
+    method: str | None = None
+    trained: bool = False
 
+
+MIX = {"*": "q5_0", "down_proj": "q5_k"}
 
 CASES: tuple[Case, ...] = (
-    Case("Q8_0", "q8_0", None),
-    Case("Q4_0, nearest", "q4_0", None),
+    Case("BF16", None),
+    Case("Q8_0", "q8_0"),
+    Case("Q4_0, nearest", "q4_0"),
     Case("Q4_0, guided-gptq", "q4_0", "guided-gptq"),
     Case("NVFP4, guided-gptq", "nvfp4-weight-only", "guided-gptq"),
-    Case("Q5_0 and Q5_K, guided-gptq", {"*": "q5_0", "down_proj": "q5_k"}, "guided-gptq"),
+    Case("Q5_0 and Q5_K, guided-gptq", MIX, "guided-gptq"),
+    Case("Q4_0, guided-gptq, then QAT", "q4_0", "guided-gptq", trained=True),
+)
+
+#: Files for speeds, which do not depend on the codes.
+SPEEDS: tuple[Case, ...] = (
+    Case("BF16", None),
+    Case("Q8_0", "q8_0"),
+    Case("Q4_0", "q4_0"),
+    Case("NVFP4", "nvfp4-weight-only"),
+    Case("Q5_0 and Q5_K", MIX),
 )
 
 
-class Row(NamedTuple):
-    """Nats per token in llama.cpp and of the decoded weights in torch, bits per weight, and tokens per second."""
+class Texts(NamedTuple):
+    """Windows ``[1, T]`` of the held-out text and of the calibration text, the model's file and its tokenizer."""
 
-    label: str
-    bits: float
-    inside: float
-    outside: float
-    speed: float
+    held_out: list[Tensor]
+    seen: list[Tensor]
+    path: Path
+    tokenizer: Any
 
 
-def inside(path: Path, windows: list[Tensor], directory: Path) -> tuple[float, float]:
-    """Nats per token and tokens per second of a file in llama.cpp, on one thread."""
-    (directory / "windows.json").write_text(json.dumps([window.flatten().tolist() for window in windows]))
-    arguments = [sys.executable, "-c", _RUN, str(path), str(directory / "windows.json")]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
-    answer = next(line for line in done.stdout.splitlines() if line.startswith("ANSWER"))
-    loss, speed = json.loads(answer.removeprefix("ANSWER"))
-    return loss, speed
+def _answer(program: str, file: Path, windows: list[Tensor], *arguments: object) -> float:
+    """The number that a program prints for a model file and token ids."""
+    ids = file.with_suffix(".json")
+    ids.write_text(json.dumps([window.flatten().tolist() for window in windows]))
+    command = [sys.executable, "-c", program, str(file), str(ids), *map(str, arguments)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return float(next(line for line in done.stdout.splitlines() if line.startswith("ANSWER")).split()[1])
 
 
 @torch.no_grad()
-def outside(model: nn.Module, windows: list[Tensor]) -> float:
-    """Nats per token of the model in torch, with decoded weights."""
+def _in_torch(model: nn.Module, windows: list[Tensor]) -> float:
+    """Nats per token of the model in torch."""
     losses = []
     for window in windows:
         logits = model(window).logits[0, :-1].float()
@@ -111,29 +152,54 @@ def outside(model: nn.Module, windows: list[Tensor]) -> float:
     return math.fsum(losses) / len(losses)
 
 
-def _windows(tokenizer: Any, text: Path, count: int) -> list[Tensor]:
-    ids = torch.tensor(token_ids(tokenizer, data.read(text)))
-    return list(ids[: count * WINDOW].view(count, 1, WINDOW))
-
-
 def _model(path: Path) -> nn.Module:
+    """SmolLM2 in bf16, with permuted channels."""
     model, _ = decoded_gguf(path)
     hide_grid_(model)
     return model.bfloat16()
 
 
-def _measured(case: Case, path: Path, windows: list[Tensor], seen: list[Tensor], tokenizer: Any) -> Row:
-    model = _model(path)
-    calibration = None if case.method is None else lb.calibrate(model, case.recipe, seen, method=case.method)
-    report = lb.quantize_(model, case.recipe, calibration)
-    with TemporaryDirectory() as directory:
-        file = Path(directory) / "model.gguf"
-        lb.export(model, "gguf", file, tokenizer)
-        loss, speed = inside(file, windows, Path(directory))
+def _train(model: nn.Module, recipe: Any, texts: Texts) -> None:
+    """QAT of decoded weights and of their scales on the calibration text, with the original model as teacher."""
+    teacher = _model(texts.path).float()
     lb.dequantize_(model)
-    weights = sum(row.weights for row in report.layers)
-    bits = sum(_stored_bits(row.recipe) * row.weights for row in report.layers) / weights
-    return Row(case.label, bits, loss, outside(model.float(), windows), speed)
+    lb.qat.prepare_(model, recipe, learn_scale=True)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.requires_grad_(False)  # the output layer shares it
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], RATE, weight_decay=0.0)
+    for step in range(STEPS):
+        window = texts.seen[step % len(texts.seen)]
+        with torch.no_grad():
+            taught = teacher(window).logits
+        loss = lb.qat.distillation_loss(model(window).logits, taught)
+        loss.backward()
+        optimizer.param_groups[0]["lr"] = RATE * min((step + 1) / 8, 1.0) * (1 - step / STEPS)
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"QAT step {step}: {loss.item():.4f}", file=sys.stderr, flush=True)
+    lb.qat.convert_(model)
+
+
+def _measured(case: Case, texts: Texts, file: Path) -> dict[str, float]:
+    """The bits per weight of a file, and its nats per token in llama.cpp and, decoded, in torch."""
+    model, bits = _model(texts.path).float(), 16.0  # many processors multiply fp32 faster than bf16
+    if case.recipe is not None:
+        calibration = None
+        if case.method is not None:
+            calibration = lb.calibrate(model, case.recipe, texts.seen, method=case.method)
+        report = lb.quantize_(model, case.recipe, calibration)
+        weights = sum(row.weights for row in report.layers)
+        bits = sum(_stored_bits(row.recipe) * row.weights for row in report.layers) / weights
+    if case.trained:
+        _train(model, case.recipe, texts)
+    model.bfloat16()
+    lb.export(model, "gguf", file, texts.tokenizer)
+    inside = _answer(_SERVER + _LOSS, file, texts.held_out)
+    model.float()
+    if case.recipe is not None:
+        lb.dequantize_(model)
+    return {"bits": bits, "inside": inside, "outside": _in_torch(model, texts.held_out)}
 
 
 def _stored_bits(recipe: str | None) -> float:
@@ -143,51 +209,81 @@ def _stored_bits(recipe: str | None) -> float:
     return row.nbytes * 8 / row.size
 
 
+def losses_table(records: Path, texts: Texts, scratch: Path) -> str:
+    """Perplexities; a case without a record is measured."""
+    about = {"windows": [HELD_OUT, SEEN, WINDOW], "qat": [STEPS, RATE]}
+    cells, base = [], None
+    for case in CASES:
+        row = read_records(records).get(case.label)
+        if row is None or row["about"] != about:
+            begin = time.time()
+            row = {"about": about, **_measured(case, texts, scratch / "model.gguf")}
+            write_record(records, case.label, row)
+            print(f"{case.label}: {row}, {time.time() - begin:.0f} s", file=sys.stderr, flush=True)
+        base = base or row
+        cells.append(
+            (case.label, f"{row['bits']:.2f}", *(_shown(row[key], base[key]) for key in ("inside", "outside")))
+        )
+    return markdown(("type", "bits per weight", "in llama.cpp", "decoded, in torch"), cells, numbers=(1, 2, 3))
+
+
+def _shown(loss: float, base: float) -> str:
+    return f"{math.exp(loss):.2f} ({math.expm1(loss - base):+.1%})"
+
+
+def speeds_table(texts: Texts, scratch: Path) -> str:
+    """Tokens per second of both programs, medians of rounds in which files and programs take turns."""
+    programs = {"llama.cpp": _SERVER + _SPEED, "lowbit": _OURS}
+    prompt = [texts.held_out[0][:, :PROMPT]]
+    for case in SPEEDS:
+        model = _model(texts.path)
+        if case.recipe is not None:
+            lb.quantize_(model, case.recipe)
+        lb.export(model, "gguf", scratch / f"{case.label}.gguf", texts.tokenizer)
+    speeds: dict[tuple[str, str], list[float]] = {}
+    for _ in range(ROUNDS):
+        for case in SPEEDS:
+            for name, program in programs.items():
+                speed = _answer(program, scratch / f"{case.label}.gguf", prompt, NEW)
+                speeds.setdefault((case.label, name), []).append(speed)
+    cells = []
+    for case in SPEEDS:
+        theirs, ours = (statistics.median(speeds[case.label, name]) for name in programs)
+        cells.append((case.label, f"{theirs:.1f}", f"{ours:.1f}", f"{ours / theirs:.2f}"))
+    return markdown(("type", *programs, "lowbit / llama.cpp"), cells, numbers=(1, 2, 3))
+
+
 def run(directory: Path, text: Path, calibration_text: Path) -> Path:
     """Measure, and write ``gguf.md``."""
     path = models.find("smollm2").location()
     tokenizer = gguf.tokenizer(path)
-    windows, seen = _windows(tokenizer, text, HELD_OUT), _windows(tokenizer, calibration_text, SEEN)
-    plain = _model(path)
-    with TemporaryDirectory() as scratch:
-        file = Path(scratch) / "model.gguf"
-        lb.export(plain, "gguf", file, tokenizer)
-        base, base_speed = inside(file, windows, Path(scratch))
-    rows = [Row("BF16", 16.0, base, outside(plain.float(), windows), base_speed)]
+
+    def windows(file: Path, count: int) -> list[Tensor]:
+        ids = torch.tensor(token_ids(tokenizer, data.read(file)))
+        return list(ids[: count * WINDOW].view(count, 1, WINDOW))
+
+    texts = Texts(windows(text, HELD_OUT), windows(calibration_text, SEEN), path, tokenizer)
     directory.mkdir(parents=True, exist_ok=True)
-    target = directory / "gguf.md"
-    for case in CASES:
-        begin = time.time()
-        rows.append(_measured(case, path, windows, seen, tokenizer))
-        print(f"{rows[-1]} {time.time() - begin:.0f} s", file=sys.stderr)
-        target.write_text(_page(rows, text, calibration_text))
-    return target
-
-
-def _page(rows: list[Row], text: Path, calibration_text: Path) -> str:
-    base = rows[0]
-    shown: Callable[[float, float], str] = lambda loss, plain: f"{math.exp(loss):.2f} ({math.expm1(loss - plain):+.1%})"
-    cells = [
-        (
-            row.label,
-            f"{row.bits:.2f}",
-            shown(row.inside, base.inside),
-            shown(row.outside, base.outside),
-            f"{row.speed:.0f}",
-        )
-        for row in rows
-    ]  # fmt: skip
+    about = provenance(packages=("xllamacpp",))
+    with TemporaryDirectory() as scratch:
+        losses = losses_table(directory / "gguf.jsonl", texts, Path(scratch))
+        speeds = speeds_table(texts, Path(scratch))
     lines = [
         "# GGUF files of SmolLM2-135M in llama.cpp\n",
-        *(f"- {name}: {value}" for name, value in provenance().items()),
-        f"\nPerplexity on {HELD_OUT} windows of {WINDOW} tokens of `{text.name}`, relative to bf16. Calibration: "
-        f"{SEEN} windows of `{calibration_text.name}`. The stored weights of this model lie on a grid of groups of 32 "
-        f"columns; channels are permuted first, which keeps the function and hides the grid. Linear layers are "
-        f"quantized; embedding and output layer are bf16. llama.cpp of the package xllamacpp (AVX2), one thread.\n",
-        markdown(
-            ("type", "bits per weight", "in llama.cpp", "decoded, in torch", "tokens per second in llama.cpp"), cells,
-            numbers=(1, 2, 3, 4),
-        ),
-        "",
+        *(f"- {name}: {value}" for name, value in about.items()),
+        "\nThe stored weights of this model lie on a grid of groups of 32 columns. Channels are permuted first, which "
+        "keeps the function and hides the grid. Linear layers are quantized; embedding and output layer are bf16. "
+        "llama.cpp is that of the package xllamacpp (AVX2), one thread.\n",
+        "## Perplexity\n",
+        f"{HELD_OUT} windows of {WINDOW} tokens of `{text.name}`; in parentheses relative to bf16. Calibration: {SEEN} "
+        f"windows of `{calibration_text.name}`. QAT: {STEPS} steps of one window each of the same text, with learned "
+        f"scales and distillation from the bf16 model.\n",
+        losses,
+        "\n## Tokens per second\n",
+        f"{NEW} tokens after a prompt of {PROMPT}, one thread, medians of {ROUNDS} rounds. lowbit: "
+        "`lb.load_model(file, prepack=True)` and `generate` of transformers.\n",
+        speeds,
     ]  # fmt: skip
-    return "\n".join(lines)
+    target = directory / "gguf.md"
+    target.write_text("\n".join(lines) + "\n")
+    return target
