@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from lowbit.convert.engine import quantized_layers
 from lowbit.convert.prepack import prepack_
 from lowbit.interop import compressed_tensors, directories, gguf, onnx, producers
 from lowbit.interop.directories import Rules
@@ -165,7 +166,7 @@ def load_model(path: str | Path, model: nn.Module | None = None, prepack: bool =
     Args:
         path: A directory that ``save_model`` wrote, or a path in one of ``lowbit.interop.FORMATS``.
         model: A model of the saved architecture to fill; only for ``save_model``'s directories. None: build it.
-        prepack: Call ``prepack_`` on the model, for inference on a CPU.
+        prepack: Call ``prepack_`` on the model, for inference on a CPU; a float model stays as it is.
 
     Returns:
         ``model``, or the new model.
@@ -187,7 +188,7 @@ def load_model(path: str | Path, model: nn.Module | None = None, prepack: bool =
     if model is not None:
         raise ValueError(f"{path} is a {row.name} model, which is built from its own config; leave out the model")
     loaded = row.read(Path(path))
-    if prepack:
+    if prepack and quantized_layers(loaded):
         prepack_(loaded)
     return loaded
 
