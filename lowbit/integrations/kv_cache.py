@@ -25,7 +25,7 @@ DYNAMIC, STATIC = "int8:group32", f"{cache_scales.FORMAT}:row"
 
 @torch.no_grad()
 def calibrate_cache_(model: Any, batches: Iterable[Any], per: str = "tensor") -> dict[str, tuple[Tensor, Tensor]]:
-    """Give a model static FP8 scales for keys and values, in place: the largest magnitude on ``batches`` / 448.
+    """Give a model static FP8 scales for keys and values, in place, from their largest magnitudes on ``batches``.
 
     They are buffers ``k_scale`` and ``v_scale`` of the attention modules. ``quantized_cache(model)`` uses them, and
     ``export`` writes them for vLLM.

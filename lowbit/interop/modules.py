@@ -24,7 +24,7 @@ from lowbit.tensor.quantized import Quantized
 __all__ = ["LAYERS", "Layer", "adopt_"]
 
 #: The adapter of every layer: reading it needs nothing else.
-_EVERY = Adapter(lambda layer, make: layer, lambda layer, made, plain: None, lambda layer: None)
+_EVERY = Adapter(lambda layer, make: layer, lambda layer, linear, plain: None, lambda layer: None)
 
 
 class Layer(NamedTuple):
@@ -88,13 +88,13 @@ def _made(layer: nn.Module, adapter: Adapter, recipe: Any) -> QuantLinear:
     row = _layer_of(layer)
     assert row is not None
     weight, input = row.read(layer)
-    made = QuantLinear(weight, layer._parameters.get("bias"), recipe_of(weight.scheme, input))
-    return made.train(layer.training)
+    linear = QuantLinear(weight, layer._parameters.get("bias"), recipe_of(weight.scheme, input))
+    return linear.train(layer.training)
 
 
-def _measure(layer: nn.Module, made: Any, recipe: Any) -> dict[str, Any]:
-    weights = made.out_features * made.in_features
-    return measured(layer, made, weights, made.weight.nbytes * 8 / max(weights, 1))
+def _measure(layer: nn.Module, linear: Any, recipe: Any) -> dict[str, Any]:
+    weights = linear.out_features * linear.in_features
+    return measured(layer, linear, weights, linear.weight.nbytes * 8 / max(weights, 1))
 
 
 def _put(model: nn.Module, layers: dict[int, Any]) -> None:

@@ -72,12 +72,12 @@ class NBits(_Linear):
 
     def __init__(self, layer: QuantLinear, level: int = 0) -> None:
         super().__init__(layer)
-        made = blocks(layer.weight)
-        self.attributes = {"K": self.cols, "N": self.rows, "bits": made.bits, "block_size": made.block,
+        stored = blocks(layer.weight)
+        self.attributes = {"K": self.cols, "N": self.rows, "bits": stored.bits, "block_size": stored.block,
                            "accuracy_level": level}  # fmt: skip
-        self.register_buffer("codes", made.codes)
-        self.register_buffer("scales", made.scales)
-        self.register_buffer("zero_points", made.zero_points)
+        self.register_buffer("codes", stored.codes)
+        self.register_buffer("scales", stored.scales)
+        self.register_buffer("zero_points", stored.zero_points)
 
     def multiply(self, x: Tensor) -> Tensor:
         inputs = (x, self.codes, self.scales, *(() if self.zero_points is None else (self.zero_points,)))
@@ -282,11 +282,11 @@ class Embedding(_Module):
         self.width, format = int(weight.shape[1]), weight.scheme.format
         self.block = 0
         if format.kind == "integer" and not self.width % block_size(weight.scheme):
-            made = blocks(weight)
-            self.bits, self.block = made.bits, made.block
-            self.register_buffer("codes", made.codes.flatten(1))
-            self.register_buffer("scales", made.scales)
-            self.register_buffer("zero_points", made.zero_points)
+            stored = blocks(weight)
+            self.bits, self.block = stored.bits, stored.block
+            self.register_buffer("codes", stored.codes.flatten(1))
+            self.register_buffer("scales", stored.scales)
+            self.register_buffer("zero_points", stored.zero_points)
             return
         table = torch.tensor([format.value(code) for code in range(1 << format.bits)])
         self.register_buffer("codes", unpack(weight.codes, format.bits, self.width))

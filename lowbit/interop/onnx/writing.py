@@ -44,15 +44,15 @@ def exportable(model: nn.Module) -> Iterator[nn.Module]:
     Raises:
         ValueError: A layer has no operator, is prepared for training, or has another dtype than fp32.
     """
-    found = _replacements(model)
+    replacements = _replacements(model)
     places = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent._modules.items()
-        if child is not None and id(child) in found
+        if child is not None and id(child) in replacements
     ]
     for parent, name, child in places:
-        parent._modules[name] = found[id(child)]
+        parent._modules[name] = replacements[id(child)]
     try:
         yield model
     finally:
@@ -66,7 +66,7 @@ def _replacements(model: nn.Module) -> dict[int, nn.Module]:
             raise ValueError(
                 f"{name!r} is {value.dtype} on {value.device}; expected fp32 on the CPU: call model.float().cpu()"
             )
-    found: dict[int, nn.Module] = {}
+    replacements: dict[int, nn.Module] = {}
     inside: set[int] = set()
     for name, module in model.named_modules():
         if kind(module) in ("qat", "training"):
@@ -74,13 +74,13 @@ def _replacements(model: nn.Module) -> dict[int, nn.Module]:
         if id(module) in inside:
             continue
         try:
-            made = _made(module)
+            replacement = _made(module)
         except ValueError as error:
             raise ValueError(f"layer {name!r}: {error}") from None
-        if made is not None:
-            found[id(module)] = made
+        if replacement is not None:
+            replacements[id(module)] = replacement
             inside |= set(map(id, module.modules()))
-    return found
+    return replacements
 
 
 def _made(module: nn.Module) -> nn.Module | None:
@@ -150,15 +150,15 @@ def write(model: nn.Module, path: str | Path, batch: Any = None) -> Report:
 def _program(model: nn.Module, batch: Any) -> Any:
     args, kwargs = arguments(model, batch)
     names = list(inspect.signature(model.forward).parameters)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    shapes = {name: _dynamic(value) for name, value in given.items()}
+    inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+    shapes = {name: _dynamic(value) for name, value in inputs.items()}
     config = getattr(model, "config", None) if huggingface.is_pretrained(model) else None
     cached = getattr(config, "use_cache", None)
     if cached is not None:
         config.use_cache = False  # type: ignore[union-attr]
     try:
         return torch.onnx.export(
-            model, (), kwargs=given, dynamic_shapes=shapes, dynamo=True, opset_version=_OPSET, verbose=False
+            model, (), kwargs=inputs, dynamic_shapes=shapes, dynamo=True, opset_version=_OPSET, verbose=False
         )
     finally:
         if cached is not None:
