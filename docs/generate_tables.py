@@ -28,9 +28,9 @@ from lowbit.files import read_records
 from lowbit.formats import FORMATS, power_of_two
 from lowbit.interop import FORMATS as FILE_FORMATS
 from lowbit.interop.compressed_tensors.schemes import group_of
+from lowbit.interop.exportable import TARGETS
 from lowbit.interop.gguf import ARCHITECTURES
 from lowbit.interop.gguf.blocks import block_type
-from lowbit.interop.onnx.rows import row_of
 from lowbit.ops import OPS
 from lowbit.ops.optim import FLOAT_STATES
 from lowbit.optim import STATES, States
@@ -454,12 +454,20 @@ def exports() -> str:
         type_ = block_type(recipe.weight)
         gguf = "" if FILE_FORMATS["gguf"].refuses(recipe) is not None or type_ is None else type_.name
         other = FILE_FORMATS["compressed-tensors"].refuses(recipe)
-        operator = row_of(recipe)
-        onnx = "" if operator is None else operator.name
+        operators = (target.row_of(recipe) for target in TARGETS.values())
         marks = ("" if FILE_FORMATS[format].refuses(recipe) else "yes" for format in ("gptq", "modelopt"))
-        rows.append((f"`{name}`", gguf, "" if other is not None else group_of(recipe)[0].name, *marks, onnx))
+        rows.append(
+            (
+                f"`{name}`",
+                gguf,
+                "" if other is not None else group_of(recipe)[0].name,
+                *marks,
+                *("" if row is None else row.name for row in operators),
+            )
+        )
     return markdown(
-        ("recipe", "GGUF", "compressed-tensors", "GPTQ", "ModelOpt", "ONNX"), [row for row in rows if any(row[1:])]
+        ("recipe", "GGUF", "compressed-tensors", "GPTQ", "ModelOpt", "ONNX", "OpenVINO", "torch"),
+        [row for row in rows if any(row[1:])],
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ __all__ = [
     "below_autograd",
     "below_torch_dispatch",
     "current_node",
+    "decomposed_ops",
     "disabled_torch_function",
     "dispatches_to",
     "fake_tensor_log",
@@ -250,3 +252,9 @@ def dispatches_to(op: str, key: str) -> bool:
 def multiplies_bf16() -> bool:
     """Whether an x86 processor has AVX512_BF16, for a torch without ``get_capabilities``."""
     return bool(torch.cpu._is_avx512_bf16_supported())
+
+
+def decomposed_ops() -> Any:
+    """The ops of torch's quantized graphs, ``torch.ops.quantized_decomposed``, which an import registers."""
+    import_module("torch.ao.quantization.fx._decomposed")
+    return torch.ops.quantized_decomposed

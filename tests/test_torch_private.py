@@ -185,3 +185,22 @@ def test_modules_under_fully_shard_are_known(tmp_path):
         assert private.is_fully_sharded(model[0]) and not private.is_fully_sharded(model[1])
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_ops_of_quantized_graphs():
+    ops, x = private.decomposed_ops(), torch.tensor([[-3.0, 0.24, 1.0], [0.0, 0.5, 200.0]])
+    codes = ops.quantize_per_tensor(x, 0.5, 1, -128, 127, torch.int8)
+    assert codes.tolist() == [[-5, 1, 3], [1, 2, 127]]
+    assert ops.dequantize_per_tensor(codes, 0.5, 1, -128, 127, torch.int8).tolist() == [[-3, 0, 1], [0, 0.5, 63]]
+    scale, zero = torch.tensor([[0.5], [2.0]]), torch.zeros(2, 1, dtype=torch.int64)
+    rows = ops.quantize_per_token(x, scale, zero, -127, 127, torch.int8)
+    assert ops.dequantize_per_token(rows, scale, zero, -127, 127, torch.int8, torch.float32).tolist() == [
+        [-3, 0, 1], [0, 0, 200]
+    ]  # fmt: skip
+    groups = ops.dequantize_per_channel_group(
+        torch.tensor([[1, 2, 3, 4]], dtype=torch.int8), torch.tensor([[0.5, 2.0]]), torch.tensor([[1, 0]]), -8, 7,
+        torch.int8, 2, torch.float32,
+    )  # fmt: skip
+    assert groups.tolist() == [[0, 0.5, 6, 8]]
+    channels = ops.dequantize_per_channel(codes, torch.tensor([1.0, 2.0]), None, 0, -128, 127, torch.int8)
+    assert channels.tolist() == [[-5, 1, 3], [2, 4, 254]]

@@ -1,5 +1,6 @@
 """Models in the formats of other programs, with codes and scales unchanged. One folder or file per format."""
 
+from lowbit.interop.exportable import exportable
 from lowbit.interop.files import Contents, Refusal
 from lowbit.interop.modules import adopt_
 from lowbit.interop.table import (
@@ -15,6 +16,6 @@ from lowbit.interop.table import (
 )
 
 __all__ = [
-    "FORMATS", "KINDS", "WRITTEN", "Contents", "ModelFormat", "Refusal", "adopt_", "export", "find_format", "format_of",
-    "load_model", "tokenizer_of",
+    "FORMATS", "KINDS", "WRITTEN", "Contents", "ModelFormat", "Refusal", "adopt_", "export", "exportable",
+    "find_format", "format_of", "load_model", "tokenizer_of",
 ]  # fmt: skip

@@ -11,8 +11,9 @@ from torch import nn
 
 from lowbit.convert.engine import quantized_layers
 from lowbit.convert.prepack import prepack_
-from lowbit.interop import compressed_tensors, directories, gguf, onnx, producers
+from lowbit.interop import compressed_tensors, directories, gguf, graphs, producers
 from lowbit.interop.directories import Rules
+from lowbit.interop.exportable import TARGETS
 from lowbit.interop.files import Contents, Refusal
 from lowbit.interop.producers import gptq, modelopt
 from lowbit.name_tables import did_you_mean
@@ -76,6 +77,15 @@ def _directory(
     )  # fmt: skip
 
 
+def _graph(name: str, about: str) -> ModelFormat:
+    """The row of a format of graphs."""
+    target = TARGETS[name]
+    return ModelFormat(
+        name, about, lambda path: False, _not_read, _not_read, partial(graphs.write, target=target), target.refuses,
+        _not_read, takes="batch",
+    )  # fmt: skip
+
+
 #: One row per format. Names are API.
 FORMATS: dict[str, ModelFormat] = {
     row.name: row
@@ -84,8 +94,9 @@ FORMATS: dict[str, ModelFormat] = {
                     gguf.write, gguf.refuses, gguf.tokenizer),
         _directory(compressed_tensors.CompressedTensors, "a directory for vLLM and transformers",
                    compressed_tensors.write, compressed_tensors.refuses),
-        ModelFormat("onnx", "a file for ONNX Runtime", lambda path: False, _not_read, _not_read, onnx.write,
-                    onnx.refuses, _not_read, takes="batch"),
+        _graph("onnx", "a file for ONNX Runtime"),
+        _graph("openvino", "a file for OpenVINO"),
+        _graph("torch", "a program of torch.export"),
         _directory(producers.GPTQ, "a directory of AutoGPTQ or GPTQModel",
                    partial(directories.write, layout=gptq.LAYOUT), gptq.refuses),
         _directory(producers.AWQ, "a directory of AutoAWQ"),
@@ -101,7 +112,7 @@ WRITTEN = tuple(name for name, row in FORMATS.items() if row.write is not None)
 
 
 #: The paths of these formats, for messages.
-_DIRECTORIES = ", ".join(name for name in FORMATS if name not in ("gguf", "onnx"))
+_DIRECTORIES = ", ".join(name for name in FORMATS if name != "gguf" and name not in TARGETS)
 KINDS = f"a GGUF file, or a directory of {_DIRECTORIES}"
 
 
@@ -109,14 +120,15 @@ def export(model: nn.Module, format: str, path: str | Path, tokenizer: Any = Non
     """Write a model for another program, with unchanged codes and scales.
 
     Args:
-        model: A model, quantized or not. ``"onnx"`` takes any that torch can export, in fp32; the others take models of
-            transformers.
-        format: ``"gguf"``, ``"compressed-tensors"``, ``"gptq"``, ``"modelopt"`` or ``"onnx"``.
+        model: A model, quantized or not. ``"onnx"``, ``"openvino"`` and ``"torch"`` take any that torch can export, in
+            fp32; the others take models of transformers.
+        format: ``"gguf"``, ``"compressed-tensors"``, ``"gptq"``, ``"modelopt"``, ``"onnx"``, ``"openvino"`` or
+            ``"torch"``.
         path: The file or directory, which gets its name when it is complete.
         tokenizer: A fast tokenizer of transformers, or a directory that has one. GGUF files also take a
             ``tokenizers.Tokenizer``; without a tokenizer llama.cpp cannot read text.
-        batch: For ``"onnx"``, an example batch: a tensor, a tuple of arguments, or a dict of keyword arguments. Models
-            of transformers need none.
+        batch: For ``"onnx"``, ``"openvino"`` and ``"torch"``, an example batch: a tensor, a tuple of arguments, or a
+            dict of keyword arguments. Models of transformers need none.
 
     Returns:
         The report, with a row for each quantized layer.

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowbit.interop.onnx.weights import block_size, blocks, integers, scales
+from lowbit.interop.graphs.layers import ConvLayer, Layer, LinearLayer, Table, as_kernel, dynamic_scale
+from lowbit.interop.graphs.weights import block_size, blocks, integers, row_scales, scales
 from lowbit.nn.conv import QuantConv
+from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.linear import QuantLinear
-from lowbit.tensor.packing import unpack
 from lowbit.tensor.quantized import Quantized
 
-__all__ = [
-    "Bnb4", "Conv", "DequantizedLinear", "Dynamic", "DynamicAffine", "Embedding", "Fp4Linear", "NBits", "Static",
-]  # fmt: skip
+__all__ = ["Bnb4", "Conv", "Dequantized", "Dynamic", "DynamicAffine", "Fp4", "NBits", "Static", "embedding"]
 
 #: The zero point of signed integers that are stored as uint8.
 _ZERO = 128
@@ -33,41 +30,7 @@ def _symbolic(name: str, inputs: tuple[Tensor | None, ...], dtype: torch.dtype, 
     )
 
 
-class _Module(nn.Module):
-    """A module whose buffers become constants of the file."""
-
-    codes: Tensor
-    scales: Tensor
-    scale: Tensor
-    zero: Tensor
-    zeros: Any
-    zero_points: Any
-    lines: Tensor
-    table: Tensor
-    columns: Tensor
-
-
-class _Linear(_Module):
-    """A Linear whose product ``multiply`` writes."""
-
-    def __init__(self, layer: QuantLinear) -> None:
-        super().__init__()
-        self.rows, self.cols = layer.out_features, layer.in_features
-        self.bias = layer.bias
-        if layer.columns is not None:
-            self.register_buffer("columns", layer.columns.detach().long())
-
-    def forward(self, x: Tensor) -> Tensor:
-        if hasattr(self, "columns"):
-            x = x.index_select(-1, self.columns)
-        y = self.multiply(x)
-        return y if self.bias is None else y + self.bias
-
-    def multiply(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class NBits(_Linear):
+class NBits(LinearLayer):
     """MatMulNBits: integers of 2, 4 or 8 bits; ``level`` 4 quantizes inputs to 8 bits, in ONNX Runtime's own way."""
 
     def __init__(self, layer: QuantLinear, level: int = 0) -> None:
@@ -85,7 +48,7 @@ class NBits(_Linear):
         return y
 
 
-class Bnb4(_Linear):
+class Bnb4(LinearLayer):
     """MatMulBnb4: NF4 in blocks over the flat matrix, with the even element in the high bits."""
 
     def __init__(self, layer: QuantLinear) -> None:
@@ -109,41 +72,41 @@ class Bnb4(_Linear):
         return y
 
 
-class Fp4Linear(_Linear):
-    """GatherBlockQuantized of FP4, then MatMul: ONNX Runtime has no product of FP4 weights on CPUs."""
+class Fp4(Layer):
+    """GatherBlockQuantized of all rows: ONNX Runtime has no product of FP4 weights on CPUs."""
 
-    def __init__(self, layer: QuantLinear) -> None:
-        super().__init__(layer)
-        weight = layer.weight
-        self.block = weight.scheme.block[1] or self.cols
-        if self.cols % 2:
-            raise ValueError(f"it has {self.cols} columns, and two codes share a byte; quantize it with int4 instead")
+    def __init__(self, weight: Quantized) -> None:
+        super().__init__()
+        self.shape = tuple(weight.shape)
+        rows, cols = self.shape
+        self.block = weight.scheme.block[1] or cols
+        if cols % 2:
+            raise ValueError(f"it has {cols} columns, and two codes share a byte; quantize it with int4 instead")
         self.register_buffer("codes", weight.codes.view(torch.float4_e2m1fn_x2))
         self.register_buffer("scales", scales(weight))
-        self.register_buffer("lines", torch.arange(self.rows))
+        self.register_buffer("lines", torch.arange(rows))
 
-    def multiply(self, x: Tensor) -> Tensor:
-        weight = _symbolic(
-            f"{_ORT}::GatherBlockQuantized", (self.codes, self.lines, self.scales), x.dtype,
-            (self.rows, self.cols), gather_axis=0, quantize_axis=1, block_size=self.block,
+    def forward(self) -> Tensor:
+        weight: Tensor = _symbolic(
+            f"{_ORT}::GatherBlockQuantized", (self.codes, self.lines, self.scales), torch.float32, self.shape,
+            gather_axis=0, quantize_axis=1, block_size=self.block,
         )  # fmt: skip
-        result: Tensor = x @ weight.t()
-        return result
+        return weight
 
 
-class DequantizedLinear(_Linear):
-    """DequantizeLinear, then MatMul: FP8 with a scale per row or per matrix."""
+class Dequantized(Layer):
+    """DequantizeLinear: FP8 with a scale per row or per matrix."""
 
-    def __init__(self, layer: QuantLinear) -> None:
-        super().__init__(layer)
-        codes, scale = _weight_of(layer.weight)
+    def __init__(self, weight: Quantized) -> None:
+        super().__init__()
+        codes, scale = _weight_of(weight)
         self.register_buffer("codes", codes)
         self.register_buffer("scales", scale)
 
-    def multiply(self, x: Tensor) -> Tensor:
-        weight = _symbolic("DequantizeLinear", (self.codes, self.scales), x.dtype, (self.rows, self.cols), axis=0)
-        result: Tensor = x @ weight.t()
-        return result
+    def forward(self) -> Tensor:
+        inputs = (self.codes, self.scales)
+        weight: Tensor = _symbolic("DequantizeLinear", inputs, torch.float32, self.codes.shape, axis=0)
+        return weight
 
 
 def _weight_of(weight: Quantized) -> tuple[Tensor, Tensor]:
@@ -152,7 +115,7 @@ def _weight_of(weight: Quantized) -> tuple[Tensor, Tensor]:
     Integers are uint8 with the zero point 128. ONNX Runtime's products of uint8 and int8 saturate on processors without
     VNNI; those of uint8 are exact.
     """
-    scale = scales(weight).expand(weight.shape[0], 1).flatten().contiguous()
+    scale = row_scales(weight)
     if weight.scheme.format.kind == "integer":
         return (integers(weight) + _ZERO).to(torch.uint8), scale
     dtype = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[weight.scheme.format.name]
@@ -164,7 +127,7 @@ def _zeros(codes: Tensor, scale: Tensor) -> Tensor:
     return torch.full_like(scale, _ZERO if codes.dtype == torch.uint8 else 0).to(codes.dtype)
 
 
-class Dynamic(_Linear):
+class Dynamic(LinearLayer):
     """MatMulInteger: inputs of 8 bits with a scale per row, computed at run time, and weights of 8 bits."""
 
     def __init__(self, layer: QuantLinear) -> None:
@@ -177,8 +140,7 @@ class Dynamic(_Linear):
         self.most = float(layer.recipe.input.format.max)
 
     def multiply(self, x: Tensor) -> Tensor:
-        amax = x.abs().amax(-1, keepdim=True)
-        scale = torch.where(amax == 0, 1.0, amax / self.most)
+        scale = dynamic_scale(x, self.most)
         q = ((x / scale).round().clamp(-self.most, self.most) + _ZERO).to(torch.uint8)
         inputs = (q, self.codes, self.zero, self.zero)
         product = _symbolic("MatMulInteger", inputs, torch.int32, (*x.shape[:-1], self.rows))
@@ -201,7 +163,7 @@ class DynamicAffine(Dynamic):
         return result
 
 
-class _Rounded(_Module):
+class _Rounded(Layer):
     """QuantizeLinear and DequantizeLinear with a static scale."""
 
     def __init__(self, layer: QuantLinear) -> None:
@@ -214,7 +176,7 @@ class _Rounded(_Module):
             self.dtype = torch.uint8
             zero = torch.tensor(_ZERO) if given.zero_point is None else given.zero_point.reshape(())
             self.register_buffer("zero", zero.to(torch.uint8))
-            if scheme.format.signed:  # QuantizeLinear has one more negative number
+            if scheme.format.signed:  # changes no value, and keeps ONNX Runtime from quantizing the biases before it
                 self.lowest = float(given.scale) * scheme.format.qmin
         else:
             self.dtype = torch.float8_e4m3fn
@@ -228,7 +190,7 @@ class _Rounded(_Module):
         return rounded
 
 
-class Static(_Linear):
+class Static(LinearLayer):
     """Explicit QuantizeLinear and DequantizeLinear around a MatMul, which runtimes turn into an integer product."""
 
     def __init__(self, layer: QuantLinear) -> None:
@@ -246,67 +208,45 @@ class Static(_Linear):
         return result
 
 
-class Conv(_Module):
+class Conv(ConvLayer):
     """DequantizeLinear of the weight, and of the input if its scale is static, then Conv."""
 
     def __init__(self, layer: QuantConv) -> None:
-        super().__init__()
         linear: Any = layer.linear
+        super().__init__(layer, _Rounded(linear) if linear.recipe.static else None)
         codes, scale = _weight_of(linear.weight)
-        self.layer = (layer.window, layer._pads, layer.padding_mode, layer.groups)
-        codes = codes.unflatten(1, (*layer.kernel_size, -1)).movedim(-1, 1).contiguous()
-        self.register_buffer("codes", codes)
+        self.register_buffer("codes", as_kernel(codes, layer))
         self.register_buffer("scales", scale)
         self.register_buffer("zeros", _zeros(codes, scale))
-        self.bias = linear.bias
-        self.rounded = _Rounded(linear) if linear.recipe.static else None
-        self.conv: Callable[..., Tensor] = (F.conv1d, F.conv2d, F.conv3d)[len(layer.kernel_size) - 1]
 
-    def forward(self, x: Tensor) -> Tensor:
-        window, pads, mode, groups = self.layer
-        if self.rounded is not None:
-            x = self.rounded(x)
-        if any(pads):
-            x = F.pad(x, pads, mode="constant" if mode == "zeros" else mode)
+    def kernel(self) -> Tensor:
         inputs = (self.codes, self.scales, self.zeros)
-        weight = _symbolic("DequantizeLinear", inputs, x.dtype, self.codes.shape, axis=0)
-        return self.conv(x, weight, self.bias, window.stride, 0, window.dilation, groups)
+        weight: Tensor = _symbolic("DequantizeLinear", inputs, torch.float32, self.codes.shape, axis=0)
+        return weight
 
 
-class Embedding(_Module):
-    """GatherBlockQuantized for integers and FP4; Gather, a table and a product for other formats."""
+def embedding(layer: QuantEmbedding) -> nn.Module:
+    """GatherBlockQuantized for integers, and a table for other formats."""
+    scheme = layer.weight.scheme
+    blocked = scheme.format.kind == "integer" and scheme.block[0] == 1 and not scheme.reference_only
+    return Embedding(layer) if blocked and not layer.embedding_dim % block_size(scheme) else Table(layer.weight)
 
-    def __init__(self, layer: Any) -> None:
+
+class Embedding(Layer):
+    """GatherBlockQuantized of integers."""
+
+    def __init__(self, layer: QuantEmbedding) -> None:
         super().__init__()
-        weight: Quantized = layer.weight
-        self.width, format = int(weight.shape[1]), weight.scheme.format
-        self.block = 0
-        if format.kind == "integer" and not self.width % block_size(weight.scheme):
-            stored = blocks(weight)
-            self.bits, self.block = stored.bits, stored.block
-            self.register_buffer("codes", stored.codes.flatten(1))
-            self.register_buffer("scales", stored.scales)
-            self.register_buffer("zero_points", stored.zero_points)
-            return
-        table = torch.tensor([format.value(code) for code in range(1 << format.bits)])
-        self.register_buffer("codes", unpack(weight.codes, format.bits, self.width))
-        self.register_buffer("scales", scales(weight))
-        self.register_buffer("table", table)
-        zero = weight.zero_point
-        self.register_buffer("zeros", None if zero is None else zero.float() - (format.qmin if format.signed else 0))
-        self.group = weight.scheme.block[1] or self.width
+        stored = blocks(layer.weight)
+        self.bits, self.block, self.width = stored.bits, stored.block, layer.embedding_dim
+        self.register_buffer("codes", stored.codes.flatten(1))
+        self.register_buffer("scales", stored.scales)
+        self.register_buffer("zero_points", stored.zero_points)
 
     def forward(self, ids: Tensor) -> Tensor:
-        if self.block:
-            inputs = (self.codes, ids, self.scales, *(() if self.zero_points is None else (self.zero_points,)))
-            rows: Tensor = _symbolic(
-                f"{_ORT}::GatherBlockQuantized", inputs, torch.float32, (*ids.shape, self.width),
-                gather_axis=0, quantize_axis=1, block_size=self.block, bits=self.bits,
-            )  # fmt: skip
-            return rows
-        values = self.table[self.codes[ids].long()]
-        scale, zeros = self.scales[ids], None if self.zeros is None else self.zeros[ids]
-        wide = scale.repeat_interleave(self.group, -1)[..., : self.width]
-        if zeros is not None:
-            values = values - zeros.repeat_interleave(self.group, -1)[..., : self.width]
-        return values * wide
+        inputs = (self.codes, ids, self.scales, *(() if self.zero_points is None else (self.zero_points,)))
+        rows: Tensor = _symbolic(
+            f"{_ORT}::GatherBlockQuantized", inputs, torch.float32, (*ids.shape, self.width),
+            gather_axis=0, quantize_axis=1, block_size=self.block, bits=self.bits,
+        )  # fmt: skip
+        return rows

@@ -1,7 +1,8 @@
-"""Quantized weights in the layouts of ONNX's operators."""
+"""Quantized weights as integers and scales, in the layouts of operators."""
 
 from __future__ import annotations
 
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from lowbit.scaling import Scheme
 from lowbit.tensor.packing import pack, unpack
 from lowbit.tensor.quantized import Quantized
 
-__all__ = ["Blocks", "blocks", "integers", "scales"]
+__all__ = ["Blocks", "Groups", "block_size", "blocks", "code_numbers", "groups", "integers", "row_scales", "scales"]
 
 #: The bits of MatMulNBits' codes. Other integers are stored in the next wider ones.
 _WIDTHS = (2, 4, 8)
@@ -78,6 +79,56 @@ def integers(weight: Quantized) -> Tensor:
     bits, cols = weight.scheme.format.bits, int(weight.shape[1])
     codes = unpack(weight.codes, bits, cols).to(torch.int16)
     return torch.where(codes >= 1 << (bits - 1), codes - (1 << bits), codes) if weight.scheme.format.signed else codes
+
+
+def code_numbers(weight: Quantized) -> Tensor:
+    """The codes of a weight, uint8 ``[N, K]``."""
+    return unpack(weight.codes, weight.scheme.format.bits, int(weight.shape[1]))
+
+
+class Groups(NamedTuple):
+    """A scale per group of columns, for any number of columns.
+
+    Attributes:
+        size: Columns of a group: a divisor of the number of columns and of the scheme's groups.
+        scales: fp32 ``[N, K / size, 1]``.
+        zero_points: int16 ``[N, K / size, 1]``, or None.
+    """
+
+    size: int
+    scales: Tensor
+    zero_points: Tensor | None
+
+
+def groups(weight: Quantized, power_of_two: bool = False) -> Groups:
+    """The scales and zero points of a weight ``[N, K]``, per row and group of columns.
+
+    Args:
+        weight: The weight.
+        power_of_two: Whether groups within a row must have a power of two columns.
+
+    Raises:
+        ValueError: The scheme has minima or superblocks.
+    """
+    scheme, (rows, cols) = weight.scheme, (int(size) for size in weight.shape)
+    if scheme.reference_only:
+        raise ValueError(f"graphs have no minima and no superblocks, as {scheme} has")
+    high, wide = scheme.block[0] or rows, scheme.block[1] or cols
+    size = gcd(cols, wide)
+    if power_of_two and size != cols:
+        size &= -size
+    row, col = torch.arange(rows) // high, torch.arange(0, cols, size) // wide
+
+    def spread(values: Tensor) -> Tensor:
+        return values[row][:, col][..., None].contiguous()
+
+    zero = weight.zero_point
+    return Groups(size, spread(scales(weight)), None if zero is None else spread(zero.to(torch.int16)))
+
+
+def row_scales(weight: Quantized) -> Tensor:
+    """A scale per row, fp32 ``[N]``, of a scheme with one per row or per matrix."""
+    return scales(weight).expand(int(weight.shape[0]), 1).flatten().contiguous()
 
 
 def scales(weight: Quantized) -> Tensor:

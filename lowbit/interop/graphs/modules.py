@@ -1,0 +1,152 @@
+"""Layers of a traced program as modules again, so that recipes, calibration and names work on the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+__all__ = ["layer_names", "with_layers"]
+
+
+def _geometry(axes: int, args: tuple[Any, ...]) -> dict[str, Any]:
+    """The arguments of a convolution in a graph, with torch's defaults."""
+    defaults: tuple[Any, ...] = (1, 0, 1, 1)
+    stride, padding, dilation, groups = (*args[3:], *defaults[len(args[3:]) :])
+    return {
+        "stride": _each(stride, axes), "dilation": _each(dilation, axes), "groups": groups,
+        "padding": padding if isinstance(padding, str) else _each(padding, axes),
+    }  # fmt: skip
+
+
+def _each(values: Any, axes: int) -> tuple[int, ...]:
+    sizes = [values] if isinstance(values, int) else list(values)
+    return tuple(sizes * axes if len(sizes) == 1 else sizes)
+
+
+def _linear(weight: nn.Parameter, args: tuple[Any, ...]) -> nn.Module:
+    return nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+
+
+def _embedding(weight: nn.Parameter, args: tuple[Any, ...]) -> nn.Module:
+    return nn.Embedding(weight.shape[0], weight.shape[1], device="meta")
+
+
+def _conv(cls: type[nn.Module], axes: int) -> Callable[[nn.Parameter, tuple[Any, ...]], nn.Module]:
+    def make(weight: nn.Parameter, args: tuple[Any, ...]) -> nn.Module:
+        options = _geometry(axes, args)
+        inputs = weight.shape[1] * options["groups"]
+        return cls(inputs, weight.shape[0], weight.shape[2:], bias=False, device="meta", **options)
+
+    return make
+
+
+_ATEN = torch.ops.aten
+
+#: The ops of layers, with the place of the weight among their arguments, that of the bias, and the module.
+_LAYERS: dict[Any, tuple[int, int | None, Callable[[nn.Parameter, tuple[Any, ...]], nn.Module]]] = {
+    _ATEN.linear.default: (1, 2, _linear),
+    _ATEN.embedding.default: (0, None, _embedding),
+    _ATEN.conv1d.default: (1, 2, _conv(nn.Conv1d, 1)),
+    _ATEN.conv2d.default: (1, 2, _conv(nn.Conv2d, 2)),
+    _ATEN.conv3d.default: (1, 2, _conv(nn.Conv3d, 3)),
+    _ATEN.conv1d.padding: (1, 2, _conv(nn.Conv1d, 1)),
+    _ATEN.conv2d.padding: (1, 2, _conv(nn.Conv2d, 2)),
+    _ATEN.conv3d.padding: (1, 2, _conv(nn.Conv3d, 3)),
+}
+
+
+def _place(node: fx.Node) -> tuple[str, fx.Node, fx.Node | None] | None:
+    """The name of a layer, and the nodes of its weight and bias; None for other nodes."""
+    row = _LAYERS.get(node.target) if node.op == "call_function" else None
+    if row is None:
+        return None
+    weight = node.args[row[0]]
+    bias = node.args[row[1]] if row[1] is not None and len(node.args) > row[1] else None
+    if not isinstance(weight, fx.Node) or weight.op != "get_attr":
+        return None
+    if bias is not None and (not isinstance(bias, fx.Node) or bias.op != "get_attr"):
+        return None
+    path, stack = str(weight.target), list((node.meta.get("nn_module_stack") or {}).values())
+    parent, _, own = path.rpartition(".")
+    if own == "weight" or not stack:
+        name = parent
+    else:  # one of several weights of a module
+        name = f"{parent}.{own.removesuffix('weight').rstrip('_') or own}".lstrip(".")
+    if stack and str(stack[-1][1]).rpartition(".")[2] in ("Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d"):
+        name = stack[-1][0]  # several layers may share a weight
+    return name, weight, bias
+
+
+def layer_names(program: fx.GraphModule) -> dict[str, list[fx.Node]]:
+    """The nodes of each layer of a program, by its name in the model."""
+    names: dict[str, list[fx.Node]] = {}
+    for node in program.graph.nodes:
+        place = _place(node)
+        if place is not None:
+            names.setdefault(place[0], []).append(node)
+    return names
+
+
+def with_layers(program: fx.GraphModule) -> fx.GraphModule:
+    """Replace the ops of a program's layers by calls of modules with their names and parameters, in place.
+
+    Args:
+        program: ``torch.export.export(...).module()``.
+
+    Returns:
+        ``program``, whose Linears, embeddings and convolutions are modules of torch.
+    """
+    parameters: dict[fx.Node, Any] = {
+        node: _attribute(program, str(node.target)) for node in program.graph.nodes if node.op == "get_attr"
+    }
+    for node in parameters:  # modules hold them from here on
+        holder, _, own = str(node.target).rpartition(".")
+        if hasattr(_attribute(program, holder), own):
+            delattr(_attribute(program, holder), own)
+    made: dict[str, nn.Module] = {}
+    for name, nodes in layer_names(program).items():
+        for node in nodes:
+            place = _place(node)
+            assert place is not None
+            _, weight, bias = place
+            if name not in made:
+                module = _LAYERS[node.target][2](parameters[weight], node.args)
+                module.weight = parameters[weight]
+                if bias is not None:
+                    module.bias = parameters[bias]
+                made[name] = module
+                _put(program, name, module)
+            at = 1 if isinstance(made[name], nn.Embedding) else 0
+            with program.graph.inserting_before(node):
+                call = program.graph.call_module(name, (node.args[at],))
+            call.meta = dict(node.meta)
+            node.replace_all_uses_with(call)
+            program.graph.erase_node(node)
+    for index, (node, value) in enumerate(parameters.items()):
+        if node.users:
+            node.target = f"kept_{index}"
+            setattr(program, node.target, value)
+        else:
+            program.graph.erase_node(node)
+    program.recompile()
+    return program
+
+
+def _attribute(module: nn.Module, path: str) -> Any:
+    for part in filter(None, path.split(".")):
+        module = getattr(module, part)
+    return module
+
+
+def _put(program: nn.Module, name: str, module: nn.Module) -> None:
+    """Set a module by its path, with the parents that it lacks."""
+    *parents, last = name.split(".")
+    for part in parents:
+        if not hasattr(program, part):
+            program.add_module(part, nn.Module())
+        program = getattr(program, part)
+    program._modules.pop(last, None)
+    program.add_module(last, module)

@@ -1,0 +1,248 @@
+"""OpenVINO models and programs of torch.export of quantized models, run by OpenVINO and torch, next to lowbit."""
+
+import copy
+import json
+import subprocess
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lowbit as lb
+from lowbit.interop import exportable
+from lowbit.interop.exportable import TARGETS
+from lowbit.recipes import RECIPES, Cast, recipe
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+#: Six bits keep sums of two products within 16 bits, where CPUs without VNNI saturate.
+W6A8 = lb.Recipe(lb.Gemm(Cast("int8:tensor", scale="static"), "int6:row"), name="w6a8-static")
+SYMMETRIC = lb.Recipe(lb.Gemm(Cast("uint8:tensor:affine", scale="static"), "int6:row"), name="w6a8-affine")
+
+OTHERS = (
+    "int2-weight-only:group32", "int3-weight-only:group64", "uint4-weight-only:group48", "uint8-weight-only:row:affine",
+    "int4-weight-only:row", "int6-weight-only:group16", "nf4:group32", "int4-weight-only:group32:fp16",
+    "uint2-weight-only:group16:affine", "fp8-weight-only:block32x32", "int4-weight-only:group24", W6A8, SYMMETRIC,
+)  # fmt: skip
+
+
+def written(format):
+    """The recipes that a format has: the named ones, and others."""
+    saturating = ("int8-static", "int8-static-affine") if format == "openvino" else ()
+    named = (
+        name for name, row in RECIPES.items()
+        if TARGETS[format].refuses(row) is None and name not in (*saturating, "fp8-delayed")
+    )  # fmt: skip
+    return [*named, *OTHERS]
+
+
+CASES = [(format, name) for format in ("openvino", "torch") for name in written(format)]
+
+
+def net(*sizes):
+    torch.manual_seed(0)
+    layers = [nn.Linear(a, b, bias=index != 1) for index, (a, b) in enumerate(pairwise(sizes))]
+    return nn.Sequential(layers[0], nn.GELU(), *layers[1:]).eval()
+
+
+def quantized(model, chosen, batches):
+    row = recipe(chosen)
+    options = {"method": "nearest", "progress": False, "skip": ()}
+    lb.quantize_(model, chosen, lb.calibrate(model, chosen, batches, **options) if row.static else None, skip=())
+    return model
+
+
+def compiled(path):
+    openvino = pytest.importorskip("openvino")
+    exact = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
+    return openvino.Core().compile_model(path, "CPU", exact)
+
+
+def export(model, format, directory, x):
+    """The report, and a function that runs the file in the format's own program."""
+    if format == "openvino":
+        pytest.importorskip("openvino")
+        report = lb.export(model, format, directory / "model.xml", batch=x)
+        run = compiled(directory / "model.xml")
+        return report, lambda x: torch.from_numpy(run(x.numpy())[0])
+    report = lb.export(model, format, directory / "model.pt2", batch=x)
+    return report, torch.export.load(directory / "model.pt2").module()
+
+
+def close(found, expected):
+    assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
+
+
+@pytest.mark.thinned(4)
+@pytest.mark.parametrize(("format", "chosen"), CASES, ids=lambda case: getattr(case, "name", case))
+@torch.no_grad()
+def test_recipes(format, chosen, tmp_path):
+    model, x = net(192, 96, 64), torch.randn(5, 192)
+    quantized(model, chosen, [x])
+    report, run = export(model, format, tmp_path, x)
+    assert len(report.layers) == 2
+    close(run(x), model(x))
+    one = torch.randn(1, 192) / 2  # another batch size
+    close(run(one), model(one))
+
+
+@pytest.mark.parametrize("format", ["openvino", "torch"])
+def test_refused_recipes_name_one_that_works(format):
+    target = TARGETS[format]
+    for row in RECIPES.values():
+        refusal = target.refuses(row)
+        assert refusal is None or target.refuses(recipe(refusal.nearest)) is None
+
+
+@pytest.mark.parametrize(("chosen", "type_", "bits"), [
+    ("int4-weight-only:group32", "int4_t", 4), ("uint4-weight-only:group32", "uint4_t", 4), ("nf4", "nfloat4", 4),
+    ("int2-weight-only:group32", "uint2_t", 2), ("mxfp4-weight-only", "f4e2m1", 4), ("nvfp4-weight-only", "f4e2m1", 4),
+    ("int8-weight-only", "int8_t", 8), ("q8-0", "int8_t", 8),
+])  # fmt: skip
+@torch.no_grad()
+def test_openvino_keeps_constants_compressed(chosen, type_, bits, tmp_path):
+    model, x = net(256, 512, 128), torch.randn(3, 256)
+    quantized(model, chosen, [x])
+    export(model, "openvino", tmp_path, x)
+    weights = 256 * 512 + 512 * 128
+    scales = sum(layer.weight.scale.numel() for layer in model if hasattr(layer, "recipe"))
+    assert (tmp_path / "model.bin").stat().st_size <= weights * bits // 8 + 6 * scales + 4 * (512 + 128) + 4096
+    nodes = compiled(tmp_path / "model.xml").get_runtime_model().get_ordered_ops()
+    products = [node for node in nodes if node.get_rt_info()["layerType"].astype(str) == "FullyConnected"]
+    stored = [node.input_value(1).get_element_type().get_type_name() for node in products]
+    names = {"int4_t": "i4", "uint4_t": "u4", "nfloat4": "nf4", "uint2_t": "u2", "f4e2m1": "f4e2m1", "int8_t": "i8"}
+    assert stored == [names[type_]] * 2
+    constants = [node for node in nodes if node.get_rt_info()["layerType"].astype(str) == "Const"]
+    assert not any(
+        node.get_output_partial_shape(0).is_static and node.get_output_element_type(0).get_type_name() == "f32"
+        and np.prod(node.get_output_shape(0)) >= weights // 8 for node in constants
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("chosen", [W6A8, SYMMETRIC], ids=lambda row: row.name)
+@torch.no_grad()
+def test_integer_products_of_openvino_are_exact(chosen, tmp_path):
+    """With integer inputs and weights and scales of one, results are equal bits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 64, bias=False))
+    model[0].weight.copy_(torch.randint(-31, 32, (64, 512)).float())
+    model[0].weight[:, 0] = 31.0
+    x = torch.randint(-127, 128, (6, 512)).float()
+    x[:, 0], x[:, 1] = 127.0, -128.0 if chosen is SYMMETRIC else -127.0
+    quantized(model, chosen, [x])
+    report, run = export(model, "openvino", tmp_path, x)
+    assert torch.equal(run(x), model(x))
+    assert any("saturate" in note for note in report.notes)
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("format", ["openvino", "torch"])
+@pytest.mark.parametrize(("conv", "shape"), [
+    (nn.Conv1d(8, 16, 5, stride=2, padding=2), (2, 8, 30)),
+    (nn.Conv2d(6, 12, 3, padding="same", groups=3), (2, 6, 9, 11)),
+    (nn.Conv2d(4, 8, (3, 5), padding=(1, 2), padding_mode="reflect", bias=False), (1, 4, 10, 12)),
+    (nn.Conv3d(3, 6, 3, padding=1), (1, 3, 5, 6, 7)),
+])  # fmt: skip
+@pytest.mark.parametrize(
+    "chosen", [W6A8, "int8-weight-only", "fp8-weight-only"], ids=lambda row: getattr(row, "name", row)
+)
+@torch.no_grad()
+def test_convolutions(format, chosen, conv, shape, tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(copy.deepcopy(conv), nn.ReLU()).eval(), torch.randn(shape)
+    quantized(model, chosen, [x])
+    _, run = export(model, format, tmp_path, x)
+    close(run(x), model(x))
+
+
+class Words(nn.Module):
+    """Embeddings, attention and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(50, 64)
+        self.block = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, activation="gelu")
+        self.out = nn.Linear(64, 10)
+
+    def forward(self, ids):
+        return self.out(self.block(self.table(ids)))
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("format", ["openvino", "torch"])
+@pytest.mark.parametrize("chosen", [
+    "int8", "int4-weight-only:group32", "uint4-weight-only:group16", "fp8-weight-only", "nf4:group32",
+    "mxfp4-weight-only",
+])  # fmt: skip
+@torch.no_grad()
+def test_embeddings_and_attention(format, chosen, tmp_path):
+    torch.manual_seed(0)
+    model, ids = Words().eval(), torch.randint(50, (2, 7))
+    lb.quantize_(model, {"*": chosen, "table": "int8-weight-only" if chosen == "int8" else chosen}, skip=())
+    _, run = export(model, format, tmp_path, ids)
+    torch.testing.assert_close(run(ids), model(ids), rtol=1e-4, atol=1e-5)
+    longer = torch.randint(50, (3, 12))
+    torch.testing.assert_close(run(longer), model(longer), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_programs_of_torch_run_without_lowbit(tmp_path):
+    model, x = net(64, 96, 32), torch.randn(4, 64)
+    quantized(model, "int8-static", [x])
+    lb.export(model, "torch", tmp_path / "model.pt2", batch=x)
+    torch.save(x, tmp_path / "x.pt")
+    program = (
+        "import json, sys, torch; from torch.ao.quantization.fx import _decomposed\n"
+        f"run = torch.export.load({str(tmp_path / 'model.pt2')!r}).module()\n"
+        f"y = run(torch.load({str(tmp_path / 'x.pt')!r}))\n"
+        "assert 'lowbit' not in sys.modules; print(json.dumps(y.tolist()))"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
+    close(torch.tensor(json.loads(done.stdout)), model(x))
+
+
+@torch.no_grad()
+def test_the_layers_in_other_exporters(tmp_path):
+    openvino = pytest.importorskip("openvino")
+    model, x = net(64, 96, 32), torch.randn(4, 64)
+    quantized(model, "int4-weight-only:group32", [x])
+    with exportable(model, "openvino"):
+        close(model(x), quantized(net(64, 96, 32), "int4-weight-only:group32", [x])(x))
+        program = torch.export.export(model, (x,))
+        converted = openvino.convert_model(program)
+    bytewise = openvino.convert_model(program, input=[[4, 64]])
+    close(torch.from_numpy(compiled(bytewise)(x.numpy())[0]), model(x))
+    lb.interop.openvino.compress(converted)
+    close(torch.from_numpy(compiled(converted)(x.numpy())[0]), model(x))
+    types = [node.get_output_element_type(0).get_type_name() for node in converted.get_ordered_ops()
+             if node.get_type_name() == "Constant"]  # fmt: skip
+    assert types.count("i4") == 2
+    with exportable(model, "torch"):
+        program = torch.export.export(model, (x,))
+    assert not any("lowbit" in str(node.target) for node in program.graph.nodes)
+    assert type(model[0]).__name__ == "QuantLinear"
+
+
+def test_packed_models_stay_packed(tmp_path):
+    model, x = net(64, 96, 32), torch.randn(4, 64)
+    quantized(model, "int8", [x])
+    lb.prepack_(model)
+    kinds = list(map(type, model))
+    _, run = export(model, "torch", tmp_path, x)
+    assert list(map(type, model)) == kinds
+    close(run(x), model(x))
+
+
+def test_bad_input(tmp_path):
+    model, x = net(64, 64, 32), torch.randn(2, 64)
+    with pytest.raises(ValueError, match="'openvino' needs an example batch"):
+        lb.export(model, "openvino", tmp_path / "model.xml")
+    with pytest.raises(ValueError, match=r"unknown format 'openvin' \(did you mean openvino\?\)"):
+        exportable(model, "openvin")
+    quantized(model, "nf4", [x])
+    with pytest.raises(ValueError, match=r"layer '0'.*only lb.export writes it"), exportable(model, "openvino"):
+        pass
+    assert not list(tmp_path.iterdir())
