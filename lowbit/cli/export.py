@@ -38,7 +38,7 @@ def export(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write a saved model for llama.cpp, vLLM, transformers or ONNX Runtime, with unchanged codes and scales."""
+    """Write a saved model for llama.cpp, vLLM, ONNX Runtime or OpenVINO, with unchanged codes and scales."""
     started = time.perf_counter()
     takes = interop.find_format(to).takes
     if target.exists():
@@ -46,17 +46,25 @@ def export(
     with errors.status(Text(f"loading {source}")):
         model = load(source)
     words = tokenizer if tokenizer is not None or takes != "tokenizer" else tokenizer_in(source)
+    if takes == "batch":
+        model = model.float()
     with errors.status(Text(f"writing {target}")):
         report = interop.export(model, to, target, words)
     if json:
         print_json({**report.to_dict(), "out": str(target)})
         return
     out.print(str(report), soft_wrap=True)
-    without = (
-        "" if words is not None or not takes else "; it has no tokenizer, because MODEL has none: pass --tokenizer DIR"
-    )
-    total = sum(path.stat().st_size for path in ([target] if target.is_file() else target.iterdir()))
+    without = ""
+    if words is None and takes == "tokenizer":
+        without = "; it has no tokenizer, because MODEL has none: pass --tokenizer DIR"
+    files = target.iterdir() if target.is_dir() else [target, *_constants(target)]
+    total = sum(path.stat().st_size for path in files)
     out.print(f"{time.perf_counter() - started:.1f} s; {size(total)} in {target}{without}", soft_wrap=True)
+
+
+def _constants(graph: Path) -> list[Path]:
+    """The files with a graph's constants."""
+    return [path for path in (graph.with_suffix(".bin"), graph.with_name(f"{graph.name}.data")) if path.exists()]
 
 
 export.__doc__ = f"{export.__doc__}\n{EPILOG}".format(

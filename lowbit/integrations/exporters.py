@@ -14,15 +14,12 @@ from lowbit.convert.quantize import quantize_
 from lowbit.convert.select import DEFAULT_SKIP, Skip
 from lowbit.interop.exportable import TARGETS
 from lowbit.interop.graphs.modules import with_layers
-from lowbit.interop.graphs.replacing import replace_
+from lowbit.interop.graphs.replacing import put_operators_
 
 __all__ = ["Quantizer"]
 
 #: The format of layers in each format of transformers.
-_FORMATS = {
-    ExportFormat.ONNX: "onnx", ExportFormat.OPENVINO: "openvino", ExportFormat.DYNAMO: "torch",
-    ExportFormat.EXECUTORCH: "torch",
-}  # fmt: skip
+_FORMATS = {ExportFormat.ONNX: "onnx", ExportFormat.OPENVINO: "openvino", ExportFormat.DYNAMO: "torch"}
 
 
 class Quantizer(ExportQuantizer):  # type: ignore[misc]
@@ -71,5 +68,5 @@ class Quantizer(ExportQuantizer):  # type: ignore[misc]
             batches = list(self.traced_calibration(sample_inputs))
             calibration = calibrate(model, self.recipe, batches, method=self.method or "nearest", skip=self.skip)
         quantize_(model, self.recipe, calibration, skip=self.skip)
-        replace_(model, TARGETS[_FORMATS[export_format]])
+        put_operators_(model, TARGETS[_FORMATS[export_format]])
         return model

@@ -17,8 +17,9 @@ from torchao.quantization.pt2e import quantizer as pt2e
 from lowbit.convert.protect import protections
 from lowbit.convert.select import DEFAULT_SKIP, Skip, plain_layers, select
 from lowbit.interop.graphs.modules import layer_names, with_layers
-from lowbit.interop.graphs.rows import has_input, has_row_scales, is_weight_only
+from lowbit.interop.graphs.rows import has_integer_rows
 from lowbit.recipes import Recipe, layer_recipes
+from lowbit.scaling import Scheme
 
 __all__ = ["Quantizer"]
 
@@ -39,10 +40,10 @@ class Quantizer(pt2e.Quantizer):  # type: ignore[misc]
         super().__init__()
         self.recipes, self.skip = layer_recipes(recipe), skip
         for row in self.recipes.recipes:
-            if not has_row_scales(row, "integer") or not (is_weight_only(row) or _static(row)):
+            if row.rotation is not None or not _plain_rows(row.weight) or not (row.input is None or _static(row)):
                 raise ValueError(
-                    f"PT2E: recipe {row.name!r} is not expressible; expected integer weights with a scale per row, and "
-                    f"float or static inputs: use 'int8-static', 'int8-static-affine' or 'int8-weight-only'"
+                    f"PT2E: recipe {row.name!r} is not expressible; expected integer weights with an fp32 scale per "
+                    f"row, and float or static inputs: use 'int8-static', 'int8-static-affine' or 'int8-weight-only'"
                 )
 
     def annotate(self, model: fx.GraphModule) -> fx.GraphModule:
@@ -52,6 +53,8 @@ class Quantizer(pt2e.Quantizer):  # type: ignore[misc]
         nodes = layer_names(model)
         for name, layer in chosen.items():
             assert layer.recipe is not None
+            if isinstance(layer.module, torch.nn.Embedding):
+                raise ValueError(f"PT2E: embedding {name!r} has no annotation; leave it out of the recipes")
             for node in nodes.get(name, ()):
                 _annotate(node, layer.recipe)
         return model
@@ -61,7 +64,12 @@ class Quantizer(pt2e.Quantizer):  # type: ignore[misc]
 
 
 def _static(recipe: Recipe) -> bool:
-    return recipe.static and has_input(recipe, "int8:tensor", "uint8:tensor:affine")
+    return recipe.static and recipe.input is not None and recipe.input.name in ("int8:tensor", "uint8:tensor:affine")
+
+
+def _plain_rows(scheme: Scheme) -> bool:
+    """Whether a scheme has signed integers with an fp32 scale per row, the largest magnitude by ``qmax``."""
+    return has_integer_rows(scheme) and scheme.block[0] == 1 and scheme.scale_format.name == "fp32" and not scheme.full
 
 
 def _without_data(program: fx.GraphModule) -> fx.GraphModule:

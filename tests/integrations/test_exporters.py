@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import lowbit as lb
@@ -73,6 +74,33 @@ def test_geometry_of_convolutions(geometry):
     assert torch.equal(program(x), model(x))
 
 
+class Shared(nn.Module):
+    """One weight in several calls: as embedding and head, with and without bias, and with two strides."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(20, 16)
+        self.weight, self.bias = nn.Parameter(torch.randn(16, 16, 3)), nn.Parameter(torch.randn(16))
+        self.lora = nn.Linear(16, 16)
+
+    def forward(self, ids):
+        x = self.table(ids)
+        x = x + self.lora(x)
+        y = F.conv1d(x.transpose(1, 2), self.weight, self.bias, padding=1)
+        y = F.conv1d(y, self.weight, stride=2).transpose(1, 2)
+        return F.linear(y, self.table.weight), F.linear(x, self.lora.weight)
+
+
+@torch.no_grad()
+def test_one_weight_in_calls_of_several_kinds():
+    torch.manual_seed(0)
+    model, ids = Shared().eval(), torch.randint(20, (2, 9))
+    program = with_layers(traced(model, ids))
+    assert all(map(torch.equal, program(ids), model(ids)))
+    alone, x = nn.Linear(8, 4).eval(), torch.randn(3, 8)
+    assert torch.equal(with_layers(traced(alone, x))(x), alone(x))
+
+
 @pytest.mark.parametrize("name", ["int8-static", "int8-static-affine", "int8-weight-only"])
 @torch.no_grad()
 def test_pt2e_has_the_numbers_of_quantize_(name):
@@ -106,8 +134,12 @@ def test_pt2e_leaves_what_quantize_leaves():
     assert len(names) == 5
     report = lb.quantize_(model, "int8", method="nearest", skip=("lm_head", "conv"))
     assert len({row.name for row in report.layers}) == 4  # attention is one layer there, and two in the program
-    with pytest.raises(ValueError, match="PT2E: recipe 'nf4' is not expressible"):
-        Quantizer("nf4")
+    for name in ("nf4", "int8", "int8-weight-only:tensor", "int8-weight-only:row:fp16", "int8-weight-only:row:full",
+                 "int8-weight-only:hadamard"):  # fmt: skip
+        with pytest.raises(ValueError, match=r"PT2E: recipe '.*' is not expressible"):
+            Quantizer(name)
+    with pytest.raises(ValueError, match="PT2E: embedding 'table'"):
+        prepare_pt2e(traced(Tied().eval(), ids), Quantizer({"*": "int8-weight-only", "table": "int8-weight-only"}))
 
 
 @pytest.mark.slow

@@ -25,7 +25,9 @@ SYMMETRIC = lb.Recipe(lb.Gemm(Cast("uint8:tensor:affine", scale="static"), "int6
 OTHERS = (
     "int2-weight-only:group32", "int3-weight-only:group64", "uint4-weight-only:group48", "uint8-weight-only:row:affine",
     "int4-weight-only:row", "int6-weight-only:group16", "nf4:group32", "int4-weight-only:group32:fp16",
-    "uint2-weight-only:group16:affine", "fp8-weight-only:block32x32", "int4-weight-only:group24", W6A8, SYMMETRIC,
+    "uint2-weight-only:group16:affine", "int4-weight-only:group32:affine",
+    "int8-weight-only:row:affine", "int8-weight-only:group32:affine", "fp8-weight-only:block32x32",
+    "int4-weight-only:group24", W6A8, SYMMETRIC,
 )  # fmt: skip
 
 
@@ -236,12 +238,121 @@ def test_packed_models_stay_packed(tmp_path):
     close(run(x), model(x))
 
 
+class Reader(nn.Module):
+    """Reads attributes of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.out = nn.Conv1d(4, 8, 3, stride=2, padding=1), nn.Linear(8, 8)
+
+    def forward(self, x):
+        length = x.shape[-1] // self.conv.stride[0]
+        y = self.conv(x)[..., :length].transpose(1, 2)
+        return self.out(y.to(self.out.weight.dtype)) * self.out.in_features
+
+
+@pytest.mark.parametrize("format", ["openvino", "torch"])
+@torch.no_grad()
+def test_models_read_attributes_of_their_layers(format, tmp_path):
+    torch.manual_seed(0)
+    model, x = Reader().eval(), torch.randn(2, 4, 20)
+    quantized(model, "int8-weight-only", [x])
+    _, run = export(model, format, tmp_path, x)
+    close(run(x), model(x))
+
+
+@pytest.mark.parametrize("format", ["openvino", "torch"])
+@torch.no_grad()
+def test_one_example_row_is_enough(format, tmp_path):
+    model, x = net(64, 96, 32), torch.randn(1, 64)
+    quantized(model, "int8-weight-only", [x])
+    _, run = export(model, format, tmp_path, x)
+    more = torch.randn(5, 64)
+    close(run(more), model(more))
+
+
+@pytest.mark.parametrize("cols", [33, 100])
+@pytest.mark.parametrize("format", ["openvino", "torch"])
+@torch.no_grad()
+def test_groups_that_do_not_divide_the_columns(format, cols, tmp_path):
+    model, x = net(cols, 24, 8), torch.randn(3, cols)
+    quantized(model, "int4-weight-only:group32", [x])
+    _, run = export(model, format, tmp_path, x)
+    close(run(x), model(x))
+
+
+@torch.no_grad()
+def test_compress_twice_changes_nothing(tmp_path):
+    openvino = pytest.importorskip("openvino")
+    model, x = net(64, 96, 32), torch.randn(4, 64)
+    quantized(model, "mxfp4-weight-only", [x])
+    with exportable(model, "openvino"):
+        converted = openvino.convert_model(torch.export.export(model, (x,)), input=[[4, 64]])
+    for _ in range(2):
+        lb.interop.openvino.compress(converted)
+    close(torch.from_numpy(compiled(converted)(x.numpy())[0]), model(x))
+
+
+@torch.no_grad()
+def test_hooks_and_modes_stay(tmp_path):
+    model, x = net(64, 96, 32), torch.randn(4, 64)
+    quantized(model, "int8-weight-only", [x])
+    model[0].register_forward_hook(lambda module, inputs, y: 2 * y)
+    model.train()
+    model[1].eval()
+    lb.export(model, "torch", tmp_path / "model.pt2", batch=x)
+    assert model.training and model[0].training and not model[1].training
+    close(torch.export.load(tmp_path / "model.pt2").module()(x), model(x))
+
+
+class Fails(nn.Module):
+    """Cannot be traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.out(x) if x.sum() > 0 else -self.out(x)
+
+
+def test_a_failure_leaves_model_and_files(tmp_path):
+    model = Fails()
+    lb.quantize_(model, "int8", skip=())
+    (tmp_path / "model.pt2").write_text("old")
+    with pytest.raises(Exception, match="data-dependent"):
+        lb.export(model, "torch", tmp_path / "model.pt2", batch=torch.randn(2, 64))
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("model.pt2", "old")]
+    assert model.training and type(model.out).__name__ == "QuantLinear"
+
+
+@pytest.mark.parametrize("format", ["onnx", "openvino", "torch"])
+def test_refused_models(format, tmp_path):
+    alone = net(64, 64)[0]
+    lb.quantize_(nested := nn.Sequential(alone), "int8", skip=())
+    with pytest.raises(ValueError, match=r"export nn\.Sequential"), exportable(nested[0], format):
+        pass
+    with pytest.raises(ValueError, match=r"'0.weight' is torch.bfloat16.*model.float\(\)"):
+        narrow = nn.Sequential(nn.Linear(64, 64, bias=False)).bfloat16()
+        lb.quantize_(narrow, "int8", skip=())
+        with exportable(narrow, format):
+            pass
+    with pytest.raises(ValueError, match="meta device"), exportable(net(64, 64).to("meta"), format):
+        pass
+    words = nn.Sequential(nn.Embedding(20, 64), nn.Linear(64, 64))
+    lb.quantize_(words, {"*": "int8", "0": "int4-weight-only:hadamard"}, skip=())
+    with pytest.raises(ValueError, match="layer '0': its weight is rotated"), exportable(words, format):
+        pass
+
+
 def test_bad_input(tmp_path):
     model, x = net(64, 64, 32), torch.randn(2, 64)
     with pytest.raises(ValueError, match="'openvino' needs an example batch"):
         lb.export(model, "openvino", tmp_path / "model.xml")
     with pytest.raises(ValueError, match=r"unknown format 'openvin' \(did you mean openvino\?\)"):
         exportable(model, "openvin")
+    with pytest.raises(ValueError, match=r"must end in .xml"):
+        lb.export(model, "openvino", tmp_path / "model.bin", batch=x)
     quantized(model, "nf4", [x])
     with pytest.raises(ValueError, match=r"layer '0'.*only lb.export writes it"), exportable(model, "openvino"):
         pass

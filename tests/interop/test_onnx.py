@@ -23,7 +23,8 @@ WRITTEN = (
     *(name for name, row in RECIPES.items() if TARGET.refuses(row) is None and name != "fp8-delayed"),
     "int2-weight-only:group32", "int3-weight-only:group64", "uint4-weight-only:group48", "uint8-weight-only:row:affine",
     "int4-weight-only:row", "int6-weight-only:group16", "fp8-weight-only:tensor", "int4-weight-only:group64:bf16",
-    "nf4:group32", "int4-weight-only:group256",
+    "nf4:group32", "int4-weight-only:group256", "int4-weight-only:group32:affine", "int8-weight-only:row:affine",
+    "int3-weight-only:group32:affine",
 )  # fmt: skip
 
 
@@ -121,7 +122,7 @@ def test_integer_products_are_exact(name, tmp_path):
     (nn.Conv2d(4, 8, (3, 5), padding=(1, 2), padding_mode="reflect", dilation=(1, 1), bias=False), (1, 4, 10, 12)),
     (nn.Conv3d(3, 6, 3, padding=1), (1, 3, 5, 6, 7)),
 ])  # fmt: skip
-@pytest.mark.parametrize("name", ["int8-static", "int8-static-affine", "fp8-weight-only"])
+@pytest.mark.parametrize("name", ["int8-static", "int8-static-affine", "fp8-weight-only", "int8-weight-only"])
 @torch.no_grad()
 def test_convolutions(name, conv, shape, tmp_path):
     import copy

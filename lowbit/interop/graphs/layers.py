@@ -16,8 +16,8 @@ from lowbit.tensor.quantized import Quantized
 from lowbit.torch_private import decomposed_ops
 
 __all__ = [
-    "FLOAT8", "Cast", "ConvLayer", "Convolution", "Float8", "Layer", "LinearLayer", "PerTensor",
-    "Product", "Rounded", "Table", "as_kernel", "dynamic_scale",
+    "FLOAT8", "Cast", "Convolution", "Float8Input", "Layer", "LinearLayer", "Product", "RowInput", "Table",
+    "TensorInput", "as_kernel", "dynamic_scale",
 ]  # fmt: skip
 
 
@@ -26,7 +26,10 @@ FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 class Layer(nn.Module):
-    """A module whose buffers become constants of the graph."""
+    """A module whose buffers become constants of the graph.
+
+    Models read attributes of their layers, such as ``stride`` or ``weight.dtype``. ``like`` answers for those.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -36,7 +39,20 @@ class Layer(nn.Module):
     zero_points: Any
     lines: Tensor
     table: Tensor
-    columns: Tensor
+    columns: Any
+
+    def stand_for(self, layer: nn.Module) -> Layer:
+        """Take the place of a quantized layer. Returns itself."""
+        self.__dict__["like"] = layer  # not a submodule
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or "like" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["like"], name)
 
 
 class LinearLayer(Layer):
@@ -46,44 +62,17 @@ class LinearLayer(Layer):
         super().__init__()
         self.rows, self.cols = layer.out_features, layer.in_features
         self.bias = layer.bias
-        if layer.columns is not None:
-            self.register_buffer("columns", layer.columns.detach().long())
+        order = layer.columns
+        self.register_buffer("columns", None if order is None else order.detach().long())
 
     def forward(self, x: Tensor) -> Tensor:
-        if hasattr(self, "columns"):
+        if self.columns is not None:
             x = x.index_select(-1, self.columns)
         y = self.multiply(x)
         return y if self.bias is None else y + self.bias
 
     def multiply(self, x: Tensor) -> Tensor:
         raise NotImplementedError
-
-
-class ConvLayer(Layer):
-    """A convolution whose weight ``[O, C / groups, *kernel]`` ``kernel`` writes.
-
-    Args:
-        layer: The layer.
-        rounded: Writes the rounding of inputs; None: they stay floats.
-    """
-
-    def __init__(self, layer: QuantConv, rounded: Callable[[Tensor], Tensor] | None) -> None:
-        super().__init__()
-        self.geometry = (layer.window, layer._pads, layer.padding_mode, layer.groups)
-        self.bias, self.rounded = layer.bias, rounded
-        self.conv: Callable[..., Tensor] = (F.conv1d, F.conv2d, F.conv3d)[len(layer.kernel_size) - 1]
-
-    def kernel(self) -> Tensor:
-        raise NotImplementedError
-
-    def forward(self, x: Tensor) -> Tensor:
-        window, pads, mode, groups = self.geometry
-        if self.rounded is not None:
-            x = self.rounded(x)
-        if any(pads):
-            x = F.pad(x, pads, mode="constant" if mode == "zeros" else mode)
-        y: Tensor = self.conv(x, self.kernel(), self.bias, window.stride, 0, window.dilation, groups)
-        return y
 
 
 def as_kernel(codes: Tensor, layer: QuantConv) -> Tensor:
@@ -109,16 +98,29 @@ class Product(LinearLayer):
         return F.linear(x if self.rounded is None else self.rounded(x), self.decoded())
 
 
-class Convolution(ConvLayer):
-    """The same for a convolution; ``decoded`` writes the weight ``[O, C / groups, *kernel]``."""
+class Convolution(Layer):
+    """A convolution whose weight ``[O, C / groups, *kernel]`` and inputs two modules write.
+
+    Args:
+        layer: The layer.
+        decoded: Writes the weight.
+        rounded: Writes the rounding of inputs; None: they stay floats.
+    """
 
     def __init__(self, layer: QuantConv, decoded: nn.Module, rounded: nn.Module | None = None) -> None:
-        super().__init__(layer, rounded)
-        self.decoded = decoded
+        super().__init__()
+        self.geometry = (layer.window, layer._pads, layer.padding_mode, layer.groups)
+        self.bias, self.decoded, self.rounded = layer.bias, decoded, rounded
+        self.conv: Callable[..., Tensor] = (F.conv1d, F.conv2d, F.conv3d)[len(layer.kernel_size) - 1]
 
-    def kernel(self) -> Tensor:
-        weight: Tensor = self.decoded()
-        return weight
+    def forward(self, x: Tensor) -> Tensor:
+        window, pads, mode, groups = self.geometry
+        if self.rounded is not None:
+            x = self.rounded(x)
+        if any(pads):
+            x = F.pad(x, pads, mode="constant" if mode == "zeros" else mode)
+        y: Tensor = self.conv(x, self.decoded(), self.bias, window.stride, 0, window.dilation, groups)
+        return y
 
 
 class Cast(Layer):
@@ -142,7 +144,7 @@ class Cast(Layer):
         return (self.codes.float() * self.scales).reshape(self.shape)
 
 
-class PerTensor(Layer):
+class TensorInput(Layer):
     """``quantize_per_tensor`` and ``dequantize_per_tensor`` of inputs with a static scale."""
 
     def __init__(self, layer: QuantLinear) -> None:
@@ -161,7 +163,7 @@ class PerTensor(Layer):
         return rounded
 
 
-class Rounded(Layer):
+class RowInput(Layer):
     """Inputs rounded to int8 and back in plain operations, with a scale per row that is computed."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -169,7 +171,7 @@ class Rounded(Layer):
         return (x / scale).round().clamp(-127.0, 127.0) * scale
 
 
-class Float8(Layer):
+class Float8Input(Layer):
     """Inputs cast to FP8 and back, with a static scale, or one per row or tensor that is computed.
 
     Args:

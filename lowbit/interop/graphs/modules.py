@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -19,6 +19,10 @@ def _geometry(axes: int, args: tuple[Any, ...]) -> dict[str, Any]:
         "stride": _each(stride, axes), "dilation": _each(dilation, axes), "groups": groups,
         "padding": padding if isinstance(padding, str) else _each(padding, axes),
     }  # fmt: skip
+
+
+#: The classes of layers, whose names a program's nodes have.
+_CLASSES = ("Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d")
 
 
 def _each(values: Any, axes: int) -> tuple[int, ...]:
@@ -58,35 +62,63 @@ _LAYERS: dict[Any, tuple[int, int | None, Callable[[nn.Parameter, tuple[Any, ...
 }
 
 
-def _place(node: fx.Node) -> tuple[str, fx.Node, fx.Node | None] | None:
-    """The name of a layer, and the nodes of its weight and bias; None for other nodes."""
-    row = _LAYERS.get(node.target) if node.op == "call_function" else None
-    if row is None:
-        return None
-    weight = node.args[row[0]]
-    bias = node.args[row[1]] if row[1] is not None and len(node.args) > row[1] else None
-    if not isinstance(weight, fx.Node) or weight.op != "get_attr":
-        return None
-    if bias is not None and (not isinstance(bias, fx.Node) or bias.op != "get_attr"):
-        return None
+class _Place(NamedTuple):
+    """A layer in a program: its node, those of its weight and bias, and its name."""
+
+    node: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    name: str
+
+
+def _places(program: fx.GraphModule) -> list[_Place]:
+    """The layers of a program. Calls that differ in op, geometry or bias have names of their own."""
+    found: list[_Place] = []
+    names: dict[str, list[Any]] = {}
+    for node in program.graph.nodes:
+        row = _LAYERS.get(node.target) if node.op == "call_function" else None
+        if row is None:
+            continue
+        weight = node.args[row[0]]
+        bias = node.args[row[1]] if row[1] is not None and len(node.args) > row[1] else None
+        parts = [weight] if bias is None else [weight, bias]
+        if not all(isinstance(part, fx.Node) and part.op == "get_attr" for part in parts):
+            continue
+        name = _name(program, node, weight)
+        kind = (node.target, weight, bias, str(node.args[3:]))
+        variants = names.setdefault(name, [])
+        if kind not in variants:
+            variants.append(kind)
+        index = variants.index(kind)
+        found.append(_Place(node, weight, bias, f"{name}_{index}" if index else name))
+    return found
+
+
+def _name(program: fx.GraphModule, node: fx.Node, weight: fx.Node) -> str:
+    """The name of a layer in the model."""
     path, stack = str(weight.target), list((node.meta.get("nn_module_stack") or {}).values())
     parent, _, own = path.rpartition(".")
-    if own == "weight" or not stack:
-        name = parent
-    else:  # one of several weights of a module
-        name = f"{parent}.{own.removesuffix('weight').rstrip('_') or own}".lstrip(".")
-    if stack and str(stack[-1][1]).rpartition(".")[2] in ("Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d"):
-        name = stack[-1][0]  # several layers may share a weight
-    return name, weight, bias
+    if stack and str(stack[-1][1]).rpartition(".")[2] in _CLASSES:
+        parent, own = stack[-1][0], "weight"  # several layers may share a weight
+    if own != "weight":  # one of several weights of a module
+        parent = f"{parent}.{own.removesuffix('weight').rstrip('_') or own}".lstrip(".")
+    held = program.get_submodule(parent)._modules if _has(program, parent) else {}
+    return f"{parent}.layer".lstrip(".") if not parent or held else parent
+
+
+def _has(program: fx.GraphModule, path: str) -> bool:
+    try:
+        program.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
 
 
 def layer_names(program: fx.GraphModule) -> dict[str, list[fx.Node]]:
     """The nodes of each layer of a program, by its name in the model."""
     names: dict[str, list[fx.Node]] = {}
-    for node in program.graph.nodes:
-        place = _place(node)
-        if place is not None:
-            names.setdefault(place[0], []).append(node)
+    for place in _places(program):
+        names.setdefault(place.name, []).append(place.node)
     return names
 
 
@@ -99,6 +131,7 @@ def with_layers(program: fx.GraphModule) -> fx.GraphModule:
     Returns:
         ``program``, whose Linears, embeddings and convolutions are modules of torch.
     """
+    places = _places(program)
     parameters: dict[fx.Node, Any] = {
         node: _attribute(program, str(node.target)) for node in program.graph.nodes if node.op == "get_attr"
     }
@@ -107,24 +140,20 @@ def with_layers(program: fx.GraphModule) -> fx.GraphModule:
         if hasattr(_attribute(program, holder), own):
             delattr(_attribute(program, holder), own)
     made: dict[str, nn.Module] = {}
-    for name, nodes in layer_names(program).items():
-        for node in nodes:
-            place = _place(node)
-            assert place is not None
-            _, weight, bias = place
-            if name not in made:
-                module = _LAYERS[node.target][2](parameters[weight], node.args)
-                module.weight = parameters[weight]
-                if bias is not None:
-                    module.bias = parameters[bias]
-                made[name] = module
-                _put(program, name, module)
-            at = 1 if isinstance(made[name], nn.Embedding) else 0
-            with program.graph.inserting_before(node):
-                call = program.graph.call_module(name, (node.args[at],))
-            call.meta = dict(node.meta)
-            node.replace_all_uses_with(call)
-            program.graph.erase_node(node)
+    for node, weight, bias, name in places:
+        if name not in made:
+            module = _LAYERS[node.target][2](parameters[weight], node.args)
+            module.weight = parameters[weight]
+            if bias is not None:
+                module.bias = parameters[bias]
+            made[name] = module
+            _put(program, name, module)
+        x = node.args[1 if isinstance(made[name], nn.Embedding) else 0]
+        with program.graph.inserting_before(node):
+            call = program.graph.call_module(name, (x,))
+        call.meta = dict(node.meta)
+        node.replace_all_uses_with(call)
+        program.graph.erase_node(node)
     for index, (node, value) in enumerate(parameters.items()):
         if node.users:
             node.target = f"kept_{index}"

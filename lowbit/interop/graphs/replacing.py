@@ -1,68 +1,86 @@
-"""Replaces quantized layers by the modules that write them."""
+"""Puts modules that write a format's operators in the place of quantized layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from lowbit.convert.engine import take_over
+from lowbit.interop.graphs.layers import Layer
 from lowbit.interop.graphs.rows import Target
+from lowbit.models.adapters import has_adapters
 from lowbit.nn.base import kind
 from lowbit.nn.conv import QuantConv
 from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.linear import QuantLinear
 from lowbit.nn.packed import PackedLinear
 
-__all__ = ["replace_", "replaced"]
+__all__ = ["put_operators_", "with_operators"]
+
+
+class _Made(NamedTuple):
+    """The module that writes a layer, and the note of its operator for the report."""
+
+    module: Layer
+    note: str | None = None
 
 
 @contextmanager
-def replaced(model: nn.Module, target: Target, saving: bool = False) -> Iterator[nn.Module]:
-    """Replace the quantized layers of a model by modules that write operators of a format, within the block.
+def with_operators(model: nn.Module, target: Target, saving: bool = False) -> Iterator[tuple[str, ...]]:
+    """Give a model the operators of a format in place of its quantized layers, within the block.
 
     Args:
         model: A model in fp32 on the CPU.
         target: The format.
         saving: Whether the format's own ``save`` follows, which some rows need.
 
+    Yields:
+        The notes of the operators, for the report.
+
     Raises:
-        ValueError: A layer has no operator, is prepared for training, or has another dtype than fp32.
+        ValueError: A layer has no operator, is prepared for training or has another dtype than fp32; the model has
+            adapters that are not merged, or is a quantized layer itself.
     """
-    places = _put(model, _replacements(model, target, saving))
+    made = _operators(model, target, saving)
+    places = _put(model, made)
     try:
-        yield model
+        yield tuple(dict.fromkeys(row.note for row in made.values() if row.note is not None))
     finally:
         for parent, name, child in places:
             parent._modules[name] = child
 
 
-def replace_(model: nn.Module, target: Target) -> None:
+def put_operators_(model: nn.Module, target: Target) -> None:
     """The same for good. Raises ValueError likewise; the model is unchanged then."""
-    _put(model, _replacements(model, target, saving=False))
+    _put(model, _operators(model, target, saving=False))
 
 
-def _put(model: nn.Module, replacements: dict[int, nn.Module]) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Put the replacements in place. Returns each parent, name and former child."""
+def _put(model: nn.Module, made: dict[int, _Made]) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Put the modules in place. Returns each parent, name and former child."""
     places = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent._modules.items()
-        if child is not None and id(child) in replacements
+        if child is not None and id(child) in made
     ]
     for parent, name, child in places:
-        parent._modules[name] = replacements[id(child)]
+        parent._modules[name] = made[id(child)].module
     return places
 
 
-def _replacements(model: nn.Module, target: Target, saving: bool) -> dict[int, nn.Module]:
-    for name, value in (*model.named_parameters(), *model.named_buffers()):
-        if value.dtype in (torch.bfloat16, torch.float16) or not value.is_cpu:
-            raise ValueError(
-                f"{name!r} is {value.dtype} on {value.device}; expected fp32 on the CPU: call model.float().cpu()"
-            )
-    replacements: dict[int, nn.Module] = {}
+def _operators(model: nn.Module, target: Target, saving: bool) -> dict[int, _Made]:
+    """The module for each quantized layer, by id."""
+    _require_fp32(model)
+    if has_adapters(model):
+        raise ValueError(
+            f"export: this {type(model).__name__} has adapters of peft, and {target.name} has none; merge them: "
+            f"model = model.merge_and_unload()"
+        )
+    made: dict[int, _Made] = {}
     inside: set[int] = set()
     for name, module in model.named_modules():
         if kind(module) in ("qat", "training"):
@@ -70,33 +88,58 @@ def _replacements(model: nn.Module, target: Target, saving: bool) -> dict[int, n
         if id(module) in inside:
             continue
         try:
-            replacement = _made(module, target, saving)
+            row = _operator(module, target, saving)
         except ValueError as error:
             raise ValueError(f"layer {name!r}: {error}") from None
-        if replacement is not None:
-            replacements[id(module)] = replacement
-            inside |= set(map(id, module.modules()))
-    return replacements
+        if row is None:
+            continue
+        if not name:
+            raise ValueError("the model itself is a quantized layer; export nn.Sequential(model) instead")
+        made[id(module)] = row
+        row.module.stand_for(module)
+        take_over(row.module, module)
+        inside |= set(map(id, module.modules()))
+    return made
 
 
-def _made(module: nn.Module, target: Target, saving: bool) -> nn.Module | None:
+def _require_fp32(model: nn.Module) -> None:
+    tensors = {name: (value.dtype, value.device) for name, value in (*model.named_parameters(), *model.named_buffers())}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantLinear | PackedLinear):
+            tensors[f"{name}.weight"] = module.weight.dtype, torch.device("cpu")
+    for name, (dtype, device) in tensors.items():
+        if device.type == "meta":
+            raise ValueError(f"{name!r} is on the meta device and has no values; load the model first")
+        if device.type != "cpu" or (dtype.is_floating_point and dtype.itemsize > 1 and dtype != torch.float32):
+            raise ValueError(f"{name!r} is {dtype} on {device}; expected fp32 on the CPU: call model.float().cpu()")
+
+
+def _operator(module: nn.Module, target: Target, saving: bool) -> _Made | None:
     """The module that writes a quantized layer; None for other modules."""
     if isinstance(module, QuantEmbedding):
-        return target.embedding(module)
+        if module.linear.rotation is not None:
+            raise ValueError("its weight is rotated by a Hadamard transform; quantize it with 'int8-weight-only'")
+        if module.weight.scheme.reference_only:
+            raise ValueError(
+                f"{target.name} has no minima and no superblocks, as {module.weight.scheme} has; quantize it with "
+                f"'int8-weight-only'"
+            )
+        return _Made(target.embedding(module))
     if isinstance(module, PackedLinear):
         module = module.unpacked()
     if not isinstance(module, QuantLinear | QuantConv):
         return None
-    recipe = module.recipe
-    row = target.row_of(recipe)
-    if isinstance(module, QuantConv):
-        if row is None or row.convolution is None:
-            raise ValueError(f"recipe {recipe.name!r}: {target.name} has convolutions with {target.convolutions} only")
-        return row.convolution(module)
-    refusal = target.refuses(recipe)
+    recipe, row = module.recipe, target.row_of(module.recipe)
+    conv = isinstance(module, QuantConv)
+    refusal = target.refuses_convolutions(recipe) if conv else target.refuses(recipe)
     if row is None or refusal is not None:
         assert refusal is not None
         raise ValueError(f"recipe {recipe.name!r}: {refusal.why}; the nearest recipe that works is {refusal.nearest!r}")
     if not (row.complete or saving):
-        raise ValueError(f"recipe {recipe.name!r}: only lb.export writes it to {target.name}; the others can use int4")
-    return row.make(module)
+        raise ValueError(
+            f"recipe {recipe.name!r}: only lb.export writes it to {target.name}; other exporters have int4"
+        )
+    if isinstance(module, QuantConv):
+        assert row.convolution is not None
+        return _Made(row.convolution(module), row.note)
+    return _Made(row.make(module), row.note)

@@ -4,38 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from lowbit.interop.files import Refusal
+from lowbit.interop.graphs.layers import FLOAT8, Layer
+from lowbit.interop.graphs.tracing import Inputs
 from lowbit.nn.conv import QuantConv
 from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.linear import QuantLinear
 from lowbit.recipes import Recipe
+from lowbit.scaling import Scheme
 
-__all__ = ["Inputs", "Row", "Target", "has_input", "has_row_scales", "is_weight_only", "nearest", "traced"]
-
-
-class Inputs(NamedTuple):
-    """An example call.
-
-    Attributes:
-        args, kwargs: Its arguments.
-        values: All of them by name.
-        axes: The axes of each that may have any length.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    values: dict[str, Any]
-    axes: dict[str, Any]
-
-
-def traced(model: nn.Module, inputs: Inputs) -> torch.export.ExportedProgram:
-    """The program of ``torch.export`` for a model."""
-    return torch.export.export(model, inputs.args, inputs.kwargs, dynamic_shapes=inputs.axes)
+__all__ = ["Row", "Target", "has_float8_rows", "has_integer_rows", "is_float8", "is_integer"]
 
 
 class Row(NamedTuple):
@@ -43,19 +25,29 @@ class Row(NamedTuple):
 
     Attributes:
         name: The operator that multiplies or decodes.
-        takes: Whether it can express a recipe.
+        weight: Whether it can express a scheme of weights.
         make: Makes the module that writes a Linear.
         convolution: Makes the module that writes a convolution; None if it cannot.
+        inputs: Schemes of inputs; empty: floats.
+        static: Whether the scales of inputs are static.
         note: A difference to lowbit's results beyond the order of sums, for the report.
         complete: Whether the module is right before the format's ``save`` has changed its constants.
     """
 
     name: str
-    takes: Callable[[Recipe], bool]
-    make: Callable[[QuantLinear], nn.Module]
-    convolution: Callable[[QuantConv], nn.Module] | None = None
+    weight: Callable[[Scheme], bool]
+    make: Callable[[QuantLinear], Layer]
+    convolution: Callable[[QuantConv], Layer] | None = None
+    inputs: tuple[str, ...] = ()
+    static: bool = False
     note: str | None = None
     complete: bool = True
+
+    def takes(self, recipe: Recipe) -> bool:
+        """Whether the operator can express a recipe."""
+        if recipe.input is None or not self.inputs:
+            return recipe.input is None and not self.inputs and self.weight(recipe.weight)
+        return recipe.input.name in self.inputs and recipe.static == self.static and self.weight(recipe.weight)
 
 
 class Target(NamedTuple):
@@ -65,19 +57,17 @@ class Target(NamedTuple):
         name: Its name in ``export``.
         rows: The first row that takes a recipe writes its layers.
         embedding: Makes the module that writes an embedding.
-        convolutions: The recipes whose convolutions can be written, for messages.
         save: Exports a model with replaced layers to a path.
         packages: The packages that ``save`` needs.
-        nearest: A recipe that works, next to one that does not.
+        suffix: The suffix that a path must have; None: any.
     """
 
     name: str
     rows: tuple[Row, ...]
-    embedding: Callable[[QuantEmbedding], nn.Module]
-    convolutions: str
+    embedding: Callable[[QuantEmbedding], Layer]
     save: Callable[[nn.Module, Inputs, Path], None]
-    packages: tuple[str, ...]
-    nearest: Callable[[Recipe], str]
+    packages: tuple[str, ...] = ()
+    suffix: str | None = None
 
     def row_of(self, recipe: Recipe) -> Row | None:
         """The operator for a recipe, or None."""
@@ -88,26 +78,41 @@ class Target(NamedTuple):
         if self.row_of(recipe) is not None:
             return None
         if recipe.rotation is not None:
-            return Refusal("its weights are rotated by a Hadamard transform", self.nearest(recipe))
+            return Refusal("its weights are rotated by a Hadamard transform", _nearest(recipe))
         inputs = "float inputs" if recipe.input is None else f"inputs in {recipe.input}"
-        return Refusal(f"no operator has weights in {recipe.weight} with {inputs}", self.nearest(recipe))
+        return Refusal(f"no operator has weights in {recipe.weight} with {inputs}", _nearest(recipe))
+
+    def refuses_convolutions(self, recipe: Recipe) -> Refusal | None:
+        """The same for convolutions."""
+        row = self.row_of(recipe)
+        if row is not None and row.convolution is not None:
+            return None
+        nearest = "int8-weight-only" if recipe.input is None else "int8-static"
+        return Refusal(f"no convolution has the recipe {recipe.name!r}", nearest)
 
 
-def is_weight_only(recipe: Recipe) -> bool:
-    """Whether inputs stay floats."""
-    return recipe.input is None
+def is_integer(scheme: Scheme) -> bool:
+    """Whether a scheme has integers, with scales and zero points per block only."""
+    return scheme.format.kind == "integer" and not scheme.reference_only
 
 
-def has_input(recipe: Recipe, *names: str) -> bool:
-    """Whether inputs are quantized in one of the schemes."""
-    return recipe.input is not None and recipe.input.name in names
+def is_float8(scheme: Scheme) -> bool:
+    """Whether a scheme has FP8 elements."""
+    return scheme.format.name in FLOAT8
 
 
-def has_row_scales(recipe: Recipe, kind: str) -> bool:
-    """Whether the weight has signed integers, or FP8, with one scale per row or per matrix and no zero points."""
-    scheme = recipe.weight
-    fits = scheme.format.kind == kind and scheme.format.signed and (kind == "integer" or scheme.format.bits == 8)
-    return fits and scheme.block[1] is None and not scheme.affine and not scheme.global_scale
+def has_integer_rows(scheme: Scheme) -> bool:
+    """Whether a scheme has signed integers with one scale per row or per matrix, as integer products need."""
+    return is_integer(scheme) and _row_scaled(scheme)
+
+
+def has_float8_rows(scheme: Scheme) -> bool:
+    """Whether a scheme has FP8 elements with one scale per row or per matrix."""
+    return is_float8(scheme) and _row_scaled(scheme)
+
+
+def _row_scaled(scheme: Scheme) -> bool:
+    return scheme.format.signed and scheme.block[1] is None and not scheme.affine and not scheme.global_scale
 
 
 #: The nearest recipe with float inputs, by format.
@@ -117,7 +122,7 @@ _NEAREST = {
 }  # fmt: skip
 
 
-def nearest(recipe: Recipe) -> str:
+def _nearest(recipe: Recipe) -> str:
     """The nearest recipe that all formats of graphs have."""
     weight = recipe.weight
     return _NEAREST.get(weight.format.name) or (

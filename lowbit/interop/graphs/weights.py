@@ -58,7 +58,8 @@ def blocks(weight: Quantized) -> Blocks:
     repeats = block_repeats(scheme, cols, block)
     zeros = None
     if weight.zero_point is not None:
-        zero = _per_block(weight.zero_point.to(torch.uint8), repeats, count)
+        stored = weight.zero_point.to(torch.int16) + (half if scheme.format.signed else 0)
+        zero = _per_block(stored.to(torch.uint8), repeats, count)
         zeros = pack(zero, bits)
     return Blocks(
         pack(codes.view(rows, count, block), bits), _per_block(scales(weight), repeats, count), zeros, bits, block
@@ -113,7 +114,7 @@ def groups(weight: Quantized, power_of_two: bool = False) -> Groups:
     scheme, (rows, cols) = weight.scheme, (int(size) for size in weight.shape)
     if scheme.reference_only:
         raise ValueError(f"graphs have no minima and no superblocks, as {scheme} has")
-    high, wide = scheme.block[0] or rows, scheme.block[1] or cols
+    high, wide = scheme.block[0] or rows, min(scheme.block[1] or cols, cols)
     size = gcd(cols, wide)
     if power_of_two and size != cols:
         size &= -size

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
+import os
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowbit.convert.engine import quantized_layers
-from lowbit.interop.files import refuse_adapters, require_library
-from lowbit.interop.graphs.replacing import replaced
-from lowbit.interop.graphs.rows import Inputs, Target
-from lowbit.models.batches import arguments
+from lowbit.interop.files import require_library
+from lowbit.interop.graphs.replacing import with_operators
+from lowbit.interop.graphs.rows import Target
+from lowbit.interop.graphs.tracing import inputs_of
 from lowbit.models.check import uncompiled
 from lowbit.report import Report, report_on
 from lowbit.serialize import huggingface
@@ -25,6 +26,8 @@ __all__ = ["write"]
 @torch.no_grad()
 def write(model: nn.Module, path: str | Path, batch: Any = None, *, target: Target) -> Report:
     """Write a model as a graph, in which the axes of batches and of token sequences may have any length.
+
+    The files get their names when all are complete.
 
     Args:
         model: A model in fp32 on the CPU, quantized or not.
@@ -38,13 +41,15 @@ def write(model: nn.Module, path: str | Path, batch: Any = None, *, target: Targ
 
     Raises:
         ImportError: A package that the format needs is not installed.
-        ValueError: A layer has no operator, or the model has adapters that are not merged.
+        ValueError: A layer has no operator, the model has adapters that are not merged, or the path has another suffix
+            than the format's.
         RuntimeError: torch cannot export the model.
     """
     model, path = uncompiled(model), Path(path)
     for name in target.packages:
         require_library(name)
-    refuse_adapters(model, f"{target.name} has none")
+    if target.suffix is not None and path.suffix != target.suffix:
+        raise ValueError(f"export: {path} must end in {target.suffix} for {target.name!r}")
     report = report_on("export", model, quantized_layers(model), f"written to {path}")
     if batch is None:
         if not huggingface.is_pretrained(model):
@@ -52,35 +57,23 @@ def write(model: nn.Module, path: str | Path, batch: Any = None, *, target: Targ
                 f"export: {target.name!r} needs an example batch: lb.export(model, {target.name!r}, path, batch=batch)"
             )
         batch = dict(model.dummy_inputs)  # type: ignore[operator, arg-type]
-    training = model.training
-    model.eval()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    training = {module: module.training for module in model.modules()}
     config = getattr(model, "config", None) if huggingface.is_pretrained(model) else None
     cached = getattr(config, "use_cache", None)
     try:
+        model.eval()
         if cached is not None:
             config.use_cache = False  # type: ignore[union-attr]
-        with replaced(model, target, saving=True):
-            target.save(model, _inputs(model, batch), path)
+        with with_operators(model, target, saving=True) as notes:
+            inputs = inputs_of(model, batch)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+                target.save(model, inputs, Path(folder) / path.name)
+                for file in Path(folder).iterdir():
+                    os.replace(file, path.parent / file.name)
     finally:
         if cached is not None:
             config.use_cache = cached  # type: ignore[union-attr]
-        model.train(training)
-    rows = [target.row_of(layer.recipe) for layer in quantized_layers(model).values()]
-    notes = dict.fromkeys(row.note for row in rows if row is not None and row.note is not None)
+        for module, mode in training.items():
+            module.training = mode
     return replace(report, notes=(*report.notes, *notes))
-
-
-def _inputs(model: nn.Module, batch: Any) -> Inputs:
-    args, kwargs = arguments(model, batch)
-    names = list(inspect.signature(model.forward).parameters)
-    values = {**dict(zip(names, args, strict=False)), **kwargs}
-    return Inputs(args, kwargs, values, {name: _dynamic(value) for name, value in values.items()})
-
-
-def _dynamic(value: Any) -> Any:
-    """The axes that may have any length: the first one, and the second one of token ids and masks."""
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return None
-    axes = [0, 1] if (value.dim() == 2 and not value.is_floating_point()) or value.dim() == 3 else [0]
-    return dict.fromkeys(axes, torch.export.Dim.AUTO)

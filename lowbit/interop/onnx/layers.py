@@ -5,16 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lowbit.interop.graphs.layers import ConvLayer, Layer, LinearLayer, Table, as_kernel, dynamic_scale
+from lowbit.interop.graphs.layers import FLOAT8, Layer, LinearLayer, Table, as_kernel, dynamic_scale
+from lowbit.interop.graphs.rows import is_integer
 from lowbit.interop.graphs.weights import block_size, blocks, integers, row_scales, scales
 from lowbit.nn.conv import QuantConv
 from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.linear import QuantLinear
+from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Quantized
 
-__all__ = ["Bnb4", "Conv", "Dequantized", "Dynamic", "DynamicAffine", "Fp4", "NBits", "Static", "embedding"]
+__all__ = [
+    "Bnb4", "Dequantized", "Dynamic", "DynamicAffine", "Fp4", "NBits", "Static", "StaticInput", "embedding",
+    "has_blocks", "kernel",
+]  # fmt: skip
 
 #: The zero point of signed integers that are stored as uint8.
 _ZERO = 128
@@ -24,10 +29,9 @@ _ORT = "com.microsoft"
 
 
 def _symbolic(name: str, inputs: tuple[Tensor | None, ...], dtype: torch.dtype, shape: Any, **attributes: Any) -> Any:
-    domain, version = ("", None) if "::" not in name else (name, 1)
-    return torch.onnx.ops.symbolic(
-        name, inputs, attributes, dtype=dtype, shape=shape, version=version if domain else None
-    )
+    """Write an operator; ``name`` has its domain, if that is not ONNX's."""
+    version = 1 if "::" in name else None
+    return torch.onnx.ops.symbolic(name, inputs, attributes, dtype=dtype, shape=shape, version=version)
 
 
 class NBits(LinearLayer):
@@ -57,7 +61,8 @@ class Bnb4(LinearLayer):
         size = block_size(weight.scheme)
         if self.cols % size:
             raise ValueError(
-                f"it has {self.cols} columns, and blocks of {size} would reach over rows; use int4 instead"
+                f"it has {self.cols} columns, and blocks of {size} would reach over rows; quantize it with "
+                f"'int4-weight-only:group32'"
             )
         self.attributes = {"K": self.cols, "N": self.rows, "block_size": size, "quant_type": 1}
         repeats = (weight.scheme.block[1] or self.cols) // size
@@ -81,7 +86,9 @@ class Fp4(Layer):
         rows, cols = self.shape
         self.block = weight.scheme.block[1] or cols
         if cols % 2:
-            raise ValueError(f"it has {cols} columns, and two codes share a byte; quantize it with int4 instead")
+            raise ValueError(
+                f"it has {cols} columns, and two codes share a byte; quantize it with 'int4-weight-only:group32'"
+            )
         self.register_buffer("codes", weight.codes.view(torch.float4_e2m1fn_x2))
         self.register_buffer("scales", scales(weight))
         self.register_buffer("lines", torch.arange(rows))
@@ -95,16 +102,17 @@ class Fp4(Layer):
 
 
 class Dequantized(Layer):
-    """DequantizeLinear: FP8 with a scale per row or per matrix."""
+    """DequantizeLinear: integers or FP8 with a scale per row or per matrix; for a convolution, in its layout."""
 
-    def __init__(self, weight: Quantized) -> None:
+    def __init__(self, weight: Quantized, conv: QuantConv | None = None) -> None:
         super().__init__()
         codes, scale = _weight_of(weight)
-        self.register_buffer("codes", codes)
+        self.register_buffer("codes", codes if conv is None else as_kernel(codes, conv))
         self.register_buffer("scales", scale)
+        self.register_buffer("zeros", _zeros(codes, scale))
 
     def forward(self) -> Tensor:
-        inputs = (self.codes, self.scales)
+        inputs = (self.codes, self.scales, self.zeros)
         weight: Tensor = _symbolic("DequantizeLinear", inputs, torch.float32, self.codes.shape, axis=0)
         return weight
 
@@ -118,8 +126,7 @@ def _weight_of(weight: Quantized) -> tuple[Tensor, Tensor]:
     scale = row_scales(weight)
     if weight.scheme.format.kind == "integer":
         return (integers(weight) + _ZERO).to(torch.uint8), scale
-    dtype = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[weight.scheme.format.name]
-    return weight.codes.view(dtype), scale
+    return weight.codes.view(FLOAT8[weight.scheme.format.name]), scale
 
 
 def _zeros(codes: Tensor, scale: Tensor) -> Tensor:
@@ -163,7 +170,7 @@ class DynamicAffine(Dynamic):
         return result
 
 
-class _Rounded(Layer):
+class StaticInput(Layer):
     """QuantizeLinear and DequantizeLinear with a static scale."""
 
     def __init__(self, layer: QuantLinear) -> None:
@@ -199,7 +206,7 @@ class Static(LinearLayer):
         self.register_buffer("codes", codes.t().contiguous())
         self.register_buffer("scales", scale)
         self.register_buffer("zeros", _zeros(codes, scale))
-        self.rounded = _Rounded(layer)
+        self.rounded = StaticInput(layer)
 
     def multiply(self, x: Tensor) -> Tensor:
         inputs = (self.codes, self.scales, self.zeros)
@@ -208,28 +215,21 @@ class Static(LinearLayer):
         return result
 
 
-class Conv(ConvLayer):
-    """DequantizeLinear of the weight, and of the input if its scale is static, then Conv."""
-
-    def __init__(self, layer: QuantConv) -> None:
-        linear: Any = layer.linear
-        super().__init__(layer, _Rounded(linear) if linear.recipe.static else None)
-        codes, scale = _weight_of(linear.weight)
-        self.register_buffer("codes", as_kernel(codes, layer))
-        self.register_buffer("scales", scale)
-        self.register_buffer("zeros", _zeros(codes, scale))
-
-    def kernel(self) -> Tensor:
-        inputs = (self.codes, self.scales, self.zeros)
-        weight: Tensor = _symbolic("DequantizeLinear", inputs, torch.float32, self.codes.shape, axis=0)
-        return weight
+def kernel(layer: QuantConv) -> Dequantized:
+    """The module that writes the weight of a convolution."""
+    return Dequantized(layer.weight, layer)
 
 
-def embedding(layer: QuantEmbedding) -> nn.Module:
+def has_blocks(scheme: Scheme) -> bool:
+    """Whether a scheme has integers with scales within rows, in blocks that ONNX Runtime has."""
+    return is_integer(scheme) and scheme.block[0] == 1 and block_size(scheme) >= 16
+
+
+def embedding(layer: QuantEmbedding) -> Layer:
     """GatherBlockQuantized for integers, and a table for other formats."""
     scheme = layer.weight.scheme
-    blocked = scheme.format.kind == "integer" and scheme.block[0] == 1 and not scheme.reference_only
-    return Embedding(layer) if blocked and not layer.embedding_dim % block_size(scheme) else Table(layer.weight)
+    blocked = has_blocks(scheme) and not layer.embedding_dim % block_size(scheme)
+    return Embedding(layer) if blocked else Table(layer.weight)
 
 
 class Embedding(Layer):

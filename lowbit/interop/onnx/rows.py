@@ -2,44 +2,43 @@
 
 from __future__ import annotations
 
-from lowbit.interop.graphs.layers import Float8, Product
-from lowbit.interop.graphs.rows import Row, has_input, has_row_scales, is_weight_only
+from lowbit.interop.graphs.layers import Convolution, Float8Input, Product
+from lowbit.interop.graphs.rows import Row, has_float8_rows, has_integer_rows
 from lowbit.interop.graphs.weights import block_size
 from lowbit.interop.onnx import layers
-from lowbit.recipes import Recipe
+from lowbit.interop.onnx.layers import has_blocks
+from lowbit.scaling import Scheme
 
 __all__ = ["ROWS"]
 
 
-def _blocks(recipe: Recipe) -> bool:
-    """Whether the weight has integers with scales within rows, in blocks whose size is a power of two."""
-    scheme = recipe.weight
-    plain = scheme.format.kind == "integer" and not scheme.reference_only and scheme.block[0] == 1
-    return plain and block_size(scheme) >= 16
+def _nf4(scheme: Scheme) -> bool:
+    return scheme.format.name == "nf4" and scheme.block[0] == 1 and block_size(scheme) >= 16
+
+
+def _fp4(scheme: Scheme) -> bool:
+    return scheme.format.name == "fp4_e2m1" and scheme.block[0] == 1 and scheme.block[1] in (16, 32, 64, 128)
 
 
 #: One row per operator; the first that takes a recipe writes it.
 ROWS: tuple[Row, ...] = (
-    Row("MatMulNBits", lambda recipe: is_weight_only(recipe) and _blocks(recipe), layers.NBits),
-    Row("MatMulBnb4", lambda recipe: is_weight_only(recipe) and recipe.weight.format.name == "nf4"
-        and block_size(recipe.weight) >= 16, layers.Bnb4),
-    Row("GatherBlockQuantized", lambda recipe: is_weight_only(recipe) and recipe.weight.format.name == "fp4_e2m1"
-        and recipe.weight.block[0] == 1 and (recipe.weight.block[1] or 0) in (16, 32, 64, 128),
-        lambda layer: Product(layer, layers.Fp4(layer.weight))),
-    Row("DequantizeLinear", lambda recipe: is_weight_only(recipe) and has_row_scales(recipe, "float"),
-        lambda layer: Product(layer, layers.Dequantized(layer.weight)), layers.Conv),
-    Row("MatMulInteger", lambda recipe: not recipe.static and has_input(recipe, "int8:row")
-        and has_row_scales(recipe, "integer"), layers.Dynamic),
-    Row("DynamicQuantizeLinear", lambda recipe: not recipe.static and has_input(recipe, "uint8:tensor:affine")
-        and has_row_scales(recipe, "integer"), layers.DynamicAffine),
-    Row("QuantizeLinear", lambda recipe: recipe.static and has_input(recipe, "int8:tensor", "uint8:tensor:affine")
-        and has_row_scales(recipe, "integer"), layers.Static, layers.Conv),
-    Row("QuantizeLinear", lambda recipe: recipe.static and has_input(recipe, "fp8_e4m3:tensor")
-        and has_row_scales(recipe, "float"), layers.Static, layers.Conv),
-    Row("Cast", lambda recipe: not recipe.static and has_input(recipe, "fp8_e4m3:row", "fp8_e4m3:tensor")
-        and has_row_scales(recipe, "float"),
-        lambda layer: Product(layer, layers.Dequantized(layer.weight), Float8(layer))),
-    Row("MatMulNBits", lambda recipe: not recipe.static and has_input(recipe, "int8:row") and _blocks(recipe),
-        lambda layer: layers.NBits(layer, 4), None,
-        "MatMulNBits quantizes inputs to 8 bits in its own blocks, so results differ by that rounding"),
+    Row("MatMulNBits", lambda scheme: has_integer_rows(scheme) and has_blocks(scheme), layers.NBits,
+        lambda layer: Convolution(layer, layers.kernel(layer))),
+    Row("MatMulNBits", has_blocks, layers.NBits),
+    Row("MatMulBnb4", _nf4, layers.Bnb4),
+    Row("GatherBlockQuantized", _fp4, lambda layer: Product(layer, layers.Fp4(layer.weight))),
+    Row("DequantizeLinear", has_float8_rows, lambda layer: Product(layer, layers.Dequantized(layer.weight)),
+        lambda layer: Convolution(layer, layers.kernel(layer))),
+    Row("MatMulInteger", has_integer_rows, layers.Dynamic, inputs=("int8:row",)),
+    Row("DynamicQuantizeLinear", has_integer_rows, layers.DynamicAffine, inputs=("uint8:tensor:affine",)),
+    Row("QuantizeLinear", has_integer_rows, layers.Static,
+        lambda layer: Convolution(layer, layers.kernel(layer), layers.StaticInput(layer.linear)),
+        ("int8:tensor", "uint8:tensor:affine"), static=True),
+    Row("QuantizeLinear", has_float8_rows, layers.Static,
+        lambda layer: Convolution(layer, layers.kernel(layer), layers.StaticInput(layer.linear)),
+        ("fp8_e4m3:tensor",), static=True),
+    Row("Cast", has_float8_rows, lambda layer: Product(layer, layers.Dequantized(layer.weight), Float8Input(layer)),
+        inputs=("fp8_e4m3:row", "fp8_e4m3:tensor")),
+    Row("MatMulNBits", has_blocks, lambda layer: layers.NBits(layer, 4), inputs=("int8:row",),
+        note="MatMulNBits quantizes inputs to 8 bits in its own blocks, so results differ by that rounding"),
 )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lowbit.interop.graphs import Target
-from lowbit.interop.graphs.rows import Inputs, nearest
+from lowbit.interop.graphs.tracing import Inputs
 from lowbit.interop.onnx import layers
 from lowbit.interop.onnx.rows import ROWS
 
@@ -26,7 +26,4 @@ def _save(model: nn.Module, inputs: Inputs, path: Path) -> None:
     program.save(str(path))
 
 
-TARGET = Target(
-    "onnx", ROWS, layers.embedding, "static inputs or FP8 weights, as in int8-static", _save, ("onnx", "onnxscript"),
-    nearest,
-)  # fmt: skip
+TARGET = Target("onnx", ROWS, layers.embedding, _save, ("onnx", "onnxscript"))

@@ -73,6 +73,7 @@ def compress(model: Any) -> Any:
         constant = openvino.op.Constant(tensor)
         constant.set_friendly_name(node.get_friendly_name())
         node.output(0).replace(constant.output(0))
+        constant.output(0).get_tensor().set_names({constant.get_friendly_name()})  # done: a second call changes nothing
         if name != HALVES:
             _fix_shape(constant)
     model.validate_nodes_and_infer_types()

@@ -31,6 +31,12 @@ def _stored(weight: Quantized) -> tuple[str, Tensor, bool, int]:
     return ("i" if format.signed else "u") + str(width), numbers.to(signed), False, 0
 
 
+def _short(scales: Tensor) -> Tensor:
+    """The scales in fp16 if that changes none, else unchanged."""
+    half = scales.half()
+    return half if torch.equal(half.float(), scales) and torch.equal((2 * half).float(), 2 * scales) else scales
+
+
 class Compressed(Layer):
     """A constant of codes, Convert, Subtract of zero points, and Multiply by scales per row and group of columns."""
 
@@ -40,7 +46,7 @@ class Compressed(Layer):
         self.rows, self.name = int(weight.shape[0]), f"{PREFIX}{name}"
         self.register_buffer(self.name, codes.unflatten(1, (-1, stored.size)).contiguous())
         self.scales_name = HALVES if halved else "scales"
-        self.register_buffer(self.scales_name, stored.scales / 2 if halved else stored.scales)
+        self.register_buffer(self.scales_name, _short(stored.scales / 2 if halved else stored.scales))
         zeros = zero if stored.zero_points is None else stored.zero_points + zero
         dtype = torch.int8 if codes.dtype == torch.int8 else torch.uint8
         whole = zeros if isinstance(zeros, Tensor) else torch.full_like(stored.scales, zeros) if zeros else None
@@ -50,7 +56,7 @@ class Compressed(Layer):
         values = self.get_buffer(self.name).float()
         if self.zeros is not None:
             values = values - self.zeros.float()
-        return (values * self.get_buffer(self.scales_name)).reshape(self.rows, -1)
+        return (values * self.get_buffer(self.scales_name).float()).reshape(self.rows, -1)
 
 
 class Bytes(Layer):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit.interop.graphs.layers import Layer, as_kernel, dynamic_scale
+from lowbit.interop.graphs.layers import Layer, Table, as_kernel, dynamic_scale
 from lowbit.interop.graphs.weights import groups, integers, row_scales
 from lowbit.nn.conv import QuantConv
 from lowbit.tensor.quantized import Quantized
 from lowbit.torch_private import decomposed_ops
 
-__all__ = ["PerChannel", "PerGroup", "PerToken"]
+__all__ = ["PerChannel", "PerGroup", "PerToken", "per_group"]
 
 
 class PerChannel(Layer):
@@ -32,12 +32,16 @@ class PerChannel(Layer):
 
 
 class PerGroup(Layer):
-    """``dequantize_per_channel_group``: integers with a scale per group of columns; each takes a byte."""
+    """``dequantize_per_channel_group``: integers with a scale per group of columns.
+
+    A code takes a byte, or two with 8 bits and zero points.
+    """
 
     def __init__(self, weight: Quantized) -> None:
         super().__init__()
         format, stored = weight.scheme.format, groups(weight)
-        dtype = torch.int8 if format.qmax <= 127 else torch.int16  # the op subtracts zero points in this dtype
+        # The op subtracts zero points in the dtype of the codes.
+        dtype = torch.int16 if weight.scheme.affine and format.bits > 7 else torch.int8
         self.codes_range = (int(format.qmin), int(format.qmax), dtype, stored.size)
         zeros = torch.zeros_like(stored.scales, dtype=dtype) if stored.zero_points is None else stored.zero_points
         self.register_buffer("codes", integers(weight).to(dtype))
@@ -48,6 +52,11 @@ class PerGroup(Layer):
         arguments = (self.codes, self.scales, self.zeros, *self.codes_range, torch.float32)
         weight: Tensor = decomposed_ops().dequantize_per_channel_group(*arguments)
         return weight
+
+
+def per_group(weight: Quantized) -> Layer:
+    """The module that writes integers in groups; the op has no groups of one column."""
+    return PerGroup(weight) if groups(weight).size > 1 else Table(weight)
 
 
 class PerToken(Layer):

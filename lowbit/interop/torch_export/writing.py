@@ -8,59 +8,44 @@ import torch
 from torch import nn
 
 from lowbit.interop.graphs import Row, Target
-from lowbit.interop.graphs.layers import FLOAT8, Cast, Convolution, Float8, PerTensor, Product, Table
-from lowbit.interop.graphs.rows import Inputs, has_input, has_row_scales, is_weight_only, nearest, traced
-from lowbit.interop.torch_export.layers import PerChannel, PerGroup, PerToken
-from lowbit.recipes import Recipe
+from lowbit.interop.graphs.layers import Cast, Convolution, Float8Input, Product, Table, TensorInput
+from lowbit.interop.graphs.rows import has_float8_rows, has_integer_rows, is_float8, is_integer
+from lowbit.interop.graphs.tracing import Inputs, traced
+from lowbit.interop.torch_export.layers import PerChannel, PerToken, per_group
 
 __all__ = ["TARGET"]
 
 
-def _integers(recipe: Recipe) -> bool:
-    return recipe.weight.format.kind == "integer" and not recipe.weight.reference_only
-
-
-def _float8(recipe: Recipe) -> bool:
-    return recipe.weight.format.name in FLOAT8
-
+_RECIPROCAL = "torch multiplies inputs by the reciprocal of their scale, so a code may differ by one"
 
 #: One row per op; the first that takes a recipe writes it.
 ROWS: tuple[Row, ...] = (
-    Row("dequantize_per_channel", lambda recipe: is_weight_only(recipe) and has_row_scales(recipe, "integer"),
-        lambda layer: Product(layer, PerChannel(layer.weight)),
+    Row("dequantize_per_channel", has_integer_rows, lambda layer: Product(layer, PerChannel(layer.weight)),
         lambda layer: Convolution(layer, PerChannel(layer.weight, layer))),
-    Row("dequantize_per_channel_group", lambda recipe: is_weight_only(recipe) and _integers(recipe),
-        lambda layer: Product(layer, PerGroup(layer.weight))),
-    Row("to", lambda recipe: is_weight_only(recipe) and has_row_scales(recipe, "float"),
-        lambda layer: Product(layer, Cast(layer.weight)),
+    Row("dequantize_per_channel_group", is_integer, lambda layer: Product(layer, per_group(layer.weight))),
+    Row("cast from FP8", has_float8_rows, lambda layer: Product(layer, Cast(layer.weight)),
         lambda layer: Convolution(layer, Cast(layer.weight, layer))),
-    Row("to", lambda recipe: is_weight_only(recipe) and _float8(recipe),
-        lambda layer: Product(layer, Cast(layer.weight))),
-    Row("index", lambda recipe: is_weight_only(recipe) and not recipe.weight.reference_only,
+    Row("cast from FP8", is_float8, lambda layer: Product(layer, Cast(layer.weight))),
+    Row("table of values", lambda scheme: not scheme.reference_only,
         lambda layer: Product(layer, Table(layer.weight))),
-    Row("quantize_per_tensor", lambda recipe: recipe.static and has_input(recipe, "int8:tensor", "uint8:tensor:affine")
-        and has_row_scales(recipe, "integer"),
-        lambda layer: Product(layer, PerChannel(layer.weight), PerTensor(layer)),
-        lambda layer: Convolution(layer, PerChannel(layer.weight, layer), PerTensor(layer.linear))),
-    Row("quantize_per_token", lambda recipe: not recipe.static and has_input(recipe, "int8:row")
-        and has_row_scales(recipe, "integer"),
-        lambda layer: Product(layer, PerChannel(layer.weight), PerToken())),
-    Row("quantize_per_token", lambda recipe: not recipe.static and has_input(recipe, "int8:row") and _integers(recipe),
-        lambda layer: Product(layer, PerGroup(layer.weight), PerToken())),
-    Row("to", lambda recipe: recipe.static and has_input(recipe, "fp8_e4m3:tensor") and has_row_scales(recipe, "float"),
-        lambda layer: Product(layer, Cast(layer.weight), Float8(layer)),
-        lambda layer: Convolution(layer, Cast(layer.weight, layer), Float8(layer.linear))),
-    Row("to", lambda recipe: has_input(recipe, "fp8_e4m3:row", "fp8_e4m3:tensor") and _float8(recipe),
-        lambda layer: Product(layer, Cast(layer.weight), Float8(layer))),
+    Row("quantize_per_tensor", has_integer_rows,
+        lambda layer: Product(layer, PerChannel(layer.weight), TensorInput(layer)),
+        lambda layer: Convolution(layer, PerChannel(layer.weight, layer), TensorInput(layer.linear)),
+        ("int8:tensor", "uint8:tensor:affine"), static=True, note=_RECIPROCAL),
+    Row("quantize_per_token", has_integer_rows, lambda layer: Product(layer, PerChannel(layer.weight), PerToken()),
+        inputs=("int8:row",), note=_RECIPROCAL),
+    Row("quantize_per_token", is_integer, lambda layer: Product(layer, per_group(layer.weight), PerToken()),
+        inputs=("int8:row",), note=_RECIPROCAL),
+    Row("cast to FP8", has_float8_rows, lambda layer: Product(layer, Cast(layer.weight), Float8Input(layer)),
+        lambda layer: Convolution(layer, Cast(layer.weight, layer), Float8Input(layer.linear)),
+        ("fp8_e4m3:tensor",), static=True),
+    Row("cast to FP8", is_float8, lambda layer: Product(layer, Cast(layer.weight), Float8Input(layer)),
+        inputs=("fp8_e4m3:row", "fp8_e4m3:tensor")),
 )  # fmt: skip
 
 
 def _save(model: nn.Module, inputs: Inputs, path: Path) -> None:
-    program = traced(model, inputs)
-    torch.export.save(program, path)
+    torch.export.save(traced(model, inputs), path)
 
 
-TARGET = Target(
-    "torch", ROWS, lambda layer: Table(layer.weight),
-    "static inputs, or 8-bit weights and float inputs, as in int8-static", _save, (), nearest,
-)  # fmt: skip
+TARGET = Target("torch", ROWS, lambda layer: Table(layer.weight), _save, suffix=".pt2")
