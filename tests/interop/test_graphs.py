@@ -345,6 +345,41 @@ def test_refused_models(format, tmp_path):
         pass
 
 
+# -- transformers ------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["onnx", "openvino", "torch"])
+@pytest.mark.parametrize("family", ["Mixtral", "Llama", "Gemma3Text"])
+@torch.no_grad()
+def test_causal_models(family, format, tmp_path):
+    transformers = pytest.importorskip("transformers", minversion="5")
+    pytest.importorskip({"torch": "torch", "onnx": "onnxruntime", "openvino": "openvino"}[format])
+    torch.manual_seed(0)
+    options = {"num_local_experts": 4} if family == "Mixtral" else {"head_dim": 16} if family == "Gemma3Text" else {}
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=1, eos_token_id=2, **options,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    lb.quantize_(model, "int4-weight-only:group32")
+    ids, path = (
+        torch.randint(3, 100, (2, 8)),
+        tmp_path / {"torch": "m.pt2", "onnx": "m.onnx", "openvino": "m.xml"}[format],
+    )
+    lb.export(model, format, path, batch={"input_ids": ids})
+    longer = torch.randint(3, 100, (3, 13))
+    for tokens in (ids, longer):
+        if format == "torch":
+            found = torch.export.load(path).module()(input_ids=tokens).logits
+        elif format == "openvino":
+            found = torch.from_numpy(compiled(path)({"input_ids": tokens.numpy()})[0])
+        else:
+            import onnxruntime
+
+            session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+            found = torch.from_numpy(session.run(None, {"input_ids": tokens.numpy()})[0])
+        torch.testing.assert_close(found, model(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_bad_input(tmp_path):
     model, x = net(64, 64, 32), torch.randn(2, 64)
     with pytest.raises(ValueError, match="'openvino' needs an example batch"):
