@@ -48,15 +48,18 @@ def of_producer(recipe, directory):
     return lb.load_model(directory)
 
 
+_COMPRESSED = (
+    "int4-weight-only:group32", "uint4-weight-only:group32", "nvfp4-weight-only", "mxfp4-weight-only", "fp8", "int8",
+    "mxfp8",
+)  # fmt: skip
+
 #: Models of other programs, by name.
 SOURCES = {
-    **{f"compressed-tensors {name}": (of_compressed_tensors, name) for name in
-       ("int4-weight-only:group32", "uint4-weight-only:group32", "nvfp4-weight-only", "mxfp4-weight-only", "fp8", "int8",
-        "mxfp8")},
+    **{f"compressed-tensors {name}": (of_compressed_tensors, name) for name in _COMPRESSED},
     **{f"gguf {name}": (of_gguf, name) for name in ("q4_0", "q8_0", "mxfp4-weight-only", "nvfp4-weight-only")},
     **{name: (of_producer, name) for name in DIRECTORIES},
     "bitsandbytes nf4": (of_bitsandbytes, "nf4"),
-}  # fmt: skip
+}
 
 
 def trained(model, evaluates):
