@@ -34,7 +34,7 @@ __all__ = ["Case", "run"]
 HELD_OUT, SEEN, WINDOW = 12, 64, 512
 
 #: Steps of QAT, one window each, and the learning rates of weights and of scales.
-STEPS, RATE, SCALE_RATE = 64, 3e-5, 2e-6
+STEPS, RATE, SCALE_RATE = 64, 1.5e-4, 2e-6
 
 #: Rounds of speed, tokens of the prompt, and tokens generated.
 ROUNDS, PROMPT, NEW = 3, 64, 32
