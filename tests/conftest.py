@@ -35,6 +35,8 @@ settings.register_profile(
 )
 settings.load_profile("lowbit")
 
+sys.modules.setdefault("openvino_telemetry", None)  # it would fork a process per event to report usage
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):

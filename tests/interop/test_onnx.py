@@ -1,5 +1,6 @@
 """ONNX files of quantized models, run by ONNX Runtime, next to lowbit's own results."""
 
+import copy
 from itertools import pairwise
 
 import numpy as np
@@ -11,6 +12,7 @@ import lowbit as lb
 from lowbit.interop import exportable
 from lowbit.interop.onnx import TARGET
 from lowbit.recipes import RECIPES, recipe
+from tests.support.graphs import Many, Words
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -41,10 +43,11 @@ def run(path, *inputs, dtype=None):
     return [torch.from_numpy(y) for y in session.run(None, dict(zip(names, (x.numpy() for x in inputs), strict=True)))]
 
 
-def quantized(model, name, batches, **options):
-    row = recipe(name)
-    calibration = lb.calibrate(model, name, batches, method="nearest", progress=False) if row.static else None
-    lb.quantize_(model, name, calibration, **options)
+def quantized(model, chosen, batches):
+    rows = [recipe(row) for row in chosen.values()] if isinstance(chosen, dict) else [recipe(chosen)]
+    options = {"method": "nearest", "progress": False, "skip": ()}
+    static = any(row.static for row in rows)
+    lb.quantize_(model, chosen, lb.calibrate(model, chosen, batches, **options) if static else None, skip=())
     return model
 
 
@@ -55,19 +58,19 @@ def close(found, expected, name):
     assert (found - expected).abs().max() <= bound
 
 
-@pytest.mark.thinned(6)
-@pytest.mark.parametrize("name", WRITTEN)
 @torch.no_grad()
-def test_recipes(name, tmp_path):
-    model, x = net(192, 256, 64), torch.randn(5, 192)
-    quantized(model, name, [x], skip=())
+def test_recipes(tmp_path):
+    torch.manual_seed(0)
+    model = Many(nn.Linear(192, 64, bias=index % 2 == 0) for index in range(len(WRITTEN))).eval()
+    x, one = torch.randn(5, 192), torch.randn(1, 192)  # another batch size
+    quantized(model, {f"layers.{index}": name for index, name in enumerate(WRITTEN)}, [x])
     report = lb.export(model, "onnx", tmp_path / "model.onnx", batch=x)
-    assert len(report.layers) == 2
-    close(run(tmp_path / "model.onnx", x)[0], model(x), name)
-    one = torch.randn(1, 192)  # another batch size
-    close(run(tmp_path / "model.onnx", one)[0], model(one), name)
+    assert len(report.layers) == len(WRITTEN)
+    for rows in (x, one):
+        for name, found, expected in zip(WRITTEN, run(tmp_path / "model.onnx", rows), model(rows), strict=True):
+            close(found, expected, name)
     operators = {node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node}
-    assert TARGET.row_of(recipe(name)).name in operators
+    assert {TARGET.row_of(recipe(name)).name for name in WRITTEN} <= operators
 
 
 @pytest.mark.parametrize("name", [name for name, row in RECIPES.items() if TARGET.refuses(row) is not None])
@@ -110,54 +113,36 @@ def test_integer_products_are_exact(name, tmp_path):
     model[0].weight[:, 0] = 127.0
     x = torch.randint(-127, 128, (6, 512)).float()
     x[:, 0] = 127.0
-    quantized(model, name, [x], skip=())
+    quantized(model, name, [x])
     lb.export(model, "onnx", tmp_path / "model.onnx", batch=x)
     assert torch.equal(run(tmp_path / "model.onnx", x)[0], model(x))
 
 
-@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("conv", "shape"), [
     (nn.Conv1d(8, 16, 5, stride=2, padding=2), (2, 8, 30)),
     (nn.Conv2d(6, 12, 3, padding="same", groups=3), (2, 6, 9, 11)),
     (nn.Conv2d(4, 8, (3, 5), padding=(1, 2), padding_mode="reflect", dilation=(1, 1), bias=False), (1, 4, 10, 12)),
     (nn.Conv3d(3, 6, 3, padding=1), (1, 3, 5, 6, 7)),
 ])  # fmt: skip
-@pytest.mark.parametrize("name", ["int8-static", "int8-static-affine", "fp8-weight-only", "int8-weight-only"])
 @torch.no_grad()
-def test_convolutions(name, conv, shape, tmp_path):
-    import copy
-
+def test_convolutions(conv, shape, tmp_path):
     torch.manual_seed(0)
-    model, x = nn.Sequential(copy.deepcopy(conv), nn.ReLU()).eval(), torch.randn(shape)
-    quantized(model, name, [x], skip=())
+    names, x = ("int8-static", "int8-static-affine", "fp8-weight-only", "int8-weight-only"), torch.randn(shape)
+    model = Many(copy.deepcopy(conv) for _ in names).eval()
+    quantized(model, {f"layers.{index}": name for index, name in enumerate(names)}, [x])
     lb.export(model, "onnx", tmp_path / "model.onnx", batch=x)
-    expected = model(x)
-    torch.testing.assert_close(run(tmp_path / "model.onnx", x)[0], expected, rtol=0, atol=3e-6 * expected.max().item())
+    for found, expected in zip(run(tmp_path / "model.onnx", x), model(x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=3e-6 * expected.abs().max().item())
 
 
-class Words(nn.Module):
-    """Embeddings, attention and a head."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(50, 64)
-        self.block = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, activation="gelu")
-        self.out = nn.Linear(64, 10)
-
-    def forward(self, ids):
-        return self.out(self.block(self.table(ids)))
-
-
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("name", [
-    "int8-weight-only", "int4-weight-only:group32", "uint4-weight-only:group16", "fp8-weight-only", "nf4:group32",
-    "mxfp4-weight-only",
-])  # fmt: skip
 @torch.no_grad()
-def test_embeddings_and_attention(name, tmp_path):
+def test_embeddings_and_attention(tmp_path):
     torch.manual_seed(0)
-    model, ids = Words().eval(), torch.randint(50, (2, 7))
-    lb.quantize_(model, {"*": name, "table": name}, skip=())
+    tables = ("int8-weight-only", "int4-weight-only:group32", "uint4-weight-only:group16", "fp8-weight-only",
+              "nf4:group32", "mxfp4-weight-only", "int4-weight-only:group24", "int4-weight-only:tensor")  # fmt: skip
+    model, ids = Words(len(tables)).eval(), torch.randint(50, (2, 7))
+    recipes = {f"tables.{index}": name for index, name in enumerate(tables)}
+    lb.quantize_(model, {"*": "int4-weight-only:group32", **recipes}, skip=())
     lb.export(model, "onnx", tmp_path / "model.onnx", batch=ids)
     torch.testing.assert_close(run(tmp_path / "model.onnx", ids)[0], model(ids), rtol=1e-4, atol=1e-5)
     longer = torch.randint(50, (3, 12))
