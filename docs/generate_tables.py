@@ -483,6 +483,11 @@ def imports() -> str:
     return markdown(("format", "", "written by `lb.export`"), rows)
 
 
+def engines() -> str:
+    """Return the table of ``lowbit bench engines``."""
+    return _recorded_table("engines.md")
+
+
 def claims() -> str:
     """Return the table of ``lowbit bench claims``."""
     return _recorded_table("claims.md")
@@ -590,6 +595,7 @@ TABLES: dict[str, Callable[[], str]] = {
         states,
         calibration_batches,
         claims,
+        engines,
         exports,
         imports,
         architectures,
