@@ -33,8 +33,8 @@ __all__ = ["Case", "run"]
 #: Windows of the text, windows of the calibration text, and tokens of each.
 HELD_OUT, SEEN, WINDOW = 12, 64, 512
 
-#: Steps of QAT, one window each, and the learning rates of weights and of scales.
-STEPS, RATE, SCALE_RATE = 64, 1.5e-4, 2e-6
+#: Steps of QAT, one window each.
+STEPS = 64
 
 #: Rounds of speed, tokens of the prompt, and tokens generated.
 ROUNDS, PROMPT, NEW = 3, 64, 32
@@ -94,12 +94,12 @@ print("ANSWER", new / (seconds(new + 1) - seconds(1)))
 
 
 class Case(NamedTuple):
-    """A file: recipe or recipes by layer, method of calibration, and whether QAT follows."""
+    """A file: recipe or recipes by layer, method of calibration, and if QAT follows, its rates for weights and scales."""
 
     label: str
     recipe: Any
     method: str | None = None
-    trained: bool = False
+    rates: tuple[float, float] | None = None
 
 
 MIX = {"*": "q5_0", "down_proj": "q5_k"}
@@ -111,8 +111,8 @@ CASES: tuple[Case, ...] = (
     Case("Q4_0, guided-gptq", "q4_0", "guided-gptq"),
     Case("NVFP4, guided-gptq", "nvfp4-weight-only", "guided-gptq"),
     Case("Q5_0 and Q5_K, guided-gptq", MIX, "guided-gptq"),
-    Case("Q4_0, nearest, then QAT", "q4_0", trained=True),
-    Case("Q4_0, guided-gptq, then QAT", "q4_0", "guided-gptq", trained=True),
+    Case("Q4_0, nearest, then QAT", "q4_0", rates=(1.5e-4, 2e-6)),
+    Case("Q4_0, guided-gptq, then QAT", "q4_0", "guided-gptq", (1e-5, 1e-5)),
 )
 
 #: Files for speeds, which do not depend on the codes.
@@ -160,7 +160,7 @@ def _model(path: Path) -> nn.Module:
     return model.bfloat16()
 
 
-def _train(model: nn.Module, recipe: Any, texts: Texts) -> None:
+def _train(model: nn.Module, recipe: Any, rates: tuple[float, float], texts: Texts) -> None:
     """QAT of decoded weights and of their scales on the calibration text, with the original model as teacher."""
     teacher = _model(texts.path).float()
     lb.dequantize_(model)
@@ -168,11 +168,11 @@ def _train(model: nn.Module, recipe: Any, texts: Texts) -> None:
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.requires_grad_(False)  # the output layer shares it
-    rates: dict[float, list[nn.Parameter]] = {RATE: [], SCALE_RATE: []}
+    parts: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            rates[SCALE_RATE if "scale" in name else RATE].append(parameter)
-    groups = [{"params": parameters, "lr": rate, "most": rate} for rate, parameters in rates.items()]
+            parts["scale" in name].append(parameter)
+    groups = [{"params": part, "lr": rate, "most": rate} for part, rate in zip(parts, rates, strict=True)]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     for step in range(STEPS):
         window = texts.seen[step % len(texts.seen)]
@@ -198,8 +198,8 @@ def _measured(case: Case, texts: Texts, file: Path) -> dict[str, float]:
         report = lb.quantize_(model, case.recipe, calibration)
         weights = sum(row.weights for row in report.layers)
         bits = sum(_stored_bits(row.recipe) * row.weights for row in report.layers) / weights
-    if case.trained:
-        _train(model, case.recipe, texts)
+    if case.rates is not None:
+        _train(model, case.recipe, case.rates, texts)
     model.bfloat16()
     lb.export(model, "gguf", file, texts.tokenizer)
     inside = _answer(_SERVER + _LOSS, file, texts.held_out)
@@ -221,8 +221,8 @@ def losses_table(records: Path, texts: Texts, scratch: Path) -> str:
     cells, base = [], None
     for case in CASES:
         about: dict[str, list[float]] = {"windows": [HELD_OUT, SEEN, WINDOW]}
-        if case.trained:
-            about["qat"] = [STEPS, RATE, SCALE_RATE]
+        if case.rates is not None:
+            about["qat"] = [STEPS, *case.rates]
         row = read_records(records).get(case.label)
         if row is None or row["about"] != about:
             begin = time.time()
@@ -277,6 +277,7 @@ def run(directory: Path, text: Path, calibration_text: Path) -> Path:
     with TemporaryDirectory() as scratch:
         losses = losses_table(directory / "gguf.jsonl", texts, Path(scratch))
         speeds = speeds_table(texts, Path(scratch))
+    rates = [case.rates for case in CASES if case.rates is not None]
     lines = [
         "# GGUF files of SmolLM2-135M in llama.cpp\n",
         *(f"- {name}: {value}" for name, value in about.items()),
@@ -286,7 +287,8 @@ def run(directory: Path, text: Path, calibration_text: Path) -> Path:
         "## Perplexity\n",
         f"{HELD_OUT} windows of {WINDOW} tokens of `{text.name}`; in parentheses relative to bf16. Calibration: {SEEN} "
         f"windows of `{calibration_text.name}`. QAT: {STEPS} steps of one window each of the same text, with learned "
-        f"scales and distillation from the bf16 model.\n",
+        f"scales and distillation from the bf16 model; learning rates of weights and scales: "
+        f"{'; '.join(f'{weights:g} and {scales:g}' for weights, scales in rates)}, in the order of the rows.\n",
         losses,
         "\n## Tokens per second\n",
         f"{NEW} tokens after a prompt of {PROMPT}, one thread, medians of {ROUNDS} rounds. lowbit: "
