@@ -94,7 +94,7 @@ print("ANSWER", new / (seconds(new + 1) - seconds(1)))
 
 
 class Case(NamedTuple):
-    """A file: recipe or recipes by layer, method of calibration, and if QAT follows, its rates for weights and scales."""
+    """A file: recipe or recipes by layer, method of calibration, and QAT's rates for weights and scales."""
 
     label: str
     recipe: Any
