@@ -261,23 +261,23 @@ def _size(path: Path) -> int:
 
 def files(task: Task, engine: Engine, directory: Path) -> list[File]:
     """Writes the fp32 file of a model, those of the engine's own quantizers, and lowbit's."""
-    made = [File("fp32", "", directory / f"fp32{engine.suffix}")]
-    lb.export(task.model(), engine.format, made[0].path, batch=task.held_out[0])
+    written = [File("fp32", "", directory / f"fp32{engine.suffix}")]
+    lb.export(task.model(), engine.format, written[0].path, batch=task.held_out[0])
     for kind in task.compared:
-        own = engine.own.get(kind)
-        if own is None:
+        quantizer = engine.own.get(kind)
+        if quantizer is None:
             continue
         theirs, ours = (directory / f"{kind}-{who}{engine.suffix}" for who in ("own", "lowbit"))
-        own.make(made[0].path, theirs, task)
+        quantizer.make(written[0].path, theirs, task)
         model = task.model()
         calibration = None
-        if own.calibrated:
+        if quantizer.calibrated:
             lb.fold_(model)  # as quantize_static and NNCF do
-            calibration = lb.calibrate(model, own.recipe, task.calibration)
-        lb.quantize_(model, _recipes(task, own), calibration)
+            calibration = lb.calibrate(model, quantizer.recipe, task.calibration)
+        lb.quantize_(model, _recipes(task, quantizer), calibration)
         lb.export(model, engine.format, ours, batch=task.held_out[0])
-        made += [File(kind, own.label, theirs), File(kind, f"lowbit, {own.recipe}", ours)]
-    return made
+        written += [File(kind, quantizer.label, theirs), File(kind, f"lowbit, {quantizer.recipe}", ours)]
+    return written
 
 
 def _recipes(task: Task, own: Own) -> dict[str, str | None]:
@@ -291,8 +291,8 @@ def _error(found: Tensor, expected: Tensor) -> float:
 
 def table(task: Task, engine: Engine, directory: Path) -> list[tuple[str, ...]]:
     """The rows of a model in an engine."""
-    made = files(task, engine, directory)
-    runs = [engine.open(file.path) for file in made]
+    written = files(task, engine, directory)
+    runs = [engine.open(file.path) for file in written]
     held_out = task.held_out[:HELD_OUT]
     with torch.no_grad():
         model = task.model()
@@ -304,9 +304,9 @@ def table(task: Task, engine: Engine, directory: Path) -> list[tuple[str, ...]]:
             begin = time.perf_counter()
             run(held_out[0])
             times.append(time.perf_counter() - begin)
-    whole, plain = _size(made[0].path), statistics.median(seconds[0])
+    whole, plain = _size(written[0].path), statistics.median(seconds[0])
     rows: list[tuple[str, ...]] = []
-    for file, error, times in zip(made, errors, seconds, strict=True):
+    for file, error, times in zip(written, errors, seconds, strict=True):
         typical = statistics.median(times)
         rows.append(
             (task.name, engine.name, file.kind, file.maker, f"{error:.2%}", f"{amount(_size(file.path))}",
@@ -331,8 +331,8 @@ def run(directory: Path) -> Path:
         *(f"- {name}: {value}" for name, value in about.items()),
         f"\nError: norm of the difference to torch's fp32 output, relative to that output, mean of up to {HELD_OUT} "
         f"held-out batches. Milliseconds: one batch on one thread, medians of {ROUNDS} rounds in which the files of a "
-        "model take turns. Weights have equal bits per row: quantizers without data, except static int8, which both "
-        "calibrate on the same batches. OpenVINO runs with inference precision f32.\n",
+        "model take turns. Both quantizers of a pair have equal bits. Only static int8 uses data: the same batches for "
+        "both. OpenVINO runs with inference precision f32.\n",
         markdown(head, rows, numbers=range(4, len(head))),
     ]  # fmt: skip
     directory.mkdir(parents=True, exist_ok=True)

@@ -288,7 +288,7 @@ def run(directory: Path, text: Path, calibration_text: Path) -> Path:
         f"{HELD_OUT} windows of {WINDOW} tokens of `{text.name}`; in parentheses relative to bf16. Calibration: {SEEN} "
         f"windows of `{calibration_text.name}`. QAT: {STEPS} steps of one window each of the same text, with learned "
         f"scales and distillation from the bf16 model; learning rates of weights and scales: "
-        f"{'; '.join(f'{weights:g} and {scales:g}' for weights, scales in rates)}, in the order of the rows.\n",
+        f"{'; '.join(f'{weights:g} and {scales:g}' for weights, scales in rates)} (first and second row).\n",
         losses,
         "\n## Tokens per second\n",
         f"{NEW} tokens after a prompt of {PROMPT}, one thread, medians of {ROUNDS} rounds. lowbit: "

@@ -15,7 +15,7 @@ import lowbit as lb
 from lowbit.interop import exportable
 from lowbit.interop.exportable import TARGETS
 from lowbit.recipes import RECIPES, Cast, recipe
-from tests.support.graphs import Many, Words
+from tests.support.graphs import Many, Words, quantized
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -46,14 +46,6 @@ def net(*sizes):
     torch.manual_seed(0)
     layers = [nn.Linear(a, b, bias=index != 1) for index, (a, b) in enumerate(pairwise(sizes))]
     return nn.Sequential(layers[0], nn.GELU(), *layers[1:]).eval()
-
-
-def quantized(model, chosen, batches):
-    rows = [recipe(row) for row in chosen.values()] if isinstance(chosen, dict) else [recipe(chosen)]
-    options = {"method": "nearest", "progress": False, "skip": ()}
-    static = any(row.static for row in rows)
-    lb.quantize_(model, chosen, lb.calibrate(model, chosen, batches, **options) if static else None, skip=())
-    return model
 
 
 def compiled(path):

@@ -12,7 +12,7 @@ import lowbit as lb
 from lowbit.interop import exportable
 from lowbit.interop.onnx import TARGET
 from lowbit.recipes import RECIPES, recipe
-from tests.support.graphs import Many, Words
+from tests.support.graphs import Many, Words, quantized
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -41,14 +41,6 @@ def run(path, *inputs, dtype=None):
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     names = [entry.name for entry in session.get_inputs()]
     return [torch.from_numpy(y) for y in session.run(None, dict(zip(names, (x.numpy() for x in inputs), strict=True)))]
-
-
-def quantized(model, chosen, batches):
-    rows = [recipe(row) for row in chosen.values()] if isinstance(chosen, dict) else [recipe(chosen)]
-    options = {"method": "nearest", "progress": False, "skip": ()}
-    static = any(row.static for row in rows)
-    lb.quantize_(model, chosen, lb.calibrate(model, chosen, batches, **options) if static else None, skip=())
-    return model
 
 
 def close(found, expected, name):

@@ -3,7 +3,10 @@
 import torch
 from torch import nn
 
-__all__ = ["Many", "Words"]
+import lowbit as lb
+from lowbit.recipes import recipe
+
+__all__ = ["Many", "Words", "quantized"]
 
 
 class Many(nn.Module):
@@ -28,3 +31,12 @@ class Words(nn.Module):
 
     def forward(self, ids):
         return self.out(self.block(torch.stack([table(ids) for table in self.tables]).sum(0)))
+
+
+def quantized(model, chosen, batches):
+    """The model, quantized to nearest with a recipe or recipes by layer; static scales come from the batches."""
+    rows = [recipe(row) for row in chosen.values()] if isinstance(chosen, dict) else [recipe(chosen)]
+    options = {"method": "nearest", "progress": False, "skip": ()}
+    static = any(row.static for row in rows)
+    lb.quantize_(model, chosen, lb.calibrate(model, chosen, batches, **options) if static else None, skip=())
+    return model

@@ -183,13 +183,13 @@ class Float8Input(Layer):
         scheme = layer.recipe.input
         assert scheme is not None
         self.most, self.by_row = float(scheme.format.max), scheme.block[0] == 1
-        given = layer.input_scales
-        self.given = given is not None
-        if given is not None:
-            self.register_buffer("scale", given.scale.float().reshape(()))
+        scales = layer.input_scales
+        self.static = scales is not None
+        if scales is not None:
+            self.register_buffer("scale", scales.scale.float().reshape(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = self.scale if self.given else dynamic_scale(x, self.most, self.by_row)
+        scale = self.scale if self.static else dynamic_scale(x, self.most, self.by_row)
         return (x / scale).clamp(-self.most, self.most).to(torch.float8_e4m3fn).float() * scale
 
 

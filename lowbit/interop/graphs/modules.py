@@ -73,7 +73,7 @@ class _Place(NamedTuple):
 
 def _places(program: fx.GraphModule) -> list[_Place]:
     """The layers of a program. Calls that differ in op, geometry or bias have names of their own."""
-    found: list[_Place] = []
+    places: list[_Place] = []
     names: dict[str, list[Any]] = {}
     for node in program.graph.nodes:
         row = _LAYERS.get(node.target) if node.op == "call_function" else None
@@ -90,8 +90,8 @@ def _places(program: fx.GraphModule) -> list[_Place]:
         if kind not in variants:
             variants.append(kind)
         index = variants.index(kind)
-        found.append(_Place(node, weight, bias, f"{name}_{index}" if index else name))
-    return found
+        places.append(_Place(node, weight, bias, f"{name}_{index}" if index else name))
+    return places
 
 
 def _name(program: fx.GraphModule, node: fx.Node, weight: fx.Node) -> str:
@@ -139,16 +139,16 @@ def with_layers(program: fx.GraphModule) -> fx.GraphModule:
         holder, _, own = str(node.target).rpartition(".")
         if hasattr(_attribute(program, holder), own):
             delattr(_attribute(program, holder), own)
-    made: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     for node, weight, bias, name in places:
-        if name not in made:
+        if name not in modules:
             module = _LAYERS[node.target][2](parameters[weight], node.args)
             module.weight = parameters[weight]
             if bias is not None:
                 module.bias = parameters[bias]
-            made[name] = module
+            modules[name] = module
             _put(program, name, module)
-        x = node.args[1 if isinstance(made[name], nn.Embedding) else 0]
+        x = node.args[1 if isinstance(modules[name], nn.Embedding) else 0]
         with program.graph.inserting_before(node):
             call = program.graph.call_module(name, (x,))
         call.meta = dict(node.meta)

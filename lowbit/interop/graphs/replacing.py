@@ -22,7 +22,7 @@ from lowbit.nn.packed import PackedLinear
 __all__ = ["put_operators_", "with_operators"]
 
 
-class _Made(NamedTuple):
+class _Operator(NamedTuple):
     """The module that writes a layer, and the note of its operator for the report."""
 
     module: Layer
@@ -45,10 +45,10 @@ def with_operators(model: nn.Module, target: Target, saving: bool = False) -> It
         ValueError: A layer has no operator, is prepared for training or has another dtype than fp32; the model has
             adapters that are not merged, or is a quantized layer itself.
     """
-    made = _operators(model, target, saving)
-    places = _put(model, made)
+    operators = _operators(model, target, saving)
+    places = _put(model, operators)
     try:
-        yield tuple(dict.fromkeys(row.note for row in made.values() if row.note is not None))
+        yield tuple(dict.fromkeys(row.note for row in operators.values() if row.note is not None))
     finally:
         for parent, name, child in places:
             parent._modules[name] = child
@@ -59,20 +59,20 @@ def put_operators_(model: nn.Module, target: Target) -> None:
     _put(model, _operators(model, target, saving=False))
 
 
-def _put(model: nn.Module, made: dict[int, _Made]) -> list[tuple[nn.Module, str, nn.Module]]:
+def _put(model: nn.Module, operators: dict[int, _Operator]) -> list[tuple[nn.Module, str, nn.Module]]:
     """Put the modules in place. Returns each parent, name and former child."""
     places = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent._modules.items()
-        if child is not None and id(child) in made
+        if child is not None and id(child) in operators
     ]
     for parent, name, child in places:
-        parent._modules[name] = made[id(child)].module
+        parent._modules[name] = operators[id(child)].module
     return places
 
 
-def _operators(model: nn.Module, target: Target, saving: bool) -> dict[int, _Made]:
+def _operators(model: nn.Module, target: Target, saving: bool) -> dict[int, _Operator]:
     """The module for each quantized layer, by id."""
     _require_fp32(model)
     if has_adapters(model):
@@ -80,7 +80,7 @@ def _operators(model: nn.Module, target: Target, saving: bool) -> dict[int, _Mad
             f"export: this {type(model).__name__} has adapters of peft, and {target.name} has none; merge them: "
             f"model = model.merge_and_unload()"
         )
-    made: dict[int, _Made] = {}
+    operators: dict[int, _Operator] = {}
     inside: set[int] = set()
     for name, module in model.named_modules():
         if kind(module) in ("qat", "training"):
@@ -95,11 +95,11 @@ def _operators(model: nn.Module, target: Target, saving: bool) -> dict[int, _Mad
             continue
         if not name:
             raise ValueError("the model itself is a quantized layer; export nn.Sequential(model) instead")
-        made[id(module)] = row
+        operators[id(module)] = row
         row.module.stand_for(module)
         take_over(row.module, module)
         inside |= set(map(id, module.modules()))
-    return made
+    return operators
 
 
 def _require_fp32(model: nn.Module) -> None:
@@ -114,7 +114,7 @@ def _require_fp32(model: nn.Module) -> None:
             raise ValueError(f"{name!r} is {dtype} on {device}; expected fp32 on the CPU: call model.float().cpu()")
 
 
-def _operator(module: nn.Module, target: Target, saving: bool) -> _Made | None:
+def _operator(module: nn.Module, target: Target, saving: bool) -> _Operator | None:
     """The module that writes a quantized layer; None for other modules."""
     if isinstance(module, QuantEmbedding):
         if module.linear.rotation is not None:
@@ -124,7 +124,7 @@ def _operator(module: nn.Module, target: Target, saving: bool) -> _Made | None:
                 f"{target.name} has no minima and no superblocks, as {module.weight.scheme} has; quantize it with "
                 f"'int8-weight-only'"
             )
-        return _Made(target.embedding(module))
+        return _Operator(target.embedding(module))
     if isinstance(module, PackedLinear):
         module = module.unpacked()
     if not isinstance(module, QuantLinear | QuantConv):
@@ -141,5 +141,5 @@ def _operator(module: nn.Module, target: Target, saving: bool) -> _Made | None:
         )
     if isinstance(module, QuantConv):
         assert row.convolution is not None
-        return _Made(row.convolution(module), row.note)
-    return _Made(row.make(module), row.note)
+        return _Operator(row.convolution(module), row.note)
+    return _Operator(row.make(module), row.note)

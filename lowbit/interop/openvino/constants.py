@@ -61,11 +61,11 @@ def compress(model: Any) -> Any:
     """
     import openvino
 
-    found = re.compile(rf"({HALVES}|{PREFIX}(?:{'|'.join(_TYPES)}))\b")
+    marker = re.compile(rf"({HALVES}|{PREFIX}(?:{'|'.join(_TYPES)}))\b")
     for node in model.get_ordered_ops():
         if node.get_type_name() != "Constant":
             continue
-        match = next(filter(None, map(found.search, sorted(node.output(0).get_names()))), None)
+        match = next(filter(None, map(marker.search, sorted(node.output(0).get_names()))), None)
         if match is None:
             continue
         name, values = match.group(1), np.asarray(node.get_data())
