@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lowbit.interop.compressed_tensors import layouts
 from lowbit.interop.compressed_tensors.schemes import Format, group_of
-from lowbit.interop.directories.joining import rows
 from lowbit.interop.directories.layers import Stored
+from lowbit.interop.joining import rows
 
 __all__ = ["About", "store"]
 

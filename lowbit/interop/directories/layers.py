@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lowbit.convert.engine import origin, quantized_layers
-from lowbit.interop.directories.joining import rows
 from lowbit.interop.directories.names import Names
 from lowbit.interop.directories.rules import Kind
+from lowbit.interop.joining import rows
 from lowbit.models.names import plain_name
 from lowbit.models.wrap import plain_class
 from lowbit.nn.base import kind

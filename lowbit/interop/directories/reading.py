@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from lowbit.convert.adapters import EXPERTS, find
 from lowbit.files import shown
-from lowbit.interop.directories.joining import joined
 from lowbit.interop.directories.names import Names
 from lowbit.interop.directories.rules import CONFIG, SCALE_OPTIONS, Kind, Matrix, Rules, quantization_of
 from lowbit.interop.files import Contents
+from lowbit.interop.joining import joined
 from lowbit.models import cache_scales
 from lowbit.nn.experts import stacks
 from lowbit.nn.linear import QuantLinear

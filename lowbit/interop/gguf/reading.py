@@ -5,6 +5,7 @@ The file is untrusted: shapes are checked against the model before weights are r
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -15,13 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.convert.adapters import find
+from lowbit.convert.adapters import EXPERTS, find
 from lowbit.files import shown
 from lowbit.interop.files import Contents, require_library
 from lowbit.interop.gguf.architectures import TOKEN_TYPES, Architecture, Change, find_architecture, with_factors
 from lowbit.interop.gguf.blocks import BLOCK_TYPES, from_blocks
 from lowbit.interop.gguf.header import Header
 from lowbit.interop.gguf.names import IN_FP32, TensorNames, parts_of
+from lowbit.interop.joining import joined, rearranged
+from lowbit.nn.experts import stacks
 from lowbit.nn.linear import QuantLinear
 from lowbit.recipes import RECIPES, Gemm, Recipe
 from lowbit.scaling import Scheme
@@ -60,17 +63,21 @@ class _File(Header):
         shared = {key: self.values[key] for key in (TOKEN_TYPES,) if key in self.values}
         return shared | {key[len(prefix) :]: value for key, value in self.values.items() if key.startswith(prefix)}
 
-    def quantized(self, name: str, dtype: torch.dtype) -> Quantized | None:
-        """The matrix with its codes, or None if lowbit has no scheme for them."""
+    def matrices(self, name: str, dtype: torch.dtype) -> list[Quantized] | None:
+        """The matrices of a tensor with their codes: one, or one per expert. None if lowbit has no scheme for them."""
         stored = self.tensors[name]
         row = BLOCK_TYPES.get(stored.type)
-        if row is None or len(stored.shape) != 2:
+        if row is None or len(stored.shape) not in (2, 3):
             return None
-        scale = self._global_scale(name, 1).view(1, 1) if row.scheme.global_scale == "tensor" else None
-        return from_blocks(row, self.read(name), stored.shape[1], dtype, scale)
+        stack = self.read(name).view(-1, *stored.shape[-2:-1], stored.row_bytes)
+        scales: list[Tensor | None] = [None] * len(stack)
+        if row.scheme.global_scale == "tensor":
+            scales = [scale.view(1, 1) for scale in self.global_scales(name)]
+        return [from_blocks(row, raw, stored.shape[-1], dtype, scale) for raw, scale in zip(stack, scales, strict=True)]
 
-    def _global_scale(self, name: str, count: int) -> Tensor:
-        """The scales of a matrix, or of ``count`` matrices, that their blocks do not have."""
+    def global_scales(self, name: str) -> Tensor:
+        """The scales of a matrix, or of a stack of matrices, that their blocks do not have."""
+        count = math.prod(self.tensors[name].shape[:-2])
         other = name.removesuffix("weight") + "scale"
         self.read_scales.add(other)
         scale = self.float(other, torch.float32) if other in self.tensors else torch.ones(count)
@@ -83,15 +90,11 @@ class _File(Header):
         stored = self.tensors[name]
         if stored.type in _FLOATS:
             return self.read(name).view(_FLOATS[stored.type]).view(stored.shape).to(dtype)
-        kept = self.quantized(name, dtype)
+        kept = self.matrices(name, dtype)
         if kept is not None:
-            return kept.dequantize(dtype)
+            return torch.stack([matrix.dequantize(dtype) for matrix in kept]).view(stored.shape)
         decoded = self.gguf.dequantize(self.read(name).numpy(), self.gguf.GGMLQuantizationType[stored.type])
-        values = torch.from_numpy(decoded).view(stored.shape)
-        row = BLOCK_TYPES.get(stored.type)
-        if row is not None and row.scheme.global_scale == "tensor":  # a stack, with one scale per matrix
-            values = values * self._global_scale(name, stored.shape[0]).view(-1, *[1] * (len(stored.shape) - 1))
-        return values.to(dtype)
+        return torch.from_numpy(decoded).view(stored.shape).to(dtype)
 
     def dtype(self) -> torch.dtype:
         """The dtype of the model: that of most float matrices, or bf16."""
@@ -107,7 +110,8 @@ class _File(Header):
 def read(path: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
     """Load a GGUF file as a model of transformers, in eval mode.
 
-    Linears whose block type lowbit has become QuantLinears with the codes of the file. Other types are decoded.
+    Linears whose block type lowbit has become QuantLinears with the codes of the file, and experts QuantExperts.
+    Other types are decoded.
 
     Args:
         path: The file.
@@ -132,8 +136,7 @@ def contents(path: str | Path) -> Contents:
         reader = _Reader(_File(Path(path)), None)
         kept, recipes = set(), {}
         for name, module in reader.model.named_modules():
-            stored = reader.kept(f"{name}.weight", module)
-            if stored is not None:
+            for stored in itertools.chain(*reader.kept(name, module).values()):
                 kept.add(stored)
                 recipes[name] = _recipe(BLOCK_TYPES[reader.file.tensors[stored].type].scheme)
         rows = (row.type for name, row in reader.file.tensors.items() if name not in kept and row.type not in _FLOATS)
@@ -173,6 +176,9 @@ class _Reader:
         """Raises ValueError if file and model do not have the same tensors."""
         first: dict[int, str] = {}
         for path, module in self.model.named_modules(remove_duplicate=False):
+            kept = self.kept(path, module)
+            for place, stored in kept.items():
+                self._add(path, place, [self._codes(name) for name in stored])
             for short, value in (*module._parameters.items(), *module._buffers.items()):
                 name = f"{path}.{short}" if path else short
                 if value is None or short in module._non_persistent_buffers_set:
@@ -180,41 +186,70 @@ class _Reader:
                 source = first.setdefault(id(value), name)
                 if source != name:
                     self.tied[name], self.tensors[name] = source, self.tensors[source]
-                    continue
-                stored = self.kept(name, module) if short == "weight" else None
-                if stored is None:
+                elif not kept or short == "bias":
                     self.tensors[name] = self._values(name, module, value)
-                else:
-                    weight = self._codes(stored)
-                    recipe = _recipe(weight.scheme)
-                    self.layers[path] = Layer(recipe, self.dtype, [weight.shape[1]])
-                    self.tensors |= QuantLinear(weight, None, recipe).state_dict(prefix=f"{path}.")
         used = self._used | self.file.read_scales
         unused = sorted(name for name in self.file.tensors if name not in used and not _COMPUTED.fullmatch(name))
         if unused:
             raise ValueError(f"{self.file.path} has {shown(unused[0])}, which a {_class(self.model)} does not use")
 
-    def kept(self, name: str, module: nn.Module) -> str | None:
-        """The stored name of a Linear's weight whose codes lowbit has a scheme for; otherwise None."""
-        if not isinstance(module, nn.Linear) or find(module).listed is None:
-            return None
-        stored = self.names.of(name)
-        row = self.file.tensors.get(stored or "")
-        if stored is None or row is None or row.type not in BLOCK_TYPES:
-            return None
-        self._check_shape(stored, (module.out_features, module.in_features))
-        return None if any(change.values is not None for change in self._changes(stored)) else stored
+    def kept(self, path: str, module: Any) -> dict[str, list[str]]:
+        """The stored names of the matrices that keep their codes, below each other; none if the module is decoded.
 
-    def _codes(self, stored: str) -> Quantized:
-        """A stored matrix with its codes."""
-        weight = self.file.quantized(stored, self.dtype)
-        assert weight is not None
+        The keys are the paths of QuantLinears, or of the two lists of them in QuantExperts.
+        """
+        listed = find(module).listed
+        if isinstance(module, nn.Linear) and listed is not None:
+            weights = {path: ("weight", module.weight)}
+        elif listed == EXPERTS and not module.is_transposed and len(module._parameters) == len(stacks(module)):
+            names = zip(("gate_up", "down"), stacks(module), strict=True)
+            weights = {f"{path}.{inner}": (stack, getattr(module, stack)) for inner, stack in names}
+        else:
+            return {}
+        parts = {place: list(parts_of(f"{path}.{name}", module, value)) for place, (name, value) in weights.items()}
+        kept: dict[str, list[str]] = {}
+        for place, matrices in parts.items():
+            stored = [(self.names.of(name) or "", tuple(value.shape)) for name, value in matrices]
+            if any(name not in self.file.tensors or not self._keeps(name) for name, _ in stored):
+                return {}
+            for name, shape in stored:
+                self._check_shape(name, shape)
+            kept[place] = [name for name, _ in stored]
+        types = {self.file.tensors[name].type for names in kept.values() for name in names}
+        return kept if len(types) == 1 and all(map(self._joins, kept.values())) else {}
+
+    def _keeps(self, stored: str) -> bool:
+        """Whether lowbit has a scheme for the codes of a tensor, and the architecture does not change its values."""
+        changed = any(change.values is not None for change in self._changes(stored))
+        return self.file.tensors[stored].type in BLOCK_TYPES and not changed
+
+    def _joins(self, stored: list[str]) -> bool:
+        """Whether matrices that one matmul computes have the same global scales."""
+        if BLOCK_TYPES[self.file.tensors[stored[0]].type].scheme.global_scale != "tensor":
+            return True
+        first, *others = (self.file.global_scales(name) for name in stored)
+        return all(torch.equal(first, other) for other in others)
+
+    def _add(self, path: str, place: str, matrices: list[list[Quantized]]) -> None:
+        """Add the layers at ``place``, given for each of its stored tensors a matrix per layer."""
+        weights = [joined(below) for below in zip(*matrices, strict=True)]
+        recipe = _recipe(weights[0].scheme)
+        before = self.layers.get(path, Layer(recipe, self.dtype, []))
+        self.layers[path] = before._replace(widths=[*(before.widths or ()), *(weight.shape[1] for weight in weights)])
+        for index, weight in enumerate(weights):
+            name = place if place == path else f"{place}.{index}"
+            self.tensors |= QuantLinear(weight, None, recipe).state_dict(prefix=f"{name}.")
+
+    def _codes(self, stored: str) -> list[Quantized]:
+        """The matrices of a tensor with their codes."""
+        weights = self.file.matrices(stored, self.dtype)
+        assert weights is not None
         self._used.add(stored)
         for change in self._changes(stored):
             if change.rows is not None:
-                back = change.rows(weight.shape[0], self.model.config).argsort()
-                weight = weight.map(lambda part: part[back] if len(part) == len(back) else part)  # noqa: B023
-        return weight
+                back = change.rows(weights[0].shape[0], self.model.config).argsort()
+                weights = [rearranged(weight, back) for weight in weights]
+        return weights
 
     def _values(self, name: str, module: nn.Module, value: Tensor) -> Tensor:
         """A float parameter, from one or more tensors of the file."""

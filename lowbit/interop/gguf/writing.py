@@ -18,6 +18,7 @@ from lowbit.interop.gguf.blocks import BLOCK_TYPES, block_type, to_blocks
 from lowbit.interop.gguf.container import Entry, write_file
 from lowbit.interop.gguf.names import IN_FP32, TensorNames, parts_of
 from lowbit.interop.gguf.vocabulary import vocabulary
+from lowbit.interop.joining import rearranged, rows
 from lowbit.models.check import uncompiled
 from lowbit.models.names import plain_name
 from lowbit.models.ties import storage_key
@@ -201,9 +202,9 @@ def _stacked_experts(path: str, layer: QuantExperts) -> Iterator[tuple[str, Any]
     firsts, downs = ([one.weight for one in layers] for layers in experts)
     if any(one.bias is not None for layers in experts for one in layers):
         raise ValueError(f"{path} has experts with biases, which lowbit does not write as GGUF")
-    half = firsts[0].shape[0] // 2
-    yield f"{path}.gate_proj", _Stack([_rows(one, slice(half)) for one in firsts])
-    yield f"{path}.up_proj", _Stack([_rows(one, slice(half, None)) for one in firsts])
+    both = firsts[0].shape[0]
+    yield f"{path}.gate_proj", _Stack([rows(one, 0, both // 2) for one in firsts])
+    yield f"{path}.up_proj", _Stack([rows(one, both // 2, both) for one in firsts])
     yield f"{path}.down_proj", _Stack(downs)
 
 
@@ -223,17 +224,6 @@ class _Stack(NamedTuple):
     @property
     def scheme(self) -> Any:
         return self.weights[0].scheme
-
-
-def _rows(weight: Quantized, rows: Any) -> Quantized:
-    """Some rows of a matrix, in a new order."""
-    count = weight.shape[0]
-    parts = {name: part[rows] if len(part) == count else part for name, part in weight.parts.items()}
-    shape = torch.Size((len(parts["codes"]), weight.shape[1]))
-    return Quantized(
-        parts["codes"], parts["scale"], parts.get("zero_point"), parts.get("global_scale"), weight.scheme, shape,
-        weight.dtype,
-    )  # fmt: skip
 
 
 def _rope_factors(config: Any) -> Iterator[Entry]:
@@ -274,7 +264,7 @@ def _quantized(
             if change.values is not None:
                 raise ValueError(f"layer {path!r} must be exported without quantization")
             if change.rows is not None:
-                matrix = _rows(matrix, change.rows(matrix.shape[0], config))
+                matrix = rearranged(matrix, change.rows(matrix.shape[0], config))
         return to_blocks(matrix.cpu())
 
     if isinstance(weight, _Stack):

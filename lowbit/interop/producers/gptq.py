@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from lowbit.convert.engine import quantized_layers
 from lowbit.files import shown
 from lowbit.interop.columns import in_order, order_of, taken, to_groups
-from lowbit.interop.directories.joining import rows as rows_of
 from lowbit.interop.directories.layers import Stored, StoredLayer
 from lowbit.interop.directories.names import Names
 from lowbit.interop.directories.recipes import recipe_of
 from lowbit.interop.directories.rules import CONFIG, Kind, Matrix, Rules, positive
 from lowbit.interop.directories.writing import Layout
 from lowbit.interop.files import Refusal
+from lowbit.interop.joining import rows as rows_of
 from lowbit.models.names import plain_name
 from lowbit.nn.base import kind
 from lowbit.recipes import Recipe

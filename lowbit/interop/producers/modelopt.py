@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from lowbit.convert.engine import quantized_layers
 from lowbit.files import shown
-from lowbit.interop.directories.joining import rows as rows_of
 from lowbit.interop.directories.layers import Stored, StoredLayer
 from lowbit.interop.directories.names import Names
 from lowbit.interop.directories.recipes import alike, recipe_of
 from lowbit.interop.directories.rules import CONFIG, Kind, Matrix, Rules
 from lowbit.interop.directories.writing import Layout
 from lowbit.interop.files import Refusal
+from lowbit.interop.joining import rows as rows_of
 from lowbit.models.names import plain_name
 from lowbit.recipes import Cast, Recipe
 from lowbit.scaling import Scheme, packed_cols
