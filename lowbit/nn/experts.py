@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,7 +18,7 @@ from lowbit.ops.grouped import has_rows_of_its_own
 from lowbit.ops.spec import stored_global, stored_scale, stored_zero
 from lowbit.torch_private import is_fake
 
-__all__ = ["QuantExperts", "stack_experts_", "stacks"]
+__all__ = ["QuantExperts", "are_alike", "has_hooks", "stack_experts_", "stacks"]
 
 #: Device types on which one kernel multiplies for all experts; their weights are views of one stack.
 _STACKED_ON = ("cuda",)
@@ -100,10 +100,11 @@ class QuantExperts(nn.Module):
 
     def _expert(self, expert: int, x: Tensor) -> Tensor:
         """The output of one expert, before it is weighted."""
-        output: Tensor = self.down[expert](self._activated(self.gate_up[expert](x)))
+        output: Tensor = self.down[expert](self.activated(self.gate_up[expert](x)))
         return output
 
-    def _activated(self, y: Tensor) -> Tensor:
+    def activated(self, y: Tensor) -> Tensor:
+        """The gate, or the activation without a gate, of the first layers' outputs ``y [T, N]``."""
         activated: Tensor = self.act_fn(y) if self._gate is None else self._gate(self, y)
         return activated
 
@@ -115,7 +116,7 @@ class QuantExperts(nn.Module):
         ids = torch.arange(self.num_experts, dtype=expert.dtype, device=expert.device)
         offsets = torch.searchsorted(expert, ids, right=True, out_int32=True)
         x = hidden.index_select(0, order // choices)
-        y = down.multiply(self._activated(gate_up.multiply(x, offsets)), offsets)
+        y = down.multiply(self.activated(gate_up.multiply(x, offsets)), offsets)
         # Rows after the last expert's are zeros; padding reads them.
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         y = y.index_select(0, back).view(tokens, choices, y.shape[-1])
@@ -201,7 +202,7 @@ class _Stack(NamedTuple):
 def _stack(layers: nn.ModuleList, x: Tensor) -> _Stack | None:
     """The stack of ``layers``, or None if they are not stacked or no kernel multiplies it."""
     first: Any = layers[0]
-    if not all(_is_like(layer, first) for layer in layers):
+    if not are_alike(layers):
         return None
     if first.recipe.static or (first.recipe.input is not None and not has_rows_of_its_own(first.recipe.input)):
         return None
@@ -221,24 +222,31 @@ def _stack(layers: nn.ModuleList, x: Tensor) -> _Stack | None:
     return _Stack(layers, parts)
 
 
-def _is_like(layer: Any, first: Any) -> bool:
-    """Whether both layers compute the same function of their weight, and nothing else."""
-    return (
+def are_alike(layers: Iterable[Any]) -> bool:
+    """Whether all layers compute the same function of their weight and bias, and nothing else."""
+    first, *_ = layers = list(layers)
+    return all(
         type(layer) is QuantLinear
         and layer.scheme == first.scheme
         and layer._input_name == first._input_name
         and layer.rotation == first.rotation
         and layer.columns is None
-        and not (layer.consumers or layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
+        and not (layer.consumers or has_hooks(layer))
+        for layer in layers
     )
+
+
+def has_hooks(layer: nn.Module) -> bool:
+    """Whether calls of a layer run anything but its own forward."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
 
 
 def _may_stack(parts: list[Any]) -> bool:
     """Whether the parts are plain parameters on a device with stacking."""
-    return _are_alike(parts) and all(type(part) is nn.Parameter and not part.is_inference() for part in parts)
+    return _are_stackable(parts) and all(type(part) is nn.Parameter and not part.is_inference() for part in parts)
 
 
-def _are_alike(parts: list[Any]) -> bool:
+def _are_stackable(parts: list[Any]) -> bool:
     """Whether the parts are distinct contiguous parameters with equal shape, dtype and device, on a device with
     stacking.
     """
@@ -258,7 +266,7 @@ def _stacked_tensor(parts: list[Tensor]) -> Tensor | None:
     """
     first = parts[0]
     if is_fake(first):
-        return first.detach().expand(len(parts), *first.shape) if _are_alike(parts) else None
+        return first.detach().expand(len(parts), *first.shape) if _are_stackable(parts) else None
     begin, size, storage = first.data_ptr(), first.nbytes, first.untyped_storage()
     if not size or begin + len(parts) * size > storage.data_ptr() + storage.nbytes():
         return None

@@ -16,17 +16,26 @@ from lowbit.models.adapters import has_adapters
 from lowbit.nn.base import kind
 from lowbit.nn.conv import QuantConv
 from lowbit.nn.embedding import QuantEmbedding
+from lowbit.nn.experts import QuantExperts
 from lowbit.nn.linear import QuantLinear
 from lowbit.nn.packed import PackedLinear
+from lowbit.report import family
 
 __all__ = ["put_operators_", "with_operators"]
 
 
 class _Operator(NamedTuple):
-    """The module that writes a layer, and the note of its operator for the report."""
+    """The module that writes a layer, and a note for the report; None: the layer keeps its own forward."""
 
-    module: Layer
+    module: Layer | None
     note: str | None = None
+
+
+class _Operators(NamedTuple):
+    """The modules that write layers, by the id of the layer, and the notes for the report."""
+
+    modules: dict[int, Layer]
+    notes: tuple[str, ...]
 
 
 @contextmanager
@@ -46,9 +55,9 @@ def with_operators(model: nn.Module, target: Target, saving: bool = False) -> It
             adapters that are not merged, or is a quantized layer itself.
     """
     operators = _operators(model, target, saving)
-    places = _put(model, operators)
+    places = _put(model, operators.modules)
     try:
-        yield tuple(dict.fromkeys(row.note for row in operators.values() if row.note is not None))
+        yield operators.notes
     finally:
         for parent, name, child in places:
             parent._modules[name] = child
@@ -56,10 +65,10 @@ def with_operators(model: nn.Module, target: Target, saving: bool = False) -> It
 
 def put_operators_(model: nn.Module, target: Target) -> None:
     """The same for good. Raises ValueError likewise; the model is unchanged then."""
-    _put(model, _operators(model, target, saving=False))
+    _put(model, _operators(model, target, saving=False).modules)
 
 
-def _put(model: nn.Module, operators: dict[int, _Operator]) -> list[tuple[nn.Module, str, nn.Module]]:
+def _put(model: nn.Module, operators: dict[int, Layer]) -> list[tuple[nn.Module, str, nn.Module]]:
     """Put the modules in place. Returns each parent, name and former child."""
     places = [
         (parent, name, child)
@@ -68,19 +77,20 @@ def _put(model: nn.Module, operators: dict[int, _Operator]) -> list[tuple[nn.Mod
         if child is not None and id(child) in operators
     ]
     for parent, name, child in places:
-        parent._modules[name] = operators[id(child)].module
+        parent._modules[name] = operators[id(child)]
     return places
 
 
-def _operators(model: nn.Module, target: Target, saving: bool) -> dict[int, _Operator]:
-    """The module for each quantized layer, by id."""
+def _operators(model: nn.Module, target: Target, saving: bool) -> _Operators:
+    """The modules for all quantized layers."""
     _require_fp32(model)
     if has_adapters(model):
         raise ValueError(
             f"export: this {type(model).__name__} has adapters of peft, and {target.name} has none; merge them: "
             f"model = model.merge_and_unload()"
         )
-    operators: dict[int, _Operator] = {}
+    operators: dict[int, Layer] = {}
+    notes: list[str | None] = []
     inside: set[int] = set()
     for name, module in model.named_modules():
         if kind(module) in ("qat", "training"):
@@ -88,18 +98,20 @@ def _operators(model: nn.Module, target: Target, saving: bool) -> dict[int, _Ope
         if id(module) in inside:
             continue
         try:
-            row = _operator(module, target, saving)
+            row = _operator(name, module, target, saving)
         except ValueError as error:
             raise ValueError(f"layer {name!r}: {error}") from None
         if row is None:
             continue
+        notes.append(row.note)
+        if row.module is None:
+            continue
         if not name:
             raise ValueError("the model itself is a quantized layer; export nn.Sequential(model) instead")
-        operators[id(module)] = row
-        row.module.stand_for(module)
+        operators[id(module)] = row.module.stand_for(module)
         take_over(row.module, module)
         inside |= set(map(id, module.modules()))
-    return operators
+    return _Operators(operators, tuple(dict.fromkeys(note for note in notes if note is not None)))
 
 
 def _require_fp32(model: nn.Module) -> None:
@@ -114,8 +126,18 @@ def _require_fp32(model: nn.Module) -> None:
             raise ValueError(f"{name!r} is {dtype} on {device}; expected fp32 on the CPU: call model.float().cpu()")
 
 
-def _operator(module: nn.Module, target: Target, saving: bool) -> _Operator | None:
+def _experts(name: str, experts: QuantExperts, target: Target) -> _Operator:
+    """The module that writes the experts of a mixture; without an operator for them, each expert has its own layers."""
+    row = target.experts_row_of(experts)
+    if isinstance(row, str):
+        return _Operator(None, f"in {family(name)} each expert computes every token: {row}")
+    return _Operator(row.make(experts), row.note)
+
+
+def _operator(name: str, module: nn.Module, target: Target, saving: bool) -> _Operator | None:
     """The module that writes a quantized layer; None for other modules."""
+    if isinstance(module, QuantExperts):
+        return _experts(name, module, target)
     if isinstance(module, QuantEmbedding):
         if module.linear.rotation is not None:
             raise ValueError("its weight is rotated by a Hadamard transform; quantize it with 'int8-weight-only'")

@@ -13,11 +13,12 @@ from lowbit.interop.graphs.layers import FLOAT8, Layer
 from lowbit.interop.graphs.tracing import Inputs
 from lowbit.nn.conv import QuantConv
 from lowbit.nn.embedding import QuantEmbedding
+from lowbit.nn.experts import QuantExperts
 from lowbit.nn.linear import QuantLinear
 from lowbit.recipes import Recipe
 from lowbit.scaling import Scheme
 
-__all__ = ["Row", "Target", "has_float8_rows", "has_integer_rows", "is_float8", "is_integer"]
+__all__ = ["ExpertsRow", "Row", "Target", "has_float8_rows", "has_integer_rows", "is_float8", "is_integer"]
 
 
 class Row(NamedTuple):
@@ -45,9 +46,37 @@ class Row(NamedTuple):
 
     def takes(self, recipe: Recipe) -> bool:
         """Whether the operator can express a recipe."""
-        if recipe.input is None or not self.inputs:
-            return recipe.input is None and not self.inputs and self.weight(recipe.weight)
-        return recipe.input.name in self.inputs and recipe.static == self.static and self.weight(recipe.weight)
+        return _takes(self, recipe) and (recipe.input is None or recipe.static == self.static)
+
+
+class ExpertsRow(NamedTuple):
+    """An operator for all experts of a mixture, which computes only the experts that a token chooses.
+
+    Attributes:
+        name: The operator.
+        weight: Whether it can express a scheme of weights.
+        refuses: Why it cannot express experts with such weights, or None.
+        make: Makes the module that writes them.
+        inputs: Schemes of inputs, with scales that are computed; empty: floats.
+        note: A difference to lowbit's results beyond the order of sums, for the report.
+    """
+
+    name: str
+    weight: Callable[[Scheme], bool]
+    refuses: Callable[[QuantExperts], str | None]
+    make: Callable[[QuantExperts], Layer]
+    inputs: tuple[str, ...] = ()
+    note: str | None = None
+
+    def takes(self, recipe: Recipe) -> bool:
+        """Whether the operator can express a recipe."""
+        return _takes(self, recipe) and recipe.rotation is None and not recipe.static
+
+
+def _takes(row: Row | ExpertsRow, recipe: Recipe) -> bool:
+    """Whether a row has the schemes of a recipe."""
+    inputs = not row.inputs if recipe.input is None else recipe.input.name in row.inputs
+    return inputs and row.weight(recipe.weight)
 
 
 class Target(NamedTuple):
@@ -60,6 +89,7 @@ class Target(NamedTuple):
         save: Exports a model with replaced layers to a path.
         packages: The packages that ``save`` needs.
         suffix: The suffix that a path must have; None: any.
+        experts: The first row that takes the recipe of a mixture's experts writes them.
     """
 
     name: str
@@ -68,6 +98,7 @@ class Target(NamedTuple):
     save: Callable[[nn.Module, Inputs, Path], None]
     packages: tuple[str, ...] = ()
     suffix: str | None = None
+    experts: tuple[ExpertsRow, ...] = ()
 
     def row_of(self, recipe: Recipe) -> Row | None:
         """The operator for a recipe, or None."""
@@ -81,6 +112,16 @@ class Target(NamedTuple):
             return Refusal("its weights are rotated by a Hadamard transform", _nearest(recipe))
         inputs = "float inputs" if recipe.input is None else f"inputs in {recipe.input}"
         return Refusal(f"no operator has weights in {recipe.weight} with {inputs}", _nearest(recipe))
+
+    def experts_row_of(self, experts: QuantExperts) -> ExpertsRow | str:
+        """The operator for the experts of a mixture, or the reason why there is none."""
+        recipe = experts.recipe
+        row = next((row for row in self.experts if row.takes(recipe)), None)
+        if row is not None:
+            return row.refuses(experts) or row
+        if not self.experts:
+            return f"{self.name!r} has no operator for experts"
+        return f"{self.experts[0].name} has no recipe {recipe.name!r}"
 
     def refuses_convolutions(self, recipe: Recipe) -> Refusal | None:
         """The same for convolutions."""

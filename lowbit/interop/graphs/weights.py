@@ -47,11 +47,16 @@ def block_size(scheme: Scheme) -> int:
     return _ROW_BLOCK if group is None else group & -group
 
 
-def blocks(weight: Quantized) -> Blocks:
-    """The blocks of a weight ``[N, K]`` of integers with scales within rows. The last one is filled with zeros."""
+def blocks(weight: Quantized, block: int | None = None) -> Blocks:
+    """The blocks of a weight ``[N, K]`` of integers with scales within rows. The last one is filled with zeros.
+
+    Args:
+        weight: The weight.
+        block: Columns of a block: a power of two that divides ``block_size``; None: ``block_size``.
+    """
     scheme, (rows, cols) = weight.scheme, (int(size) for size in weight.shape)
     bits = next(width for width in _WIDTHS if width >= scheme.format.bits)
-    block, half = block_size(scheme), 1 << (bits - 1)
+    block, half = block or block_size(scheme), 1 << (bits - 1)
     count = -(-cols // block)
     offset = integers(weight) + half if scheme.format.signed else unpack(weight.codes, scheme.format.bits, cols)
     codes = torch.nn.functional.pad(offset.to(torch.uint8), (0, count * block - cols), value=half)

@@ -17,18 +17,18 @@ from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Quantized
 
 __all__ = [
-    "Bnb4", "Dequantized", "Dynamic", "DynamicAffine", "Fp4", "NBits", "Static", "StaticInput", "embedding",
-    "has_blocks", "kernel",
+    "ORT", "Bnb4", "Dequantized", "Dynamic", "DynamicAffine", "Fp4", "NBits", "Static", "StaticInput", "embedding",
+    "has_blocks", "kernel", "symbolic", "weight_of",
 ]  # fmt: skip
 
 #: The zero point of signed integers that are stored as uint8.
 _ZERO = 128
 
 #: The domain of ONNX Runtime's operators.
-_ORT = "com.microsoft"
+ORT = "com.microsoft"
 
 
-def _symbolic(name: str, inputs: tuple[Tensor | None, ...], dtype: torch.dtype, shape: Any, **attributes: Any) -> Any:
+def symbolic(name: str, inputs: tuple[Tensor | None, ...], dtype: torch.dtype, shape: Any, **attributes: Any) -> Any:
     """Write an operator; ``name`` has its domain, if that is not ONNX's."""
     version = 1 if "::" in name else None
     return torch.onnx.ops.symbolic(name, inputs, attributes, dtype=dtype, shape=shape, version=version)
@@ -48,7 +48,7 @@ class NBits(LinearLayer):
 
     def multiply(self, x: Tensor) -> Tensor:
         inputs = (x, self.codes, self.scales, *(() if self.zero_points is None else (self.zero_points,)))
-        y: Tensor = _symbolic(f"{_ORT}::MatMulNBits", inputs, x.dtype, (*x.shape[:-1], self.rows), **self.attributes)
+        y: Tensor = symbolic(f"{ORT}::MatMulNBits", inputs, x.dtype, (*x.shape[:-1], self.rows), **self.attributes)
         return y
 
 
@@ -71,8 +71,8 @@ class Bnb4(LinearLayer):
 
     def multiply(self, x: Tensor) -> Tensor:
         shape = (*x.shape[:-1], self.rows)
-        y: Tensor = _symbolic(
-            f"{_ORT}::MatMulBnb4", (x, self.codes, self.scales), x.dtype, shape, **self.attributes
+        y: Tensor = symbolic(
+            f"{ORT}::MatMulBnb4", (x, self.codes, self.scales), x.dtype, shape, **self.attributes
         )  # fmt: skip
         return y
 
@@ -94,8 +94,8 @@ class Fp4(Layer):
         self.register_buffer("lines", torch.arange(rows))
 
     def forward(self) -> Tensor:
-        weight: Tensor = _symbolic(
-            f"{_ORT}::GatherBlockQuantized", (self.codes, self.lines, self.scales), torch.float32, self.shape,
+        weight: Tensor = symbolic(
+            f"{ORT}::GatherBlockQuantized", (self.codes, self.lines, self.scales), torch.float32, self.shape,
             gather_axis=0, quantize_axis=1, block_size=self.block,
         )  # fmt: skip
         return weight
@@ -106,18 +106,18 @@ class Dequantized(Layer):
 
     def __init__(self, weight: Quantized, conv: QuantConv | None = None) -> None:
         super().__init__()
-        codes, scale = _weight_of(weight)
+        codes, scale = weight_of(weight)
         self.register_buffer("codes", codes if conv is None else as_kernel(codes, conv))
         self.register_buffer("scales", scale)
         self.register_buffer("zeros", _zeros(codes, scale))
 
     def forward(self) -> Tensor:
         inputs = (self.codes, self.scales, self.zeros)
-        weight: Tensor = _symbolic("DequantizeLinear", inputs, torch.float32, self.codes.shape, axis=0)
+        weight: Tensor = symbolic("DequantizeLinear", inputs, torch.float32, self.codes.shape, axis=0)
         return weight
 
 
-def _weight_of(weight: Quantized) -> tuple[Tensor, Tensor]:
+def weight_of(weight: Quantized) -> tuple[Tensor, Tensor]:
     """The codes ``[N, K]`` of 8 bits as ONNX's elements, and a scale per row.
 
     Integers are uint8 with the zero point 128. ONNX Runtime's products of uint8 and int8 saturate on processors without
@@ -139,7 +139,7 @@ class Dynamic(LinearLayer):
 
     def __init__(self, layer: QuantLinear) -> None:
         super().__init__(layer)
-        codes, scale = _weight_of(layer.weight)
+        codes, scale = weight_of(layer.weight)
         self.register_buffer("codes", codes.t().contiguous())
         self.register_buffer("scales", scale)
         self.register_buffer("zero", torch.tensor(_ZERO, dtype=torch.uint8))
@@ -150,7 +150,7 @@ class Dynamic(LinearLayer):
         scale = dynamic_scale(x, self.most)
         q = ((x / scale).round().clamp(-self.most, self.most) + _ZERO).to(torch.uint8)
         inputs = (q, self.codes, self.zero, self.zero)
-        product = _symbolic("MatMulInteger", inputs, torch.int32, (*x.shape[:-1], self.rows))
+        product = symbolic("MatMulInteger", inputs, torch.int32, (*x.shape[:-1], self.rows))
         # One product of both scales would match a fusion of ONNX Runtime that expects a single scale of the input.
         result: Tensor = product.float() * scale * self.scales
         return result
@@ -165,7 +165,7 @@ class DynamicAffine(Dynamic):
             shapes=(x.shape, (), ()),
         )  # fmt: skip
         inputs = (q, self.codes, zero, self.zero)
-        product = _symbolic("MatMulInteger", inputs, torch.int32, (*x.shape[:-1], self.rows))
+        product = symbolic("MatMulInteger", inputs, torch.int32, (*x.shape[:-1], self.rows))
         result: Tensor = product.float() * (scale * self.scales)
         return result
 
@@ -192,8 +192,8 @@ class StaticInput(Layer):
     def forward(self, x: Tensor) -> Tensor:
         if self.lowest is not None:
             x = x.clamp_min(self.lowest)
-        q = _symbolic("QuantizeLinear", (x, self.scale, self.zero), self.dtype, x.shape)
-        rounded: Tensor = _symbolic("DequantizeLinear", (q, self.scale, self.zero), x.dtype, x.shape)
+        q = symbolic("QuantizeLinear", (x, self.scale, self.zero), self.dtype, x.shape)
+        rounded: Tensor = symbolic("DequantizeLinear", (q, self.scale, self.zero), x.dtype, x.shape)
         return rounded
 
 
@@ -202,7 +202,7 @@ class Static(LinearLayer):
 
     def __init__(self, layer: QuantLinear) -> None:
         super().__init__(layer)
-        codes, scale = _weight_of(layer.weight)
+        codes, scale = weight_of(layer.weight)
         self.register_buffer("codes", codes.t().contiguous())
         self.register_buffer("scales", scale)
         self.register_buffer("zeros", _zeros(codes, scale))
@@ -210,7 +210,7 @@ class Static(LinearLayer):
 
     def multiply(self, x: Tensor) -> Tensor:
         inputs = (self.codes, self.scales, self.zeros)
-        weight = _symbolic("DequantizeLinear", inputs, x.dtype, (self.cols, self.rows), axis=1)
+        weight = symbolic("DequantizeLinear", inputs, x.dtype, (self.cols, self.rows), axis=1)
         result: Tensor = self.rounded(x) @ weight
         return result
 
@@ -245,8 +245,8 @@ class Embedding(Layer):
 
     def forward(self, ids: Tensor) -> Tensor:
         inputs = (self.codes, ids, self.scales, *(() if self.zero_points is None else (self.zero_points,)))
-        rows: Tensor = _symbolic(
-            f"{_ORT}::GatherBlockQuantized", inputs, torch.float32, (*ids.shape, self.width),
+        rows: Tensor = symbolic(
+            f"{ORT}::GatherBlockQuantized", inputs, torch.float32, (*ids.shape, self.width),
             gather_axis=0, quantize_axis=1, block_size=self.block, bits=self.bits,
         )  # fmt: skip
         return rows

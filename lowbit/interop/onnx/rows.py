@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from lowbit.interop.graphs.layers import Convolution, Float8Input, Product
-from lowbit.interop.graphs.rows import Row, has_float8_rows, has_integer_rows
+from lowbit.interop.graphs.rows import ExpertsRow, Row, has_float8_rows, has_integer_rows
 from lowbit.interop.graphs.weights import block_size
-from lowbit.interop.onnx import layers
+from lowbit.interop.onnx import experts, layers
 from lowbit.interop.onnx.layers import has_blocks
 from lowbit.scaling import Scheme
 
-__all__ = ["ROWS"]
+__all__ = ["EXPERTS", "ROWS"]
 
 
 def _nf4(scheme: Scheme) -> bool:
@@ -18,6 +18,14 @@ def _nf4(scheme: Scheme) -> bool:
 
 def _fp4(scheme: Scheme) -> bool:
     return scheme.format.name == "fp4_e2m1" and scheme.block[0] == 1 and scheme.block[1] in (16, 32, 64, 128)
+
+
+def _experts4(scheme: Scheme) -> bool:
+    return has_blocks(scheme) and scheme.format.bits in (3, 4)
+
+
+def _experts8(scheme: Scheme) -> bool:
+    return has_integer_rows(scheme) and 4 < scheme.format.bits <= 8
 
 
 #: One row per operator; the first that takes a recipe writes it.
@@ -41,4 +49,12 @@ ROWS: tuple[Row, ...] = (
         inputs=("fp8_e4m3:row", "fp8_e4m3:tensor")),
     Row("MatMulNBits", has_blocks, lambda layer: layers.NBits(layer, 4), inputs=("int8:row",),
         note="MatMulNBits quantizes inputs to 8 bits in its own blocks, so results differ by that rounding"),
+)  # fmt: skip
+
+#: The same for the experts of mixtures. QMoE rounds inputs to 8 bits for weights of 8 bits in blocks, but not in rows.
+EXPERTS: tuple[ExpertsRow, ...] = (
+    ExpertsRow("QMoE", _experts4, experts.refuses_blocks, experts.Blocks),
+    ExpertsRow("QMoE", _experts8, experts.refuses, experts.Rows),
+    ExpertsRow("QMoE", _experts4, experts.refuses_blocks, lambda layer: experts.Blocks(layer, 4), ("int8:row",),
+               note="QMoE quantizes inputs to 8 bits in its own blocks, so results differ by that rounding"),
 )  # fmt: skip

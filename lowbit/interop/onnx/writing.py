@@ -10,7 +10,7 @@ from torch import nn
 from lowbit.interop.graphs import Target
 from lowbit.interop.graphs.tracing import Inputs
 from lowbit.interop.onnx import layers
-from lowbit.interop.onnx.rows import ROWS
+from lowbit.interop.onnx.rows import EXPERTS, ROWS
 
 __all__ = ["TARGET"]
 
@@ -26,4 +26,4 @@ def _save(model: nn.Module, inputs: Inputs, path: Path) -> None:
     program.save(str(path))
 
 
-TARGET = Target("onnx", ROWS, layers.embedding, _save, ("onnx", "onnxscript"))
+TARGET = Target("onnx", ROWS, layers.embedding, _save, ("onnx", "onnxscript"), experts=EXPERTS)
