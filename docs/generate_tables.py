@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lowbit.bench import engines as bench_engines
 from lowbit.bench import llama7b, loss_tables
 from lowbit.checkpointing.policies import POLICIES
 from lowbit.combinations import COMBINATIONS
@@ -436,10 +437,12 @@ def llama7b_memory() -> str:
     return llama7b.table(json.loads((ROOT / "bench" / "results" / "llama7b.json").read_text()))
 
 
-def _recorded_table(name: str) -> str:
-    """Return the table of a page in bench/results."""
-    lines = (ROOT / "bench" / "results" / name).read_text().splitlines()
-    return "\n".join(line for line in lines if line.startswith("|"))
+def _recorded_table(name: str, title: str = "") -> str:
+    """Return the table of a page in bench/results, or of its section with this title."""
+    page = (ROOT / "bench" / "results" / name).read_text()
+    if title:
+        page = page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    return "\n".join(line for line in page.splitlines() if line.startswith("|"))
 
 
 def calibration_batches() -> str:
@@ -484,8 +487,10 @@ def imports() -> str:
 
 
 def engines() -> str:
-    """Return the table of ``lowbit bench engines``."""
-    return _recorded_table("engines.md")
+    """Return the tables of ``lowbit bench engines``, with their titles."""
+    titles = [section.title for section in bench_engines.SECTIONS]
+    tables = [(title, _recorded_table("engines.md", title)) for title in titles]
+    return "\n".join(f"\n### {title}\n\n{table}" for title, table in tables if table) + "\n"
 
 
 def claims() -> str:

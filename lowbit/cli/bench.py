@@ -80,7 +80,12 @@ def bench(
     ] = False,
     device: Annotated[str, typer.Option(help="Suite memory: cpu or cuda.")] = "cpu",
     text: Annotated[
-        Path | None, typer.Option(help="Suites generation and gguf: a UTF-8 text file.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="Suites generation, gguf and engines: a UTF-8 text file. Default of engines: the documentation in "
+            "this Python.",
+            show_default=False,
+        ),
     ] = None,
     calibration_text: Annotated[
         Path | None, typer.Option(help="Suite gguf: a UTF-8 text file for calibration.", show_default=False)
@@ -108,24 +113,27 @@ def bench(
             f"--device expects cpu or cuda, and only the suite 'memory' supports cuda, got {device!r} for "
             f"{suite.value!r}"
         )
-    if (text is None) == (suite in (Suite.generation, Suite.gguf)):
-        raise ValueError(f"--text is required by the suites 'generation' and 'gguf', got {text} for {suite.value!r}")
+    if text is None if suite in (Suite.generation, Suite.gguf) else text is not None and suite is not Suite.engines:
+        raise ValueError(
+            f"--text is required by the suites 'generation' and 'gguf', and an option of 'engines', got {text} for "
+            f"{suite.value!r}"
+        )
     if (calibration_text is None) == (suite is Suite.gguf):
         raise ValueError(f"--calibration-text is required by the suite 'gguf' only, got {calibration_text}")
     if cache is not None and suite is not Suite.gpu_kernels:
         raise ValueError(f"--cache applies only to the suite 'kernels', got {cache} for {suite.value!r}")
     if suite is not Suite.ops:
-        options: dict[str, Any] = {"only": only} if only and suite is Suite.evidence else {}
+        options: dict[str, Any] = {"only": only} if only and suite in (Suite.evidence, Suite.engines) else {}
         if (only and not options) or (quick and suite is not Suite.gpu_kernels) or list_only or json:
             raise ValueError(
-                f"--list and --json apply to the suite 'ops', --quick to 'ops' and 'kernels', --only to 'ops' and "
-                f"'evidence'; leave them out for {suite.value!r}"
+                f"--list and --json apply to the suite 'ops', --quick to 'ops' and 'kernels', --only to 'ops', "
+                f"'evidence' and 'engines'; leave them out for {suite.value!r}"
             )
         if suite is Suite.gpu_kernels:
             options = {"cache_directory": cache or directory / "kernels", "workers": workers, "quick": quick}
         if suite is Suite.memory:
             options["device"] = device
-        if suite in (Suite.generation, Suite.gguf):
+        if text is not None:
             options["text"] = text
         if suite is Suite.gguf:
             options["calibration_text"] = calibration_text

@@ -163,6 +163,10 @@ def test_exporters_of_transformers(format, name, tmp_path):
     exported = exporter().export(model, dict(batch), options(quantizer=Quantizer(name, [batch])))
     if format == "openvino":
         lb.interop.openvino.compress(exported.program)
+        if name == "int4-weight-only:group32":
+            constants = [node for node in exported.program.get_ordered_ops() if node.get_type_name() == "Constant"]
+            types = [node.get_output_element_type(0).get_type_name() for node in constants]
+            assert types.count("i4") == 2 * 6 + 1
     plain = model(**batch).last_hidden_state
     program = with_layers(torch.export.export(model, (), dict(batch)).module())
     lb.quantize_(program, name, lb.calibrate(program, name, [batch], method="nearest", progress=False))

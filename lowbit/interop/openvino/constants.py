@@ -61,7 +61,8 @@ def compress(model: Any) -> Any:
     """
     import openvino
 
-    marker = re.compile(rf"({HALVES}|{PREFIX}(?:{'|'.join(_TYPES)}))\b")
+    # the exporter of transformers ends names with a number
+    marker = re.compile(rf"({HALVES}|{PREFIX}(?:{'|'.join(_TYPES)}))(?:_\d+)?\b")
     for node in model.get_ordered_ops():
         if node.get_type_name() != "Constant":
             continue
