@@ -33,8 +33,9 @@ from lowbit.bench.evidence_cells import Cell, cells
 from lowbit.demo import text
 from lowbit.demo.data import Corpus
 from lowbit.demo.gpt import GPT
-from lowbit.demo.loop import Interrupted, TrainConfig, Trainer
+from lowbit.demo.loop import TrainConfig, Trainer
 from lowbit.demo.step import evaluate
+from lowbit.interrupts import Interrupted
 from lowbit.machine import multiplies, provenance
 from lowbit.recipes import Recipe
 

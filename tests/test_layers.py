@@ -24,6 +24,7 @@ LAYERS = [
     {
         "_version",
         "files",
+        "interrupts",
         "machine",
         "checkout",
         "name_tables",
@@ -60,7 +61,7 @@ LAYERS = [
     {"plan", "out_of_core"},
     {"qat"},
     {"integrations"},
-    {"demo"},
+    {"demo", "finetune"},
     {"evaluate"},
     {"cli", "__main__"},
     {"testing"},

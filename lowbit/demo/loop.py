@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import io
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -31,6 +28,7 @@ from lowbit.demo.step import arrange_, evaluate, loss_of, optimizer_of, update
 from lowbit.dist_utils import everywhere, gathered, processes
 from lowbit.distributed.checkpoint import saved
 from lowbit.files import read_checked, write_checked
+from lowbit.interrupts import Interrupted, stop_on_signals
 from lowbit.memory.profiler import Profile, profile
 from lowbit.optim import offload_
 from lowbit.plan import TrainingPlan
@@ -53,7 +51,6 @@ __all__ = [
     "SHARED_STATE",
     "STATE",
     "History",
-    "Interrupted",
     "TrainConfig",
     "Trainer",
 ]
@@ -82,38 +79,6 @@ class History:
     """Steps without an update, because gradients overflowed fp16."""
     peak_bytes: int = 0
     """Peak memory of the profiled step; 0 if none was profiled."""
-
-
-class Interrupted(Exception):
-    """A signal ended the run after ``step`` steps, which are saved in ``path``."""
-
-    def __init__(self, step: int, path: Path) -> None:
-        super().__init__(f"stopped after step {step}; saved in {path}")
-        self.step, self.path = step, path
-
-
-@contextmanager
-def stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """Context in which SIGINT and SIGTERM make the yielded function return True; a second signal ends the process."""
-    stopped = False
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-
-    def note(_number: int, _frame: FrameType | None) -> None:
-        nonlocal stopped
-        stopped = True
-        restore()
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: stopped
-    finally:
-        restore()
 
 
 class Trainer:

@@ -15,9 +15,10 @@ from support.runs import SHORT, TINY, made
 import lowbit as lb
 from lowbit.demo.explain import held
 from lowbit.demo.gpt import GPT
-from lowbit.demo.loop import Interrupted, TrainConfig, Trainer
+from lowbit.demo.loop import TrainConfig, Trainer
 from lowbit.demo.optimizers import state_bytes
 from lowbit.demo.step import evaluate
+from lowbit.interrupts import Interrupted
 from lowbit.memory import rss
 
 pytestmark = pytest.mark.filterwarnings("ignore:train.mixed_. this processor")

@@ -16,8 +16,9 @@ import lowbit as lb
 from lowbit.demo import planned
 from lowbit.demo.data import Corpus
 from lowbit.demo.experiment import RunSettings, model_of, trainers
-from lowbit.demo.loop import Interrupted, Trainer
+from lowbit.demo.loop import Trainer
 from lowbit.files import read_checked
+from lowbit.interrupts import Interrupted
 from lowbit.plan import TECHNIQUES, TrainingPlan
 from lowbit.plan.fitting.identity import Identity
 from lowbit.plan.fitting.predict import Prediction

@@ -25,9 +25,10 @@ from lowbit.demo import torchrun
 from lowbit.demo.data import Corpus
 from lowbit.demo.experiment import RunSettings
 from lowbit.demo.gpt import GPT
-from lowbit.demo.loop import History, Interrupted, TrainConfig, Trainer
+from lowbit.demo.loop import History, TrainConfig, Trainer
 from lowbit.demo.step import arrange_, loss_of, optimizer_of, update
 from lowbit.demo.torchrun import STRATEGIES
+from lowbit.interrupts import Interrupted
 from lowbit.train import LossScaler
 
 CONFIG = replace(SHORT, precision="fp32", steps=6, batch=4, warmup=1, eval_every=6, eval_windows=48, save_every=2)
