@@ -197,7 +197,7 @@ def _train(path: str, strategy: str, recipe: str) -> None:
 
 
 @pytest.mark.thinned(2)
-@pytest.mark.parametrize("strategy", reversed(OPTIONS))
+@pytest.mark.parametrize("strategy", list(reversed(OPTIONS)))
 def test_trainer_has_the_bits_of_a_loop_with_shard(tmp_path: Path, strategy: str):
     run_processes(_in_group, (*with_port(tmp_path), _train, ((strategy, "fp8"),)))
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 SHAPE = {
-    "vocab_size": 100, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1,
+    "vocab_size": 100, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1,
     "eos_token_id": 2, **SIZES,
 }  # fmt: skip
 MODELS = {
@@ -199,8 +199,10 @@ def test_codes_are_unchanged(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["int4-weight-only:group32", "int8-weight-only"])
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [*((family, "int4-weight-only:group32") for family in MODELS), ("Mixtral", "int8-weight-only")],
+)
 @torch.no_grad()
 def test_models(family, recipe, tmp_path):
     pytest.importorskip("onnxscript")
@@ -213,7 +215,7 @@ def test_models(family, recipe, tmp_path):
     lb.quantize_(model, recipe, method="nearest")
     ids = torch.randint(3, 100, (2, 8))
     lb.export(model, "onnx", tmp_path / "m.onnx", batch={"input_ids": ids})
-    assert operators(tmp_path / "m.onnx").count("QMoE") == 2
+    assert operators(tmp_path / "m.onnx").count("QMoE") == 1
     run = session(tmp_path / "m.onnx")
     for tokens in (ids, torch.randint(3, 100, (3, 13)), torch.randint(3, 100, (1, 1))):
         assert error(run(tokens)[0], model(tokens).logits) <= 5e-6
