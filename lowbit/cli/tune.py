@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -54,7 +55,7 @@ def tune(
         train, held = (
             (documents, read(held_out, tokenizer)) if held_out is not None else split(documents, config.length)
         )
-        trained = _model(model, config)
+        trained = _model(model, config).to("cuda" if torch.cuda.is_available() else "cpu")
         plan = None if memory is None else _planned(trained, train, config, memory, directory / PLAN)
         write_json(directory / SETTINGS, request)
         session = Session(trained, train, held, config, directory, plan)

@@ -64,17 +64,22 @@ class _Source:
         parts = []
         for index in range(step * rows, (step + 1) * rows):
             epoch, position = divmod(index, per_epoch)
-            parts.append({name: values[position] for name, values in self.epoch(epoch).items()})
+            values = self.epoch(epoch)  # epochs differ by a few rows
+            position %= len(values["input_ids"])
+            parts.append({name: part[position] for name, part in values.items()})
         return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
     def all(self) -> Batch:
         return self._rows(range(len(self.documents)), 0)
 
     def _epoch(self, epoch: int) -> Batch:
-        """All rows of an epoch, in the order in which they are trained on."""
+        """The rows of an epoch with a token to train on, in the order of their batches."""
         random = np.random.default_rng([self.seed, epoch])
         rows = self._rows(random.permutation(len(self.documents)), int(random.integers(self.length)))
-        order = torch.from_numpy(random.permutation(len(rows["input_ids"])))
+        trained = np.flatnonzero((rows["labels"] != IGNORED).any(1).numpy())  # the mean over no token is no number
+        if not len(trained):
+            raise ValueError(f"no token of the text is trained on in rows of {self.length}; use longer rows")
+        order = torch.from_numpy(random.permutation(trained))
         return {name: values[order] for name, values in rows.items()}
 
     def _rows(self, order: Iterable[int], offset: int) -> Batch:

@@ -28,6 +28,7 @@ from lowbit.plan import TrainingPlan
 from lowbit.plan.fitting.run import Run
 from lowbit.plan.settings import TrainingSettings
 from lowbit.train import convert_, unmixed_
+from lowbit.user_warnings import warn
 
 __all__ = ["STATE", "History", "Session", "TuneConfig", "add_adapters", "first_batch"]
 
@@ -139,6 +140,8 @@ class Session:
         self.config, self.path, self.plan = config, directory / STATE, plan
         model.config.use_cache = False
         cls = rows_of(model, train)
+        if cls is Padded:
+            warn(f"{type(model).__name__} does not keep packed documents apart; each row has one document, and padding")
         self.rows: Rows = cls(train, config.length, config.seed)
         self.held_out = cls(held_out, config.length).all()
         options: dict[str, Any] = {"lr": config.peak_lr, "weight_decay": config.weight_decay}
@@ -184,7 +187,7 @@ class Session:
         start = time.perf_counter()
         for group in self.run.optimizer.param_groups:
             group["lr"] = self.config.lr_at(self.step)
-        loss = self.run.step(self.rows.batch(self.step, self.config.rows))
+        loss = self.run.step(_on(self.model, self.rows.batch(self.step, self.config.rows)))
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"the loss at step {self.step} is {loss}; lower --lr {self.config.peak_lr:g}, or plan without 16-bit "
@@ -284,7 +287,7 @@ def rows_of(model: Any, documents: list[Document]) -> type[Packed] | type[Padded
 def first_batch(model: Any, documents: list[Document], config: TuneConfig) -> Batch:
     """The batch that a plan is made for."""
     model.config.use_cache = False
-    return rows_of(model, documents)(documents, config.length, config.seed).batch(0, config.rows)
+    return _on(model, rows_of(model, documents)(documents, config.length, config.seed).batch(0, config.rows))
 
 
 def _on(model: nn.Module, batch: Batch) -> Batch:

@@ -59,7 +59,8 @@ class Letters:
 def test_packed_rows_have_each_token_once_and_positions_from_zero(lengths, length, epoch):
     if sum(lengths) < 2 * length:
         return
-    rows = Packed(documents(lengths), length, seed=3).epoch(epoch)
+    texts = [Document(document.ids, np.ones(len(document.ids), dtype=bool)) for document in documents(lengths)]
+    rows = Packed(texts, length, seed=3)._rows(np.random.default_rng(epoch).permutation(len(texts)), epoch)
     ids, labels, positions = (rows[name] for name in ("input_ids", "labels", "position_ids"))
     assert ids.shape[1] == length and bool((positions[:, 0] == 0).all())
     assert len(ids) * length > sum(lengths) - 2 * length  # less than a row at each end is left out
@@ -77,6 +78,17 @@ def test_padded_rows_have_each_token_once(lengths, length):
     kept = rows["attention_mask"].bool()
     assert torch.equal(rows["input_ids"][kept], torch.cat([torch.from_numpy(d.ids) for d in documents(lengths)]))
     assert not bool((rows["labels"] != IGNORED)[~kept].any())
+
+
+@pytest.mark.parametrize("cls", [Packed, Padded])
+def test_every_row_of_every_epoch_has_a_token_to_train_on(cls):
+    texts = [Document(d.ids, np.arange(len(d.ids)) >= 28) for d in documents([30, 17, 33, 29, 31])]
+    source = cls(texts, 8, seed=1)
+    for step in range(60):
+        batch = source.batch(step, 1)
+        assert bool((batch["labels"] != IGNORED).any())
+    with pytest.raises(ValueError, match="no token of the text is trained on"):
+        cls([Document(d.ids, np.zeros(len(d.ids), dtype=bool)) for d in texts], 8).batch(0, 1)
 
 
 def test_batches_depend_on_seed_and_step_and_each_epoch_has_another_order():

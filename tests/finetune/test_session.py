@@ -95,6 +95,17 @@ def test_a_state_of_another_run_is_refused(directory, tmp_path):
         other.load()
 
 
+def test_a_recurrent_model_gets_rows_of_one_document(directory, tmp_path):
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(vocab_size=257, hidden_size=32, num_hidden_layers=1, state_size=4)
+    model = transformers.MambaForCausalLM(config).train()
+    train, held_out = split(read(directory / "sums.jsonl", transformers.AutoTokenizer.from_pretrained(directory)), 16)
+    with pytest.warns(UserWarning, match="MambaForCausalLM does not keep packed documents apart"):
+        session = Session(model, train, held_out, replace(CONFIG, steps=20), tmp_path)
+    losses = session.train().held_out
+    assert losses[-1][1] < losses[0][1] - 0.5
+
+
 @pytest.mark.parametrize("adapters", ["0", "2"])
 def test_the_command_writes_a_model_that_others_load(adapters, directory, tmp_path):
     command = [
