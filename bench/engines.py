@@ -28,20 +28,20 @@ def select(only: str = "", text: Path | None = None) -> list[Table]:
     """The tables whose 'model, program' matches a regular expression. Raises ValueError if none does."""
     tables = [*engines_encoders.tables(), *engines_causal.tables(text)]
     try:
-        found = [table for table in tables if re.search(only, table.name)]
+        chosen = [table for table in tables if re.search(only, table.name)]
     except re.error as error:
         raise ValueError(f"{only!r} is no regular expression: {error}") from None
-    if not found:
+    if not chosen:
         names = "; ".join(table.name for table in tables)
         raise ValueError(f"no table matches --only {only!r}; expected a part of one of: {names}")
-    return found
+    return chosen
 
 
 def page(records: dict[str, dict[str, Any]]) -> str:
     """The page of all records. Facts about machines and runs that differ are listed one after the other."""
     keys = dict.fromkeys(key for record in records.values() for key in record["about"])
     values = {key: dict.fromkeys(record["about"].get(key) for record in records.values()) for key in keys}
-    facts = [f"- {key}: {'; '.join(filter(None, found))}" for key, found in values.items()]
+    facts = [f"- {key}: {'; '.join(filter(None, runs))}" for key, runs in values.items()]
     parts = ["# Exported models in ONNX Runtime and OpenVINO\n", *facts]
     for section in SECTIONS:
         rows = [row for record in records.values() if record["section"] == section.title for row in record["rows"]]

@@ -141,8 +141,8 @@ def _in_openvino(compiled: Any) -> Run:
 RUNS: dict[str, Callable[[Any], Run]] = {"onnx": _in_onnxruntime, "openvino": _in_openvino}
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
-    return ((found - expected).norm() / expected.norm()).item()
+def _error(output: Tensor, expected: Tensor) -> float:
+    return ((output - expected).norm() / expected.norm()).item()
 
 
 def _rows(name: str, program: Program, directory: Path) -> list[tuple[str, ...]]:

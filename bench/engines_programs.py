@@ -197,20 +197,20 @@ def files(
     written = [File("fp32", "", directory / f"fp32{program.suffix}")]
     write(model(), written[0].path)
     for kind in compared:
-        own = program.own.get(kind)
-        if own is None:
+        quantizer = program.own.get(kind)
+        if quantizer is None:
             continue
         theirs, ours = (directory / f"{kind}-{who}{program.suffix}" for who in ("own", "lowbit"))
-        own.make(written[0].path, theirs, calibration)
+        quantizer.make(written[0].path, theirs, calibration)
         quantized, collected = model(), None
-        if own.calibrated:
+        if quantizer.calibrated:
             lb.fold_(quantized)  # as quantize_static and NNCF do
-            collected = lb.calibrate(quantized, own.recipe, calibration)
-        patterns = dict.fromkeys(tables if own.tables else (), own.recipe)
-        recipes: Mapping[str, str | None] = {"*": own.recipe, **dict.fromkeys(floats), **patterns}
+            collected = lb.calibrate(quantized, quantizer.recipe, calibration)
+        patterns = dict.fromkeys(tables if quantizer.tables else (), quantizer.recipe)
+        recipes: Mapping[str, str | None] = {"*": quantizer.recipe, **dict.fromkeys(floats), **patterns}
         lb.quantize_(quantized, recipes, collected)
         write(quantized, ours)
-        written += [File(kind, own.label, theirs), File(kind, f"lowbit, {own.recipe}", ours)]
+        written += [File(kind, quantizer.label, theirs), File(kind, f"lowbit, {quantizer.recipe}", ours)]
     return written
 
 

@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,8 +18,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.text import Text
 
 from lowbit.cli.console import errors, out, print_error, print_json
-from lowbit.cli.models import MODEL
-from lowbit.cli.tune import tune
+from lowbit.cli.tune import ADAPTERS, HELD_OUT, MODEL_HELP, OF_MODEL, TEXT, refuse_options, set_options, tune_command
 from lowbit.combinations import refusal
 from lowbit.demo import experiment, planned, report, torchrun
 from lowbit.demo.config import OUTSIDE, TrainConfig
@@ -30,7 +29,6 @@ from lowbit.demo.loop import PROFILED, Trainer
 from lowbit.demo.torchrun import STRATEGIES
 from lowbit.dist_utils import launched
 from lowbit.files import exclusive
-from lowbit.finetune.session import TuneConfig
 from lowbit.interrupts import Interrupted
 from lowbit.machine import float_precision
 from lowbit.plan import TrainingPlan
@@ -88,28 +86,16 @@ _STRATEGY = f"Sharding strategy of the processes started by torchrun: {', '.join
 _TIMEOUT = "Seconds that a process waits for the other processes before the run fails."
 _WATCH = "Every N steps, record the quantization error of each layer and operand; 0: never."
 
-_MODEL_HELP = f"Model to fine-tune: {MODEL}. Without it, the demo trains a GPT of its own."
-_TEXT = "With MODEL: UTF-8 text, .jsonl (text, prompt and completion, or messages), .npy or .bin with token ids."
-_HELD_OUT = "With MODEL: a file like --text for the held-out loss; by default a twentieth of --text."
-_ADAPTERS = "With MODEL: train LoRA adapters of this rank, also on a quantized model; 0 trains all weights."
-
-#: Parameters that need MODEL, and parameters that are taken with it; others belong to the demo.
-_OF_MODEL = ("text", "held_out", "adapters")
-_WITH_MODEL = {
-    "model", *_OF_MODEL, "directory", "memory", "resume", "overwrite", "json", "steps", "batch", "length", "lr", "seed",
-    "eval_every", "save_every",
-}  # fmt: skip
-
 #: Seconds between a SIGTERM outside of training and the end of the process.
 _GRACE = 2.0
 
 
 def train(
     context: typer.Context,
-    model: Annotated[Path | None, typer.Argument(help=_MODEL_HELP, show_default=False)] = None,
-    text: Annotated[Path | None, typer.Option(help=_TEXT)] = None,
-    held_out: Annotated[Path | None, typer.Option(help=_HELD_OUT)] = None,
-    adapters: Annotated[int, typer.Option(metavar="RANK", help=_ADAPTERS)] = 0,
+    model: Annotated[Path | None, typer.Argument(help=MODEL_HELP, show_default=False)] = None,
+    text: Annotated[Path | None, typer.Option(help=TEXT)] = None,
+    held_out: Annotated[Path | None, typer.Option(help=HELD_OUT)] = None,
+    adapters: Annotated[int, typer.Option(metavar="RANK", help=ADAPTERS)] = 0,
     directory: Annotated[
         Path, typer.Option("--out", help="Output directory.", show_default="out/demo, with MODEL out/train")
     ] = Path("out/demo"),
@@ -152,9 +138,9 @@ def train(
     torchrun to train on several processes.
     """
     if model is not None:
-        _tune(context, model, text, held_out)
+        tune_command(context, model, text, held_out)
         return
-    _refuse_set(context, _OF_MODEL, "applies to lowbit train MODEL; the demo's text is --data")
+    refuse_options(context, OF_MODEL, "applies to lowbit train MODEL; the demo's text is --data")
     if strategy is not None and not launched():
         raise ValueError(_needs_torchrun(f"--strategy {strategy}"))
     if strategy is None and launched() and int(os.environ["WORLD_SIZE"]) > 1:
@@ -189,36 +175,6 @@ def train(
 
 
 train.__doc__ = f"{train.__doc__}\n{EPILOG}"
-
-
-def _tune(context: typer.Context, model: Path, text: Path | None, held_out: Path | None) -> None:
-    """Fine-tune ``model``; options that are not set have the defaults of ``TuneConfig``."""
-    _refuse_set(context, sorted(context.params.keys() - _WITH_MODEL), "applies to the demo, not to MODEL")
-    if text is None:
-        raise ValueError(f"lowbit train {model} expects --text FILE: UTF-8 text, .jsonl, or token ids")
-    names = {
-        "batch": "rows",
-        **{name: name for name in ("steps", "length", "lr", "seed", "adapters", "eval_every", "save_every")},
-    }
-    config = TuneConfig(**{names[name]: context.params[name] for name in _set(context) & names.keys()})
-    params = context.params
-    directory = params["directory"] if "directory" in _set(context) else Path("out/train")
-    flags = {name: params[name] for name in ("resume", "overwrite", "json")}
-    tune(model, text, held_out, config, params["memory"], directory, **flags)
-
-
-def _set(context: typer.Context) -> set[str]:
-    """The parameters that the command line sets."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
-
-
-def _refuse_set(context: typer.Context, names: Iterable[str], why: str) -> None:
-    """Raise ValueError if the command line sets one of the parameters."""
-    first = next((name for name in names if name in _set(context)), None)
-    if first is not None:
-        option = next(row.opts[0] for row in context.command.params if row.name == first)
-        raise ValueError(f"{option} {why}; leave it out")
 
 
 def _needs_torchrun(subject: str) -> str:
@@ -386,7 +342,7 @@ def _resumed(context: typer.Context, requested: experiment.RunSettings, director
         raise ValueError(_needs_torchrun(f"the run in {directory}, with --strategy {saved.strategy},"))
     if saved.strategy is None and requested.strategy is not None:
         raise ValueError(f"the run in {directory} has one process; resume with lowbit train --resume, without torchrun")
-    options = _set(context) - {"directory", "resume", "overwrite", "json", "timeout"}
+    options = set_options(context) - {"directory", "resume", "overwrite", "json", "timeout"}
     old, new = _flat(saved), _flat(requested)
     renamed = {"length": "context", "precision": "precisions", "recipe": "recipes"}
     for name in sorted(options):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lowbit.cli.console import errors, out, print_json
+from lowbit.cli.models import MODEL as PATHS
 from lowbit.cli.models import Dtype, cast_, load, load_float
 from lowbit.convert.engine import quantized_layers
 from lowbit.demo import torchrun
@@ -26,10 +28,55 @@ from lowbit.plan.fitting.choices import words
 from lowbit.progress import bar as planning_bar
 from lowbit.sizes import amount, budget_in
 
-__all__ = ["tune"]
+__all__ = [
+    "ADAPTERS", "HELD_OUT", "MODEL_HELP", "OF_MODEL", "TEXT", "refuse_options", "set_options", "tune_command",
+]  # fmt: skip
 
 #: The files of a run in its directory.
 SETTINGS, PLAN, MODEL, ADAPTER = "finetune.json", "plan.json", "model", "adapter"
+
+
+MODEL_HELP = f"Model to fine-tune: {PATHS}. Without it, the demo trains a GPT of its own."
+TEXT = "With MODEL: UTF-8 text, .jsonl (text, prompt and completion, or messages), .npy or .bin with token ids."
+HELD_OUT = "With MODEL: a file like --text for the held-out loss; by default a twentieth of --text."
+ADAPTERS = "With MODEL: train LoRA adapters of this rank, also on a quantized model; 0 trains all weights."
+
+#: Parameters that need MODEL, and parameters that are taken with it; others belong to the demo.
+OF_MODEL = ("text", "held_out", "adapters")
+_WITH_MODEL = {
+    "model", *OF_MODEL, "directory", "memory", "resume", "overwrite", "json", "steps", "batch", "length", "lr", "seed",
+    "eval_every", "save_every",
+}  # fmt: skip
+
+
+def tune_command(context: typer.Context, model: Path, text: Path | None, held_out: Path | None) -> None:
+    """Fine-tune ``model``; options that are not set have the defaults of ``TuneConfig``."""
+    refuse_options(context, sorted(context.params.keys() - _WITH_MODEL), "applies to the demo, not to MODEL")
+    if text is None:
+        raise ValueError(f"lowbit train {model} expects --text FILE: UTF-8 text, .jsonl, or token ids")
+    names = {
+        "batch": "rows",
+        **{name: name for name in ("steps", "length", "lr", "seed", "adapters", "eval_every", "save_every")},
+    }
+    config = TuneConfig(**{names[name]: context.params[name] for name in set_options(context) & names.keys()})
+    params = context.params
+    directory = params["directory"] if "directory" in set_options(context) else Path("out/train")
+    flags = {name: params[name] for name in ("resume", "overwrite", "json")}
+    tune(model, text, held_out, config, params["memory"], directory, **flags)
+
+
+def set_options(context: typer.Context) -> set[str]:
+    """The parameters that the command line sets."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+
+
+def refuse_options(context: typer.Context, names: Iterable[str], why: str) -> None:
+    """Raise ValueError if the command line sets one of the parameters."""
+    first = next((name for name in names if name in set_options(context)), None)
+    if first is not None:
+        option = next(row.opts[0] for row in context.command.params if row.name == first)
+        raise ValueError(f"{option} {why}; leave it out")
 
 
 def tune(

@@ -90,9 +90,9 @@ class _File(Header):
         stored = self.tensors[name]
         if stored.type in _FLOATS:
             return self.read(name).view(_FLOATS[stored.type]).view(stored.shape).to(dtype)
-        kept = self.matrices(name, dtype)
-        if kept is not None:
-            return torch.stack([matrix.dequantize(dtype) for matrix in kept]).view(stored.shape)
+        matrices = self.matrices(name, dtype)
+        if matrices is not None:
+            return torch.stack([matrix.dequantize(dtype) for matrix in matrices]).view(stored.shape)
         decoded = self.gguf.dequantize(self.read(name).numpy(), self.gguf.GGMLQuantizationType[stored.type])
         return torch.from_numpy(decoded).view(stored.shape).to(dtype)
 
@@ -176,8 +176,8 @@ class _Reader:
         """Raises ValueError if file and model do not have the same tensors."""
         first: dict[int, str] = {}
         for path, module in self.model.named_modules(remove_duplicate=False):
-            kept = self.kept(path, module)
-            for place, stored in kept.items():
+            stored_names = self.kept(path, module)
+            for place, stored in stored_names.items():
                 self._add(path, place, [self._codes(name) for name in stored])
             for short, value in (*module._parameters.items(), *module._buffers.items()):
                 name = f"{path}.{short}" if path else short
@@ -186,7 +186,7 @@ class _Reader:
                 source = first.setdefault(id(value), name)
                 if source != name:
                     self.tied[name], self.tensors[name] = source, self.tensors[source]
-                elif not kept or short == "bias":
+                elif not stored_names or short == "bias":
                     self.tensors[name] = self._values(name, module, value)
         used = self._used | self.file.read_scales
         unused = sorted(name for name in self.file.tensors if name not in used and not _COMPUTED.fullmatch(name))
@@ -207,16 +207,16 @@ class _Reader:
         else:
             return {}
         parts = {place: list(parts_of(f"{path}.{name}", module, value)) for place, (name, value) in weights.items()}
-        kept: dict[str, list[str]] = {}
+        stored_names: dict[str, list[str]] = {}
         for place, matrices in parts.items():
             stored = [(self.names.of(name) or "", tuple(value.shape)) for name, value in matrices]
             if any(name not in self.file.tensors or not self._keeps(name) for name, _ in stored):
                 return {}
             for name, shape in stored:
                 self._check_shape(name, shape)
-            kept[place] = [name for name, _ in stored]
-        types = {self.file.tensors[name].type for names in kept.values() for name in names}
-        return kept if len(types) == 1 and all(map(self._joins, kept.values())) else {}
+            stored_names[place] = [name for name, _ in stored]
+        types = {self.file.tensors[name].type for names in stored_names.values() for name in names}
+        return stored_names if len(types) == 1 and all(map(self._joins, stored_names.values())) else {}
 
     def _keeps(self, stored: str) -> bool:
         """Whether lowbit has a scheme for the codes of a tensor, and the architecture does not change its values."""

@@ -105,8 +105,8 @@ def _block(experts: QuantExperts) -> int:
     """
     first: Any = experts.down[0]
     block = gcd(first.out_features, first.in_features, block_size(first.scheme))
-    whole = first.scheme.affine and block == min(first.out_features, first.in_features)
-    return block // 2 if whole else block
+    is_whole_row = first.scheme.affine and block == min(first.out_features, first.in_features)
+    return block // 2 if is_whole_row else block
 
 
 class _Experts(Layer):
