@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lowbit.machine import fastest
 from lowbit.ops import OPS
+from lowbit.torch_private import without_modes
 
 __all__ = ["Rates", "Work", "rates", "work"]
 
@@ -69,9 +70,9 @@ def _of_equal_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def rates(device: torch.device) -> Rates:
     """Return the rates of ``device``, measured once."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    a = torch.randn(_SIDE, _SIDE, device=device, generator=torch.Generator(device)).to(dtype)
-    source = torch.empty(_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return Rates(
-        2 * _SIDE**3 / fastest(lambda: a @ a, device), 2 * _BYTES / fastest(lambda: target.copy_(source), device)
-    )
+    with without_modes():  # an estimate may ask in the middle of a mode for fake tensors
+        a = torch.randn(_SIDE, _SIDE, device=device, generator=torch.Generator(device)).to(dtype)
+        source = torch.empty(_BYTES, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        flops = 2 * _SIDE**3 / fastest(lambda: a @ a, device)
+        return Rates(flops, 2 * _BYTES / fastest(lambda: target.copy_(source), device))

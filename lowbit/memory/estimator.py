@@ -6,6 +6,7 @@ storage that it would allocate is recorded.
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections import Counter
@@ -20,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from lowbit.combinations import refusal
 from lowbit.memory.cost import Work, rates, work
 from lowbit.memory.fake import fake_batch, fake_model, fake_tensors, numbers_are_one, values_needed
+from lowbit.memory.fewer_blocks import Fewer, Unlike
 from lowbit.memory.footprint import Footprint, footprints
 from lowbit.memory.ledger import Ledger, Op, Piece
 from lowbit.memory.repeated import signature, tensors_of
@@ -34,6 +36,8 @@ from lowbit.models.replicas import Replicas
 from lowbit.torch_private import FakeTensor, current_node, graph_task, has_foreach_kernels
 
 __all__ = ["Estimate", "Recomputation", "Seen", "can_run", "check_trainable", "estimate_step", "scalar"]
+
+logger = logging.getLogger(__name__)
 
 #: Runs forward and backward of a model and a batch; the last argument is the loss of output and batch.
 Accumulate = Callable[[nn.Module, Any, Callable[[Any, Any], Tensor]], object]
@@ -220,17 +224,26 @@ def estimate_step(
         TypeError: ``model`` is not a module, or ``batch`` is not a batch.
     """
     check_trainable(model, device)
-    with torch.inference_mode(False), torch.enable_grad(), fake_tensors() as fake:
-        fake_copy = fake_model(model, fake, device)
-        target = next((p.device for p in fake_copy.parameters()), torch.device(device or "cpu"))
-        fake_inputs = fake_batch(batch, fake, target)
-        prepare(fake_copy)
-        passes = accumulate or partial(_accumulate, rest=loss is not None)
-        with _Spared() as spared:
-            checked_loss = _without_data(loss or usual_loss, spared)
-            return _run(
-                fake_copy, fake_inputs, checked_loss, optimizer, micro_batches, target, passes, can_run(model, target)
-            )
+
+    def attempt(every_block: bool) -> Estimate:
+        with torch.inference_mode(False), torch.enable_grad(), fake_tensors() as fake:
+            fake_copy = fake_model(model, fake, device)
+            target = next((p.device for p in fake_copy.parameters()), torch.device(device or "cpu"))
+            fake_inputs = fake_batch(batch, fake, target)
+            prepare(fake_copy)
+            passes = accumulate or partial(_accumulate, rest=loss is not None)
+            with _Spared() as spared:
+                checked_loss = _without_data(loss or usual_loss, spared)
+                return _run(
+                    fake_copy, fake_inputs, checked_loss, optimizer, micro_batches, target, passes,
+                    can_run(model, target), every_block,
+                )  # fmt: skip
+
+    try:
+        return attempt(every_block=False)
+    except _NeedsEveryBlock as needs:
+        logger.debug("estimate: every block of %s runs: %s", type(model).__name__, needs.__cause__)
+    return attempt(every_block=True)
 
 
 # -- supported models --------------------------------------------------------------------------------------------------
@@ -290,26 +303,61 @@ def _run(
     device: torch.device,
     accumulate: Accumulate,
     real: bool,
+    every_block: bool,
 ) -> Estimate:
-    """Run two steps and report the second; one step if there is no optimizer, whose states the first step creates."""
+    """Run two steps and report the second; one step if there is no optimizer, whose states the first step creates.
+
+    Of alike blocks only some run, unless ``every_block`` is true.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     stepper = None if make is None else make(trained)
     if stepper is not None:
         _step_over_lists(stepper, device)
     seen = Seen()
-    with Ledger(model, device, seen=seen) as ledger:
+    steps = 1 if stepper is None else 2
+    fewer = None if every_block else Fewer.of(model, steps)
+
+    def note(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        seen(number, func, args, kwargs, out)
+        if fewer is not None:
+            fewer.read(ledger, number, tensors_of(args, kwargs))
+
+    with Ledger(model, device, seen=note) as ledger:
         ledger.claim(batch, "inputs")
-        for _ in range(1 if stepper is None else 2):
+        for _ in range(steps):
             since = len(ledger.ops)
             with values_needed("estimate", f"the forward of {type(model).__name__}", _INSTEAD):
-                for _ in range(micro_batches):
-                    accumulate(model, batch, loss)
+                if fewer is None:
+                    for _ in range(micro_batches):
+                        accumulate(model, batch, loss)
+                else:
+                    _accumulate_fewer(fewer, ledger, lambda: accumulate(model, batch, loss), micro_batches)
             if stepper is not None:
                 with numbers_are_one():
                     stepper.step()
             for parameter in trained:
                 parameter.grad = None
+    if fewer is not None:
+        try:
+            since = fewer.extend(ledger, seen, since)
+        except Unlike as unlike:
+            raise _NeedsEveryBlock from unlike
     return Estimate(ledger, seen, since, real)
+
+
+class _NeedsEveryBlock(Exception):
+    """The model fails with fewer blocks, or its blocks turned out to differ."""
+
+
+def _accumulate_fewer(fewer: Fewer, ledger: Ledger, accumulate: Callable[[], object], micro_batches: int) -> None:
+    """Run micro-batches without some blocks."""
+    try:
+        with fewer.left_out():
+            for _ in range(micro_batches):
+                accumulate()
+        fewer.add_gradients(ledger)
+    except Exception as error:  # the model's code may raise anything if blocks are missing
+        raise _NeedsEveryBlock from error
 
 
 def _step_over_lists(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

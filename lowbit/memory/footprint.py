@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
+from lowbit.memory.cost import rates
 from lowbit.memory.measure import counting
 from lowbit.memory.runnable import (
     FAILURES,
@@ -28,6 +29,7 @@ from lowbit.memory.runnable import (
     fewer_rows,
     prepared,
     setting,
+    shorter,
     within,
 )
 from lowbit.torch_private import DeviceType, without_modes
@@ -36,6 +38,10 @@ __all__ = ["Footprint", "Footprints", "footprints"]
 
 #: Prefix of the profiler events that mark calls.
 _MARK = "lowbit.footprint#"
+#: Seconds of arithmetic. Of a longer call, two shorter ones are run.
+_LONG = 0.02
+#: Their sizes are no less: kernels for few rows may allocate differently.
+_LEAST = 32
 
 
 class Footprint(NamedTuple):
@@ -77,16 +83,63 @@ class Footprints:
         return {call: footprint for call in wanted if (footprint := self._known.get(call)) is not None}
 
     def _measure(self, calls: list[Call]) -> None:
-        parts = [_runnable_part(call) for call in calls]
+        samples = [self._samples(call) for call in calls]
+        retried = [
+            call for call, row, footprint in zip(calls, samples, self._measured(calls, samples), strict=True)
+            if footprint is None and len(row) > 1
+        ]  # fmt: skip
+        self._measured(retried, [[_runnable_part(call)] for call in retried])
+        self._cache.save()
+
+    def _measured(self, calls: list[Call], samples: list[list[tuple[Call, float]]]) -> list[Footprint | None]:
+        """Run the samples of calls, and return and store the calls' footprints."""
+        parts = [part for row in samples for part, _ in row]
         # Gradients are enabled, because some ops allocate a workspace only then. No tensor requires one.
         with without_modes(), torch.inference_mode(False), torch.enable_grad():
-            results = _run([part if part.bytes <= MOST else None for part, _ in parts], self.device)
-        for call, (_, share), footprint in zip(calls, parts, results, strict=True):
-            scaled = None if footprint is None else _scaled(footprint, share, call)
-            self._known[call] = scaled
-            if scaled is not None:
-                self._cache.put(call, scaled)
-        self._cache.save()
+            results = iter(_run([part if part.bytes <= MOST else None for part in parts], self.device) if parts else [])
+        footprints = []
+        for call, row in zip(calls, samples, strict=True):
+            measured = [next(results) for _ in row]
+            if len(row) > 1:
+                footprint = _on_line(row, measured, call)
+            else:
+                footprint = None if measured[0] is None else _scaled(measured[0], row[0][1], call)
+            footprints.append(footprint)
+            self._known[call] = footprint
+            if footprint is not None:
+                self._cache.put(call, footprint)
+        return footprints
+
+    def _samples(self, call: Call) -> list[tuple[Call, float]]:
+        """Return the calls to run instead of ``call``: itself or a part, or two shorter ones if it takes long.
+
+        With each comes the ratio of the full call's memory, or of its work, to its own.
+        """
+        at = rates(self.device)
+        large = shorter(call, lambda work: work.seconds(at) / _LONG, _LEAST, rounds=1)
+        small = shorter(call, lambda work: 2 * work.seconds(at) / _LONG, _LEAST, rounds=1, only=large.sizes)
+        if small.ratio > large.ratio > 1.0 and large.call.bytes <= MOST:
+            return [(large.call, large.ratio), (small.call, small.ratio)]
+        return [_runnable_part(call)]
+
+
+def _on_line(samples: list[tuple[Call, float]], measured: list[Footprint | None], call: Call) -> Footprint | None:
+    """Return the footprint on the line through those of two shorter calls, by their share of the work.
+
+    None if the results are then not those of ``call``.
+    """
+    large, small = measured
+    if large is None or small is None or len(large.results) != len(small.results):
+        return None
+    (_, ratio), (_, smaller_ratio) = samples
+    steps = (1 - 1 / ratio) / (1 / ratio - 1 / smaller_ratio)
+
+    def full(at_large: int, at_small: int) -> int:
+        return max(round(at_large + steps * (at_large - at_small)), 0)
+
+    results = tuple(map(full, large.results, small.results))
+    agrees = abs(sum(results) - call.results) <= 0.02 * call.results
+    return Footprint(full(large.scratch, small.scratch), results) if agrees else None
 
 
 def _runnable_part(call: Call) -> tuple[Call, float]:

@@ -6,6 +6,7 @@ profile adds it from the allocator, an estimate from measurements and a table.
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import sys
@@ -81,6 +82,12 @@ class Piece:
         self.kind, self.layer, self.line = kind, layer, line
 
     died: int | None
+
+    def copy(self, born: int, died: int | None, layer: str) -> Piece:
+        """Return a storage of equal size and purpose that another layer made at another time."""
+        other = copy.copy(self)
+        other.address, other.born, other.died, other.layer = 0, born, died, layer
+        return other
 
 
 class Ledger(TorchDispatchMode):
@@ -177,6 +184,15 @@ class Ledger(TorchDispatchMode):
         """Number of ops at the end of each step, for the optimizer with the most steps."""
         return max(self._steps.values(), key=len, default=[])
 
+    def owner(self, parameter: Tensor) -> str:
+        """Return the layer of a parameter."""
+        return self._of_parameter.get(id(parameter), OUTSIDE)
+
+    def births(self, tensors: Iterable[Tensor]) -> list[int]:
+        """Return the numbers of the ops that made tensors, as far as known."""
+        keys = [storage._cdata for tensor in tensors for storage in _storages(tensor)]
+        return [self._open[key][1].born for key in keys if key in self._open]
+
     # -- what a storage is ---------------------------------------------------------------------------------------
     def claim(self, tensors: Any, kind: str | None, layer: str | None = None) -> None:
         """Set the kind and layer of the storages of a tree of tensors."""
@@ -209,7 +225,7 @@ class Ledger(TorchDispatchMode):
 
     def _accumulated(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self.claim(parameter.grad, "gradients", self._of_parameter.get(id(parameter), OUTSIDE))
+            self.claim(parameter.grad, "gradients", self.owner(parameter))
 
     # -- layer and phase -----------------------------------------------------------------------------------------
     def _given(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -240,7 +256,7 @@ class Ledger(TorchDispatchMode):
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any, count: bool = True) -> None:
         for parameter, state in optimizer.state.items():
-            layer = self._of_parameter.get(id(parameter), OUTSIDE)
+            layer = self.owner(parameter)
             for name, value in state.items() if isinstance(state, dict) else ():
                 self.claim(value, "master copies" if name in MASTER_STATES else "optimizer state", layer)
         if count:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -21,15 +22,21 @@ from lowbit._version import __version__
 from lowbit.files import read_json, write_json
 from lowbit.machine import cpu_name
 from lowbit.memory import heap
+from lowbit.memory.cost import Work, work
 from lowbit.models.ties import storage
+from lowbit.torch_private import without_modes
 
 __all__ = [
     "FAILURES", "MOST", "Call", "CallCache", "Like", "Prepared", "call_of", "directory", "fewer_rows", "prepared",
-    "setting", "sources_of", "within",
+    "setting", "shorter", "sources_of", "within",
 ]  # fmt: skip
 
 #: Most bytes of the tensors of a call that is run, including results, since a model may be far larger than the machine.
 MOST = 1 << 29
+#: Random numbers that are drawn; larger tensors repeat them, since drawing takes longer than most ops.
+_DRAWN = 1 << 20
+#: Least whole number in the arguments of an op that is taken for a size if a tensor has such a size.
+_SURELY_A_SIZE = 16
 #: Errors of ops on synthetic tensors: a rule for fake tensors may accept arguments that the op itself rejects.
 FAILURES = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
 #: Ops in these namespaces are run. Ops in other namespaces may have side effects.
@@ -77,12 +84,18 @@ class Like:
         size = max(self.numbers(), 1)
         device = torch.device("cpu") if self.kind == "cpu" else device
         if self.dtype.is_floating_point and self.dtype.itemsize > 1:
-            numbers = torch.rand(size, device=device, generator=torch.Generator(device))  # not the caller's generator
-            flat = numbers.mul_(0.5).add_(0.25).to(self.dtype)
+            numbers = _numbers(self.dtype, device)
+            flat = numbers[:size].clone() if size <= _DRAWN else numbers.repeat(-(-size // _DRAWN))[:size]
         else:
             flat = torch.zeros(size, dtype=torch.uint8, device=device)
             flat = flat.view(self.dtype) if self.dtype.itemsize == 1 else flat.to(self.dtype)
         return flat.as_strided(self.shape, self.stride)
+
+
+@cache
+def _numbers(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return random numbers from 0.25 to 0.75. The caller's generator is not used."""
+    return torch.rand(_DRAWN, device=device, generator=torch.Generator(device)).mul_(0.5).add_(0.25).to(dtype)
 
 
 class Call(NamedTuple):
@@ -222,6 +235,95 @@ def fewer_rows(call: Call, most: int) -> tuple[Call, float]:
         if part.bytes <= most:
             return part, rows / count
     return call, 1.0
+
+
+class Shorter(NamedTuple):
+    """A call with smaller tensors, the ratio of the work, and the sizes that were cut."""
+
+    call: Call
+    ratio: float
+    sizes: tuple[int, ...]
+
+
+def shorter(
+    call: Call, cost: Callable[[Work], float], least: int, rounds: int = 3, only: Container[int] | None = None
+) -> Shorter:
+    """Return a call with smaller tensors, such as of fewer tokens.
+
+    A size is cut in all tensors that have it, so that their shapes still go together. If no size can be cut to half of
+    the work or less, the result is the call itself.
+
+    Args:
+        call: The call.
+        cost: Predicts the cost of some work, relative to the most that is allowed.
+        least: A size is cut to no less, or to 1 if it is the number of samples: the first of three sizes or more.
+        rounds: Number of sizes that may be cut, until the cost is at most 1.
+        only: Sizes that may be cut. None: all.
+    """
+    full = _work_of(call)
+    if full is None:
+        return Shorter(call, 1.0, ())
+    shortest, left, cut = call, cost(full), list[int]()
+    for _ in range(rounds):
+        if left <= 1:
+            break
+        sizes = [size for size in _sizes_of(shortest) if only is None or size in only]
+        parts = [(size, _cut_size(shortest, size, left, least)) for size in sizes]
+        costs = [(cost(less), size, part) for size, part in parts if part and (less := _work_of(part)) is not None]
+        smallest, size, part = min(costs, key=lambda entry: entry[0], default=(left, 0, call))
+        if smallest > left / 2:
+            break
+        shortest, left = part, smallest
+        cut.append(size)
+    return Shorter(shortest, cost(full) / left if cut else 1.0, tuple(cut))
+
+
+def _sizes_of(call: Call) -> list[int]:
+    """Return the sizes of the tensors, largest first."""
+    return sorted({size for leaf in call.leaves if isinstance(leaf, Like) for size in leaf.shape}, reverse=True)
+
+
+def _cut_size(call: Call, size: int, ratio: float, least: int) -> Call | None:
+    """Return the call with ``size`` divided by ``ratio`` or what is possible. None if that is less than 2."""
+    tensors = [leaf for leaf in call.leaves if isinstance(leaf, Like)]
+    if any(len(leaf.shape) > 2 and leaf.shape[0] == size for leaf in tensors):
+        least = 1
+    count = max(int(size / max(ratio, 2.0)), least)
+    if size < 2 * count:
+        return None
+    leaves = tuple(_resized(leaf, size, count) for leaf in call.leaves)
+    return call._replace(leaves=leaves, results=call.results * count // size)
+
+
+def _resized(leaf: Any, size: int, count: int) -> Any:
+    """Return a leaf of a call with ``count`` instead of each ``size``. Strides keep their order.
+
+    Small numbers stay, because they may be something else than a size.
+    """
+    if not isinstance(leaf, Like):
+        return count if type(leaf) is int and leaf == size >= _SURELY_A_SIZE else leaf
+
+    def stride(step: int) -> int:
+        inner: int = sum(n == size and within < step for n, within in zip(leaf.shape, leaf.stride, strict=True))
+        return int(step // size**inner * count**inner)
+
+    shape = tuple(count if n == size else n for n in leaf.shape)
+    return replace(leaf, shape=shape, stride=tuple(map(stride, leaf.stride)))
+
+
+def _work_of(call: Call) -> Work | None:
+    """Return the work of a call, or None if its op does not accept such shapes."""
+    try:
+        with without_modes(), torch.no_grad():
+            leaves = [
+                torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
+                if isinstance(leaf, Like) else leaf
+                for leaf in call.leaves
+            ]  # fmt: skip
+            args, kwargs = tree_unflatten(leaves, call.tree)
+            return work(call.op, args, kwargs, call.op(*args, **kwargs))
+    except FAILURES:
+        return None
 
 
 def _first_rows(value: Any, rows: int, count: int) -> Any:

@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowbit.memory.runnable import FAILURES, MOST, Call, CallCache, directory, prepared, setting, within
+from lowbit.memory.cost import rates
+from lowbit.memory.runnable import FAILURES, MOST, Call, CallCache, directory, prepared, setting, shorter, within
 
 __all__ = ["Timings", "timings"]
 
@@ -26,7 +27,11 @@ __all__ = ["Timings", "timings"]
 _FLUSH = 48 << 20
 #: A call is run ``_RUNS`` times. A call below ``_SHORT`` seconds is run ``_MORE`` times more, each after a call on
 #: other tensors. The minimum counts: disturbances only add time, and a median of few runs is not robust against them.
-_RUNS, _MORE, _SHORT = 3, 7, 1e-3
+_RUNS, _MORE, _SHORT = 3, 4, 1e-3
+#: Seconds. A call that would take longer is timed on smaller tensors. If these take twice as long, one run is enough.
+_LONG = 0.05
+#: Sizes are cut to no less: the time of an op is proportional to its work only from there on.
+_LEAST = 128
 
 
 class Timings:
@@ -56,6 +61,8 @@ class Timings:
 
     def _measured(self, call: Call) -> float | None:
         part, share = within(call, MOST)
+        at = rates(self.device)
+        part, ratio, _ = shorter(part, lambda work: max(work.seconds(at) / _LONG, work.bytes / MOST), _LEAST)
         if part.bytes > MOST:
             return None
         try:
@@ -64,11 +71,11 @@ class Timings:
                 seconds = self._least(run, 1)
                 if seconds < _SHORT:
                     seconds = self._least(run, _MORE, before=prepared(part, self.device))
-                else:
+                elif seconds < 2 * _LONG:
                     seconds = min(seconds, self._least(run, _RUNS - 1))
         except FAILURES:
             return None
-        return seconds * share
+        return seconds * share * ratio
 
     def _least(self, run: Callable[[], object], runs: int, before: Callable[[], object] = lambda: None) -> float:
         """Return the seconds of the fastest run. Before each, the caches are flushed and ``before`` is called."""

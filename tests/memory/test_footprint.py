@@ -165,3 +165,36 @@ def test_losses_that_check_their_targets_are_estimated():
         ids = torch.zeros(4, 8, dtype=torch.long, device=device)
         sizes.add(lb.estimate(Model(), ids, lambda o, b: o).peak_bytes)
     assert len(sizes) == 1
+
+
+def empty(*shape):
+    return torch.empty(*shape, device="meta")
+
+
+_ATEN = torch.ops.aten
+LONG = {
+    "mm": (_ATEN.mm.default, (empty(2048, 64), empty(64, 640))),
+    "layer norm": (
+        _ATEN.native_layer_norm_backward.default,
+        (
+            empty(4096, 256), empty(4096, 256), [256], empty(4096, 1), empty(4096, 1), empty(256), empty(256),
+            [True] * 3,
+        ),
+    ),
+    "softmax": (_ATEN._softmax.default, (empty(2048, 320), 1, False)),
+    "convolution": (
+        _ATEN.convolution.default,
+        (empty(16, 8, 20, 20), empty(8, 8, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_two_shorter_calls_stand_for_a_long_one(name, tmp_path, monkeypatch):
+    op, args = LONG[name]
+    long = call_of(op, args, {}, op(*args))
+    full = Footprints(CPU, tmp_path / "full.json").of([long])[long]
+    monkeypatch.setattr(footprint, "_LONG", runnable._work_of(long).seconds(footprint.rates(CPU)) / 4)
+    shorter = Footprints(CPU, tmp_path / "shorter.json")
+    assert len(shorter._samples(long)) == 2
+    assert shorter.of([long])[long] == full

@@ -155,3 +155,46 @@ def test_the_time_of_a_step_is_that_of_its_ops():
     assert len(found.op_seconds) == len(found.ops)
     products = {s for op, s in zip(found.ops, found.op_seconds, strict=True) if op.name == "aten.addmm.default"}
     assert len(products) == 1 and products.pop() > 0  # one shape, one time
+
+
+META = {"device": "meta"}
+#: Calls that take long, with the sizes that may be cut.
+LONG = {
+    "mm": (MM, (torch.empty(2048, 512, **META), torch.empty(512, 8192, **META))),
+    "softmax": (torch.ops.aten._softmax.default, (torch.empty(2048, 8192, **META), 1, False)),
+    "sum of sizes": (torch.ops.aten.sum.dim_IntList, (torch.empty(2, 2048, 4096, **META), [1], True)),
+    "transposed": (torch.ops.aten.mul.Tensor, (torch.empty(4096, 2048, **META).t(),) * 2),
+    "attention": (
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        (torch.empty(4, 2, 1024, 64, **META),) * 3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_shorter_call_has_its_share_of_the_work_and_runs(name):
+    op, given = LONG[name]
+    call = call_of(op, given, {}, op(*given))
+    full = runnable._work_of(call)
+
+    def cost(work):
+        return 20 * max(work.flops / max(full.flops, 1), work.bytes / full.bytes)
+
+    part, ratio, sizes = runnable.shorter(call, cost, least=32)
+    assert sizes and 8 <= ratio <= 80
+    assert ratio == pytest.approx(20 / cost(runnable._work_of(part)))
+    runnable.prepared(part._replace(leaves=tuple(map(on_cpu, part.leaves))), CPU)()
+    for small, large in zip(part.leaves, call.leaves, strict=True):
+        if isinstance(small, runnable.Like):
+            assert small.numbers() == torch.Size(small.shape).numel() and small.bytes() <= large.bytes()
+        else:
+            assert small == large
+
+
+def on_cpu(leaf):
+    return leaf if not isinstance(leaf, runnable.Like) else runnable.replace(leaf, kind="cpu")
+
+
+def test_a_short_call_stays():
+    call = product(64)
+    assert runnable.shorter(call, lambda work: 0.5, least=32) == (call, 1.0, ())
