@@ -109,6 +109,37 @@ def loss_table(sizes: Sizes) -> str:
     return markdown(("loss", *_HEAD), _rows(steps), numbers=range(1, 4))
 
 
+def _pairs(log_probs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A DPO step: the first half of the rows are chosen completions, the second half rejected ones."""
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor, reference: Tensor) -> Tensor:
+        sums = log_probs(hidden, weight, targets).sum(1)
+        return lb.train.dpo_loss(*sums.chunk(2), *reference.chunk(2))
+
+    return loss
+
+
+def _log_probs_of_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.linear(hidden, weight).log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+def _log_probs_in_tiles(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return lb.memory.linear_log_probs(hidden, weight, targets, entropy=False).log_probs
+
+
+def preference_table(sizes: Sizes) -> str:
+    completions = 8
+    hidden = torch.randn(completions, sizes.rows // completions, sizes.features, requires_grad=True)
+    weight = (torch.randn(sizes.classes, sizes.features) * sizes.features**-0.5).requires_grad_()
+    targets = torch.randint(sizes.classes, hidden.shape[:2])
+    reference = _log_probs_in_tiles(hidden, weight, targets).sum(1).detach()
+    steps = {
+        "log_softmax of logits": _step(_pairs(_log_probs_of_logits), (hidden, weight), targets, reference),
+        "linear_log_probs": _step(_pairs(_log_probs_in_tiles), (hidden, weight), targets, reference),
+    }
+    return markdown(("log-probabilities", *_HEAD), _rows(steps), numbers=range(1, 4))
+
+
 def attention_table(sizes: Sizes) -> str:
     rows: list[tuple[str, ...]] = []
     for length in sizes.lengths:
@@ -176,6 +207,10 @@ def run(directory: Path) -> Path:
         f"{sizes.classes * sizes.features * 4 / 2**20:.0f} MiB, the logits are "
         f"{sizes.rows * sizes.classes * 4 / 2**20:.0f} MiB.\n",
         loss_table(sizes),
+        "\n## DPO\n",
+        f"The same sizes: 4 pairs of completions of {sizes.rows // 8} tokens. `lb.train.dpo_loss` of their "
+        "log-probabilities.\n",
+        preference_table(sizes),
         "\n## Causal attention\n",
         f"One sequence, heads of {sizes.dim}: {sizes.heads}. `attention` gives SDPA what it serves in linear memory. "
         "Times are beside the first one's of the same length.\n",

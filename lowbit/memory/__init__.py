@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         attention_backends,
         fuse_loss_,
         linear_cross_entropy,
+        linear_log_probs,
         unattention_,
         unfuse_loss_,
     )
@@ -58,6 +59,7 @@ __all__ = [
     "find_blocks",
     "fuse_loss_",
     "linear_cross_entropy",
+    "linear_log_probs",
     "micro_batches",
     "offload_activations",
     "peak_bytes",
@@ -88,6 +90,7 @@ _ABOVE = {
     "estimate": "lowbit.plan.step_estimate",
     "fuse_loss_": "lowbit.tiled",
     "linear_cross_entropy": "lowbit.tiled",
+    "linear_log_probs": "lowbit.tiled",
     "micro_batches": "lowbit.train.micro_batches",
     "offload_activations": "lowbit.offload",
     "plan_checkpoints": "lowbit.plan.checkpoints",

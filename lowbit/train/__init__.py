@@ -6,6 +6,7 @@ from lowbit.train.linear import TrainLinear
 from lowbit.train.loss_scale import LossScaler
 from lowbit.train.mixed import mixed_, unmixed_
 from lowbit.train.nonfinite import find_nonfinite
+from lowbit.train.preference import dpo_loss, group_advantages, grpo_loss, kto_loss, orpo_loss
 from lowbit.train.prepare import convert_, prepare_, state
 from lowbit.train.states import State
 from lowbit.train.watcher import Watch, watch
@@ -18,8 +19,13 @@ __all__ = [
     "Watch",
     "compress_activations_",
     "convert_",
+    "dpo_loss",
     "find_nonfinite",
+    "group_advantages",
+    "grpo_loss",
+    "kto_loss",
     "mixed_",
+    "orpo_loss",
     "prepare_",
     "state",
     "uncompress_activations_",

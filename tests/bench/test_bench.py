@@ -149,13 +149,15 @@ def test_losses_and_attention_are_measured_beside_torchs(tmp_path, monkeypatch):
         [cell.strip() for cell in line[1:-1].split("|")] for line in lines if "---" not in line and "peak" not in line
     ]
     named = [(row[0], float(row[1])) for row in rows if len(row) == 4]
-    losses, models = dict(named[: len(memory_kit.losses())]), named[len(memory_kit.losses()) :]
+    count = len(memory_kit.losses())
+    losses, preference, models = dict(named[:count]), dict(named[count : count + 2]), named[count + 2 :]
     assert list(losses) == list(memory_kit.losses())
     for peaks in (dict(models[: len(models) // 2]), dict(models[len(models) // 2 :])):  # in fp32, in bf16
         assert list(peaks) == ["eager attention", "eager attention, fuse_loss_", "SDPA", "attention_",
                                "attention_, fuse_loss_"]  # fmt: skip
         assert peaks["attention_, fuse_loss_"] == min(peaks.values()) < 0.8 * peaks["eager attention"]
     assert losses["linear_cross_entropy"] < losses["F.cross_entropy of logits"] / 1.5
+    assert preference["linear_log_probs"] < preference["log_softmax of logits"] / 1.5
     attentions = [row for row in rows if len(row) == 5]
     assert [row[:2] for row in attentions] == [
         [str(length), name] for length in tiny.lengths for name in memory_kit.attentions(tiny, length)
