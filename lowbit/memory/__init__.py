@@ -18,7 +18,7 @@ from lowbit.models import find_blocks
 from lowbit.models.losses import usual_loss
 
 if TYPE_CHECKING:
-    from lowbit.checkpointing import checkpoint_, uncheckpoint_
+    from lowbit.checkpointing import checkpoint_, tile_, uncheckpoint_, untile_
     from lowbit.offload import offload_activations, stream_blocks_, unstream_
     from lowbit.plan.checklist import Advice, Checklist, checklist
     from lowbit.plan.checkpoints import CheckpointPlan, plan_checkpoints
@@ -69,10 +69,12 @@ __all__ = [
     "saved_bytes",
     "stream_blocks_",
     "system_memory",
+    "tile_",
     "unattention_",
     "uncheckpoint_",
     "unfuse_loss_",
     "unstream_",
+    "untile_",
     "usual_loss",
 ]
 
@@ -95,10 +97,12 @@ _ABOVE = {
     "offload_activations": "lowbit.offload",
     "plan_checkpoints": "lowbit.plan.checkpoints",
     "stream_blocks_": "lowbit.offload",
+    "tile_": "lowbit.checkpointing",
     "unattention_": "lowbit.tiled",
     "uncheckpoint_": "lowbit.checkpointing",
     "unfuse_loss_": "lowbit.tiled",
     "unstream_": "lowbit.offload",
+    "untile_": "lowbit.checkpointing",
 }
 
 if not TYPE_CHECKING:
