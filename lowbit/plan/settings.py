@@ -36,6 +36,8 @@ class TrainingSettings:
     """Whether attention is computed without allocating the scores (``lb.memory.attention_``)."""
     fused_loss: bool = False
     """Whether the loss is computed without allocating the logits (``lb.memory.fuse_loss_``)."""
+    tiles: int | None = None
+    """Tokens on which feed-forward parts run at a time (``lb.memory.tile_``); None: all."""
     precision: str | None = None
     """Precision of matmuls and of their stored weights (``lb.train.mixed_``); None keeps the model's."""
     optimizer: str = "adamw"
@@ -147,6 +149,7 @@ def _fuse_loss_(model: nn.Module) -> None:
 PREPARE: dict[str, Callable[[nn.Module, Any, TrainingSettings], object]] = {
     "attention": lambda model, value, settings: memory.attention_(model),
     "fused_loss": lambda model, value, settings: _fuse_loss_(model),
+    "tiles": lambda model, value, settings: memory.tile_(model, value),
     "checkpoint": lambda model, value, settings: memory.checkpoint_(model, policy_of(model, value)),
     # Reused weight codes would stay in memory from forward to the optimizer step.
     "recipe": lambda model, value, settings: prepare_(model, value, reuse_weights=False),

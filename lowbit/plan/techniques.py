@@ -290,6 +290,11 @@ TECHNIQUES: dict[str, tuple[Technique, ...]] = {
                                   "no attention of the model allocates scores"),
                   code="lb.memory.attention_(model)"),
     ),
+    "feed-forward": (
+        Technique("whole feed-forward", {}, "feed-forward parts run on all tokens at once"),
+        Technique("tiled feed-forward", {"tiles": 2048}, "feed-forward parts run on 2048 tokens at a time", "close",
+                  why_not=_preparation_error({"tiles": 2048}), opt_in=True, code="lb.memory.tile_(model, rows=2048)"),
+    ),
     "loss": (
         Technique("own loss", {}, "the loss as the model implements it"),
         Technique("fused loss", {"fused_loss": True},

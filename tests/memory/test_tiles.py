@@ -226,3 +226,13 @@ def test_errors():
         model(input_ids=IDS)
     with pytest.raises(ValueError, match="feed-forward"):
         lb.memory.tile_(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 4)
+
+
+def test_a_plan_may_require_tiles():
+    model = built(llama).float()
+    batch = {"input_ids": torch.randint(0, 90, (1, 4000)), "labels": torch.randint(0, 90, (1, 4000))}
+    plain = ["fp32", "own attention", "own loss", "adamw", "everything kept"]
+    plan = lb.fit(model, batch, "100%", require=["tiled feed-forward", *plain], exclude=["disk", "micro-batches"])
+    run = plan.apply_(model)
+    assert plan.settings.tiles == 2048 and "tiled feed-forward" in str(plan)
+    assert run.step(batch) > 0 and len(lb.memory.untile_(model).layers) == 2
