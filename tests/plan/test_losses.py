@@ -8,7 +8,7 @@ from torch import nn
 
 import lowbit as lb
 from lowbit.plan import TECHNIQUES, TrainingPlan
-from lowbit.plan.fitting.choices import NOISE, described, most_of, quality_of
+from lowbit.plan.fitting.choices import NOISE, described, loss_words, most_of, quality_of
 from lowbit.plan.settings import TrainingSettings
 from lowbit.plan.techniques import techniques
 
@@ -57,8 +57,24 @@ def test_losses_of_a_caller_replace_the_records(tmp_path):
 
 def test_the_table_says_whose_loss_was_recorded():
     text = str(planned("100%", require=("fp32",)))
-    assert "recorded: language model cross-entropy of the demo's GPT, mean over seeds" in text
-    assert f"fp32 is {NOISE}% from bf16 there, by noise" in text
+    assert (
+        "a prior, recorded: language model cross-entropy of the demo's GPT of 1.1M parameters, mean over 2 seeds"
+        in text
+    )
+    assert f"fp32 is {NOISE}% from bf16 there, by noise; losses= replaces it" in text
+
+
+def test_changes_within_noise_are_named_so():
+    by_name = {one.name: one for row in TECHNIQUES.values() for one in row}
+    assert loss_words(by_name["adamw4bit"]) == "no measurable change"
+    assert loss_words(by_name["fp8"]) == "0.12% more, within noise"
+    assert loss_words(by_name["mxfp8"]) == "0.57% more"
+    assert loss_words(by_name["fp32"]) == ""
+    assert (
+        loss_words(by_name["adamw4bit"].with_losses({"adamw4bit": -0.02}), {"adamw4bit": -0.02}) == "2.00% less (given)"
+    )
+    text = str(planned("100%", require=("fp32", "adamw4bit")))
+    assert "no measurable change" in next(line for line in text.splitlines() if "adamw4bit" in line)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from lowbit.machine import cpu_name
 from lowbit.memory import heap
 from lowbit.plan.base import BasePlan, plain_values
 from lowbit.plan.fitting.adapt import alike
-from lowbit.plan.fitting.choices import NOISE, described, quality_of, words
+from lowbit.plan.fitting.choices import NOISE, RECORD, described, loss_words, quality_of, words
 from lowbit.plan.fitting.comparison import Comparison
 from lowbit.plan.fitting.identity import Identity
 from lowbit.plan.fitting.plot import plot
@@ -127,10 +127,9 @@ class TrainingPlan(BasePlan[Prediction, TrainingSettings]):
             f"budget {amount(self.budget)}: a step holds {amount(self.peak_bytes)}{each}"
             + (f" in {self.chosen.peak_event}" if self.chosen.peak_event else "")
             + f", plain training {amount(self.plain.peak_bytes)}",
-            f"loss by the choices together: {share_changed(quality_of(self.settings, self.losses) / 100, 2)}, a gain "
-            f"counts as none; "
-            f"recorded: language model cross-entropy of the demo's GPT, mean over seeds; fp32 is {NOISE}% from bf16 "
-            f"there, by noise" + (f", given: {', '.join(self.losses)}" if self.losses else ""),
+            f"loss by the choices together: {self._loss_change()}; a prior, recorded: {RECORD}; fp32 is {NOISE}% from "
+            f"bf16 there, by noise; losses= replaces it"
+            + (f", given: {', '.join(self.losses)}" if self.losses else ""),
         ]
         compared = self.compared
         chosen = described(self.settings)["precision"].name
@@ -141,14 +140,18 @@ class TrainingPlan(BasePlan[Prediction, TrainingSettings]):
             )
         rows = [("choice", "is", "peak", "time", "loss", "which means")]
         for dimension, choice in described(self.settings, self.losses).items():
-            loss = share_changed(choice.loss / 100, 2) if choice.loss or choice.name in self.losses else ""
-            loss += " (given)" if choice.name in self.losses else ""
+            loss = loss_words(choice, self.losses)
             if compared is not None and compared.precision == choice.name and compared.change is not None:
                 loss = f"{share_changed(compared.change / 100, 2)} (one forward)"
             name = str(self.settings.micro_batches) if dimension == MICRO_BATCHES else choice.name
             rows.append((dimension, name, *self._beside(dimension), loss, choice.about))
         strategies = ["", self._of_strategies()] if self.strategies else []
         return "\n".join([*lines, "", aligned(rows, (2, 3, 4)), *strategies])
+
+    def _loss_change(self) -> str:
+        """The increase of the loss in words. Gains count as zero."""
+        increase = quality_of(self.settings, self.losses)
+        return share_changed(increase / 100, 2) if increase else "no measurable change"
 
     def _of_strategies(self) -> str:
         """A table of the strategies, per process."""
