@@ -119,10 +119,10 @@ def test_a_decoder_in_each_setting(settings, monkeypatch, left_out):
 
 FAMILIES = {
     "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=32, n_layer=7, n_head=2, vocab_size=100)),
-    "five of local attention and one of global": lambda: hf.Gemma3ForCausalLM(
+    "local and global attention in turn": lambda: hf.Gemma3ForCausalLM(
         hf.Gemma3TextConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=30, num_attention_heads=2, num_key_value_heads=1,
-            head_dim=16, vocab_size=100,
+            hidden_size=32, intermediate_size=48, num_hidden_layers=10, num_attention_heads=2, num_key_value_heads=1,
+            head_dim=16, vocab_size=100, layer_types=["sliding_attention", "full_attention"] * 5,
         )
     ),
     "two stacks": lambda: hf.T5ForConditionalGeneration(
