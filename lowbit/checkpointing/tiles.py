@@ -137,10 +137,10 @@ class _Tiles:
             )
         if hidden.shape[:-1].numel() <= self.rows:
             return forward(*args, **kwargs)
-        one = forward if args else partial(_by_name, forward, next(iter(kwargs)))
+        of_tokens = forward if args else partial(_by_name, forward, next(iter(kwargs)))
         tokens = hidden.reshape(*[1] * (hidden.dim() - 2), -1, hidden.shape[-1])
-        self._check(module, one, tokens)
-        results = [self.recomputed(module, one, tile) for tile in tokens.split(self.rows, -2)]
+        self._check(module, of_tokens, tokens)
+        results = [self.recomputed(module, of_tokens, tile) for tile in tokens.split(self.rows, -2)]
         return torch.cat(results, -2).view(*hidden.shape[:-1], -1)
 
     @property

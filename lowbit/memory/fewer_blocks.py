@@ -268,9 +268,9 @@ class _Extension:
     def _check_pieces(self) -> None:
         outlines: tuple[list[Any], list[Any]] = ([], [])
         for piece in self.ledger.pieces:
-            made = self._segment(piece.born)
-            if made is not None and made[1] in (_B, _C):
-                outlines[made[1] == _C].append(self._lifetime(piece, made))
+            birth = self._segment(piece.born)
+            if birth is not None and birth[1] in (_B, _C):
+                outlines[birth[1] == _C].append(self._lifetime(piece, birth))
         if sorted(outlines[0]) != sorted(outlines[1]):
             raise Unlike("storages of two blocks differ in size or lifetime")
 
@@ -287,16 +287,16 @@ class _Extension:
             return "forward", place, number - self.forward[place]
         return None
 
-    def _lifetime(self, piece: Piece, made: tuple[str, int, int]) -> tuple[str, ...]:
-        gone, place = self._segment(piece.died), self._place(piece.layer)
-        if gone is not None:
+    def _lifetime(self, piece: Piece, birth: tuple[str, int, int]) -> tuple[str, ...]:
+        death, place = self._segment(piece.died), self._place(piece.layer)
+        if death is not None:
             # The neighbours of B and C on the other side are A and D, which may do a little more or less.
-            offset = gone[2] if gone[1] == made[1] else None
-            end: tuple[Any, ...] = (gone[0], gone[1] - made[1], offset)
+            offset = death[2] if death[1] == birth[1] else None
+            end: tuple[Any, ...] = (death[0], death[1] - birth[1], offset)
         else:
             end = () if piece.kind == "gradients" else (piece.died,)  # an optimizer may free them one by one
         layer = place[1:] if place else piece.layer
-        return tuple(map(str, (piece.bytes, piece.kind, layer, made[0], made[2], *end)))
+        return tuple(map(str, (piece.bytes, piece.kind, layer, birth[0], birth[2], *end)))
 
     def _check_reads(self) -> None:
         """Check that ops after the last block read results of that block alone."""
@@ -305,8 +305,8 @@ class _Extension:
             ahead = number in self.span and self.ledger.ops[number].phase == "forward"
             if number < (self.after if ahead else end) or number not in self.span:
                 continue
-            made = {segment[:2] for segment in map(self._segment, births) if segment is not None}
-            if made - ({("forward", _D)} if ahead else {("forward", _D), ("backward", _A)}):
+            sources = {segment[:2] for segment in map(self._segment, births) if segment is not None}
+            if sources - ({("forward", _D)} if ahead else {("forward", _D), ("backward", _A)}):
                 raise Unlike(f"{self.ledger.ops[number].name} after the blocks reads results of several of them")
 
     # -- storages --------------------------------------------------------------------------------------------------
@@ -321,31 +321,31 @@ class _Extension:
 
         placed = set[int]()  # ids of gradients that were added after backward
         for piece in list(self.ledger.pieces):
-            made, gone = self._segment(piece.born), self._segment(piece.died)
+            birth, death = self._segment(piece.born), self._segment(piece.died)
             new_born, new_died = moved(piece.born), None if piece.died is None else moved(piece.died)
-            if made is not None and made[:2] == ("forward", _B):
+            if birth is not None and birth[:2] == ("forward", _B):
                 # Copy k is k periods later in forward, and as much earlier in backward.
                 for k in range(1, count + 1):
                     died = new_died
-                    if gone is not None and piece.died is not None:
-                        shift = k * ahead if gone[0] == "forward" else count * ahead + (count - k) * back
+                    if death is not None and piece.died is not None:
+                        shift = k * ahead if death[0] == "forward" else count * ahead + (count - k) * back
                         died = piece.died + shift
                     added.append(self._copy(piece, k, piece.born + k * ahead, died))
-                if gone is not None and piece.died is not None:
-                    new_died = piece.died if gone[0] == "forward" else piece.died + count * (ahead + back)
-            elif made is not None and made[:2] == ("backward", _C):
+                if death is not None and piece.died is not None:
+                    new_died = piece.died if death[0] == "forward" else piece.died + count * (ahead + back)
+            elif birth is not None and birth[:2] == ("backward", _C):
                 for k in range(1, count + 1):
                     shift = count * ahead + (count + 1 - k) * back
-                    died = new_died if gone is None or piece.died is None else piece.died + shift
+                    died = new_died if death is None or piece.died is None else piece.died + shift
                     later = waiting.get((self._renamed(piece.layer, k), piece.bytes))
-                    if piece.kind == "gradients" and gone is None and later:
+                    if piece.kind == "gradients" and death is None and later:
                         gradient = later.pop(0)
                         gradient_died = None if gradient.died is None else moved(gradient.died)
                         added.append(self._copy(piece, k, piece.born + shift, gradient_died))
                         placed.add(id(gradient))
                     else:
                         added.append(self._copy(piece, k, piece.born + shift, died))
-                if gone is not None and piece.died is not None:
+                if death is not None and piece.died is not None:
                     new_died = piece.died + count * ahead
             piece.born, piece.died = new_born, new_died
         pieces = [piece for piece in self.ledger.pieces if id(piece) not in placed]

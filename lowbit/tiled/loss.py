@@ -284,13 +284,13 @@ def _row_sums(
         previous = highest[rows].clone()
         maximum = torch.maximum(previous, logits.amax(1))
         shift = torch.where(maximum == -torch.inf, 0, maximum)
-        kept = (previous - shift).exp()
+        rescale = (previous - shift).exp()
         logits.sub_(shift.unsqueeze(1))
         if weighted is not None:
             # The sums so far were relative to the previous highest logit; -inf * 0 counts as 0.
-            moved = torch.where(kept > 0, (weighted[rows] + (previous - shift) * total[rows]) * kept, 0)
+            moved = torch.where(rescale > 0, (weighted[rows] + (previous - shift) * total[rows]) * rescale, 0)
             weighted[rows] = moved + (logits.exp() * logits.clamp_min(torch.finfo(logits.dtype).min)).sum(1)
-        total[rows] = total[rows] * kept + logits.exp_().sum(1)
+        total[rows] = total[rows] * rescale + logits.exp_().sum(1)
         highest[rows] = maximum
     return _RowSums(total, highest, target_logit, logit_sum, weighted)
 

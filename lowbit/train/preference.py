@@ -162,8 +162,8 @@ def grpo_loss(
         TypeError: ``mask`` is not bool.
     """
     who = "train.grpo_loss"
-    others = {name: value for name, value in (("old", old), ("reference", reference)) if value is not None}
-    _same_shape(who, log_probs=log_probs, mask=mask, **others)
+    optional = {name: value for name, value in (("old", old), ("reference", reference)) if value is not None}
+    _same_shape(who, log_probs=log_probs, mask=mask, **optional)
     if log_probs.dim() != 2 or advantages.shape != log_probs.shape[:1]:
         raise ValueError(
             f"{who}: expected log_probs [completions, tokens] and advantages [completions], got "
