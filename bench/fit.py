@@ -29,13 +29,10 @@ from lowbit.tables import markdown
 _ASKED = ((100, ("fp32",)), (60, ("bf16",)), (50, ("fp8",)), (30, ()))
 
 
-#: The space of settings that are all measured: names by dimension, and numbers of micro-batches.
+#: The space of settings that are all measured: names by dimension. The other dimensions keep their first technique.
 _SPACE = {
-    "precision": ("fp32", "bf16"), "attention": ("own attention",), "loss": ("own loss",),
-    "optimizer": ("adamw", "adamw8bit"), "masters": ("residual",),
-    "checkpoint": ("everything kept", "save_matmuls", "block"), "states": ("memory",),
-    "activations": ("activations in memory",), "weights": ("weights in memory",),
-    "parts of a batch": ("whole batch", "micro-batches"),
+    "precision": ("fp32", "bf16"), "optimizer": ("adamw", "adamw8bit"),
+    "checkpoint": ("everything kept", "save_matmuls", "block"), "micro-batches": ("whole batch", "micro-batches"),
 }  # fmt: skip
 _SPACE_BUDGETS = (90, 70, 50, 35, 25)
 _ROUNDS = 3
@@ -112,9 +109,10 @@ def _everything(cells: Cells) -> str:
                 "times": [min(h.seconds for h in held) for held in taken]}  # fmt: skip
 
     found = cells(f"{subject.name} everything", lambda: in_turns(space))
-    known = {name for names in _SPACE.values() for name in names}
-    choices = [c.name for dimension, row in lb.plan.TECHNIQUES.items() if dimension != "strategy" for c in row]
-    left_out = [name for name in choices if name not in known]
+    left_out = [
+        technique.name for dimension, row in lb.plan.TECHNIQUES.items() if dimension != "strategy"
+        for technique in row if technique.name not in _SPACE.get(dimension, (row[0].name,))
+    ]  # fmt: skip
     by_settings = {s: (p, t) for s, p, t in zip(space, found["peaks"], found["times"], strict=True)}
     plain = by_settings[TrainingSettings()][0]
     rows, ratios = [], []

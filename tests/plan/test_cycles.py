@@ -34,6 +34,7 @@ TECHNIQUES = {
     "activations of blocks on disk": TrainingSettings(
         offload_activations=True, checkpoint="block", activation_codes=True
     ),
+    "tiles": TrainingSettings(tiles=16),
     "states on disk": TrainingSettings(offload_states=True, bits=8),
     "weights on disk": TrainingSettings(offload_weights=True, offload_states=True, bits=8, precision="bf16"),
     "weights of checkpoints on disk": TrainingSettings(
