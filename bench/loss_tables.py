@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from lowbit.bench.recorded import Difference, change, losses, losses_table
 from lowbit.tables import markdown
 
-__all__ = ["TABLES", "in_words", "optimizer_changes", "recipe_changes", "trained_network"]
+__all__ = ["TABLES", "base_changes", "in_words", "optimizer_changes", "recipe_changes", "trained_network"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -54,6 +56,17 @@ def _changes(record: tuple[str, str]) -> dict[str, Difference]:
 def recipe_changes() -> dict[str, Difference]:
     """Return the held-out loss of each run of the demo's GPT relative to bf16."""
     return _changes(RECIPES)
+
+
+def base_changes() -> dict[str, float]:
+    """Return the loss of SmolLM2-135M with quantized linear layers relative to bf16, by recipe, as a fraction."""
+    lines = (RESULTS / "evaluate" / "smollm2.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row["key"].get("layout") == "plain" and "values" in row["result"]]
+    means = dict[str, float]()
+    for row in rows:
+        recipe = row["key"]["recipe"]
+        means[recipe if isinstance(recipe, str) else recipe["name"]] = statistics.fmean(row["result"]["values"]["loss"])
+    return {name: mean / means["bf16"] - 1 for name, mean in means.items()}
 
 
 def optimizer_changes() -> dict[str, Difference]:

@@ -30,6 +30,14 @@ class Combination(NamedTuple):
 _IN_BACKWARD = "an optimizer that steps in the backward pass (lb.optim.in_backward_)"
 
 COMBINATIONS = {
+    "base weights": Combination(
+        "a quantized base", "training of all weights", "codes have no gradients",
+        "train adapters: lb.fit(..., adapters=16), or freeze the weights",
+    ),
+    "base recipe": Combination(
+        "a quantized base", "a training recipe such as fp8", "both quantize the frozen layers",
+        "use one of them", raises=False,
+    ),
     "fused loss fully_shard": Combination(
         "lb.memory.fuse_loss_ of a hand-written model", "fully_shard",
         "it frees the weight of the last layer before the loss reads it",

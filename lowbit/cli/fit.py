@@ -38,6 +38,8 @@ EPILOG = """
 
 `lowbit fit my_module:my_function --memory 2GiB --require bf16 --exclude disk` — your own model, in bf16, no disk
 
+`lowbit fit models/llama --memory 2GiB --adapters 16 --require "nf4 base"` — QLoRA with adapters of rank 16
+
 `lowbit fit demo --memory 100MiB --gpus 8 --link 25GB/s` — 8 processes, 100 MiB each
 
 `lowbit fit --ladder --memory 300MiB --quick` — each technique once, about a minute
@@ -62,12 +64,13 @@ _MODEL = (
 _MEMORY = "Budget for one training step: a size such as 2GiB, or with MODEL a share of plain training such as 60%."
 _REQUIRE = "Option that the plan must use, such as bf16, adamw8bit, block or memory. Repeatable."
 _EXCLUDE = "Option that the plan must not use, such as disk. Repeatable."
+_ADAPTERS = "Rank of LoRA adapters, which are trained instead of the weights; the plan may quantize the weights."
 _GPUS = "Number of processes; each must fit the budget. With --ladder: the largest number to try."
 _LINK = "Bandwidth between processes, such as 25GB/s."
 
 #: Options that apply only to some uses, by parameter name.
 _OF_BATCH = {"rows": "--rows", "length": "--length"}
-_OF_PLAN = {"require": "--require", "exclude": "--exclude", "link": "--link"}
+_OF_PLAN = {"require": "--require", "exclude": "--exclude", "link": "--link", "adapters": "--adapters"}
 _OF_LADDER = {"search": "--search", "quick": "--quick", "device": "--device"}
 
 
@@ -79,6 +82,7 @@ def fit(
     length: Annotated[int, typer.Option(min=1, help="Tokens per row, for demo or a directory.")] = 512,
     require: Annotated[list[str] | None, typer.Option(metavar="NAME", help=_REQUIRE)] = None,
     exclude: Annotated[list[str] | None, typer.Option(metavar="NAME", help=_EXCLUDE)] = None,
+    adapters: Annotated[int | None, typer.Option(min=1, metavar="RANK", help=_ADAPTERS, show_default=False)] = None,
     gpus: Annotated[int, typer.Option(min=1, help=_GPUS)] = 1,
     link: Annotated[str | None, typer.Option(help=_LINK, show_default="1.25GB/s, on GPUs 25GB/s")] = None,
     directory: Annotated[
@@ -117,6 +121,7 @@ def fit(
         )
     options: dict[str, Any] = {
         "require": tuple(require or ()), "exclude": tuple(exclude or ()), "gpus": gpus, "link": link,
+        "adapters": adapters,
     }  # fmt: skip
     with nullcontext() if directory is None else exclusive(directory, "lowbit fit --out"):
         _plan(model, memory, rows, length, {name: value for name, value in options.items() if value}, directory, json)

@@ -92,6 +92,11 @@ class Estimate(Usage):
             sums[op.phase] = sums.get(op.phase, 0.0) + seconds
         return sums
 
+    def flops_of(self, layer: str) -> int:
+        """Return the most floating-point operations of one op of a layer, given by its path."""
+        done = zip(self.ops, self._done, strict=True)
+        return max((one[1].flops for op, one in done if one is not None and op.layer == layer), default=0)
+
     @cached_property
     def op_seconds(self) -> list[float]:
         """Duration of each of ``ops``, measured by running the op once per shape (``lowbit.memory.timing``).

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lowbit.nn.base import kind
 from lowbit.nn.linear import QuantLinear
 
-__all__ = ["MultiheadForward", "QuantMultiheadAttention", "in_projections"]
+__all__ = ["MultiheadForward", "QuantMultiheadAttention", "SplitMultiheadAttention", "in_projections"]
 
 
 def in_projections(layer: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
@@ -179,8 +179,8 @@ class MultiheadForward:
         return k_BSE, v_BSE, attn, padding
 
 
-class QuantMultiheadAttention(MultiheadForward, nn.Module):
-    """``nn.MultiheadAttention`` with quantized projections ``q_proj``, ``k_proj``, ``v_proj``, ``out_proj``.
+class SplitMultiheadAttention(MultiheadForward, nn.Module):
+    """``nn.MultiheadAttention`` with a module for each of its four projections.
 
     Arguments and results are those of the replaced layer (masks, ``batch_first``, unbatched input), except for nested
     tensors. Attention is computed in the dtype of the projections' result.
@@ -202,22 +202,22 @@ class QuantMultiheadAttention(MultiheadForward, nn.Module):
     in_proj_weight = None
     _qkv_same_embed_dim = False
 
-    @property
-    def lowbit_kind(self) -> str:
-        """ "qat" while the projections are trained, else "quantized"."""
-        return "qat" if kind(self.q_proj) == "qat" else "quantized"
-
-    def __init__(
-        self, like: nn.MultiheadAttention, q: QuantLinear, k: QuantLinear, v: QuantLinear, out: QuantLinear
-    ) -> None:
+    def __init__(self, like: nn.MultiheadAttention, q: nn.Module, k: nn.Module, v: nn.Module, out: nn.Module) -> None:
         super().__init__()
         self.embed_dim, self.num_heads, self.head_dim = like.embed_dim, like.num_heads, like.head_dim
         self.kdim, self.vdim = like.kdim, like.vdim
         self.dropout, self.batch_first, self.add_zero_attn = like.dropout, like.batch_first, like.add_zero_attn
-        self.recipe = q.recipe
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = q, k, v, out
         self.bias_k, self.bias_v = like.bias_k, like.bias_v
         self.attend = getattr(like, "attend", None)
+
+    @classmethod
+    def of(cls, layer: nn.MultiheadAttention) -> SplitMultiheadAttention:
+        """Return the layer with Linear projections, which share the storage of its weights."""
+        weights, biases = in_projections(layer)
+        q, k, v = map(_linear, weights, biases)
+        split = cls(layer, q, k, v, _linear(layer.out_proj.weight, layer.out_proj.bias))
+        return split.train(layer.training)
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.q_proj(query), self.k_proj(key), self.v_proj(value)
@@ -228,6 +228,34 @@ class QuantMultiheadAttention(MultiheadForward, nn.Module):
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.detach(), weight.requires_grad)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach(), bias.requires_grad)
+    return layer
+
+
+class QuantMultiheadAttention(SplitMultiheadAttention):
+    """``nn.MultiheadAttention`` with quantized projections ``q_proj``, ``k_proj``, ``v_proj``, ``out_proj``."""
+
+    q_proj: QuantLinear
+    k_proj: QuantLinear
+    v_proj: QuantLinear
+    out_proj: QuantLinear
+
+    def __init__(
+        self, like: nn.MultiheadAttention, q: QuantLinear, k: QuantLinear, v: QuantLinear, out: QuantLinear
+    ) -> None:
+        super().__init__(like, q, k, v, out)
+        self.recipe = q.recipe
+
+    @property
+    def lowbit_kind(self) -> str:
+        """ "qat" while the projections are trained, else "quantized"."""
+        return "qat" if kind(self.q_proj) == "qat" else "quantized"
 
 
 def _merged(attn: Tensor | None, padding: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -16,6 +16,7 @@ from lowbit.dist_utils import processes
 from lowbit.distributed.strategies import STRATEGIES, shard_
 from lowbit.models.batches import call
 from lowbit.optim.names import FAMILIES
+from lowbit.plan.adapters import add_adapters_, quantize_base_
 from lowbit.tiled.causal_loss import fusing_libraries
 from lowbit.train import compress_activations_, mixed_, prepare_
 from lowbit.user_warnings import warn
@@ -58,6 +59,10 @@ class TrainingSettings:
     """Whether gradients and the weights of idle blocks are on disk, or for a GPU in host memory."""
     micro_batches: int = 1
     """Number of micro-batches per batch."""
+    adapters: int | str | None = None
+    """LoRA adapters that are trained instead of the weights: their rank, or a ``peft.LoraConfig`` as JSON."""
+    base: str | None = None
+    """Recipe of the frozen layers (``lb.quantize_``)."""
     gpus: int = 1
     """Number of processes that train together."""
     strategy: str = "ddp"
@@ -68,6 +73,8 @@ class TrainingSettings:
     """Whether the model comes with trainable 16-bit matrices, so that the optimizer needs ``master``."""
     loaded: str = "fp32"
     """Precision of the weights that the model comes with."""
+    frozen: bool = False
+    """Whether the model comes with frozen linear layers."""
     loss_outside: bool = field(default=False, compare=False)
     """Whether a fused loss is not that of a Hugging Face causal model, so that it may be computed after forward."""
 
@@ -84,11 +91,16 @@ class TrainingSettings:
     @property
     def working_copies(self) -> bool:
         """Whether matrices are stored in the precision of matmuls. ``fully_shard`` needs parameters of one dtype."""
-        return (self.bf16_params or self.precision is not None) and not self.fully
+        return (self.trains_half or self.precision is not None) and not self.fully
+
+    @property
+    def trains_half(self) -> bool:
+        """Whether matrices that are trained come in 16 bits. Adapters are in fp32."""
+        return self.bf16_params and self.adapters is None
 
 
 #: Fields that change the optimizer step, and fields that change on which process or device the model is.
-STEPPING = ("bf16_params", "loaded", "precision", "optimizer", "bits", "master")
+STEPPING = ("adapters", "base", "bf16_params", "loaded", "precision", "optimizer", "bits", "master")
 PLACEMENT = ("gpus", "strategy", "group_size", "offload_weights")
 
 #: Fields that change forward and backward: all others, so that estimates cannot ignore a new field.
@@ -147,6 +159,8 @@ def _fuse_loss_(model: nn.Module) -> None:
 
 #: Functions that prepare a model for another value of a field than the default, in the order of their calls.
 PREPARE: dict[str, Callable[[nn.Module, Any, TrainingSettings], object]] = {
+    "base": lambda model, value, settings: quantize_base_(model, value, settings.adapters),
+    "adapters": lambda model, value, settings: add_adapters_(model, value),
     "attention": lambda model, value, settings: memory.attention_(model),
     "fused_loss": lambda model, value, settings: _fuse_loss_(model),
     "tiles": lambda model, value, settings: memory.tile_(model, value),

@@ -22,6 +22,8 @@ class Subject:
     model: nn.Module
     batch: Any
     loss: Loss = None
+    adapters: int | str | None = None
+    """Adapters that a plan adds, as in ``TrainingSettings``."""
 
     @property
     def device(self) -> torch.device:

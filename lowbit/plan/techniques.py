@@ -23,6 +23,7 @@ from lowbit.memory.fake import fake_model, fake_tensors
 from lowbit.models import find_blocks
 from lowbit.optim import offload_, unoffload_
 from lowbit.optim.names import FAMILIES
+from lowbit.plan.adapters import RANK, has_frozen_matrices
 from lowbit.plan.settings import TrainingSettings, make_optimizer, policy_of, prepare_model_
 from lowbit.plan.subject import Subject
 from lowbit.tiled.fused_loss import why_not_fused
@@ -31,6 +32,7 @@ from lowbit.torch_private import BatchNorm
 from lowbit.train.micro_batches import micro_batches, samples
 
 __all__ = [
+    "ADAPTERS",
     "AS_LOADED",
     "FALLBACKS",
     "LAST",
@@ -51,6 +53,9 @@ __all__ = [
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
+
+#: Fields of ``changes`` whose value follows from the budget or from the call.
+_NUMBERS = frozenset({"micro_batches", "adapters"})
 
 #: Changes a setting of a model and an optimizer in use: ``live(model, optimizer, value, offload_target)``.
 Live = Callable[[nn.Module, torch.optim.Optimizer, Any, str], None]
@@ -99,9 +104,12 @@ class Technique:
 
     def is_on(self, settings: TrainingSettings) -> bool:
         """Return whether the settings use it."""
-        if "micro_batches" in self.changes:  # the number follows from the budget
-            return settings.micro_batches > 1
-        return all(getattr(settings, name) == value for name, value in self.changes.items())
+        return all(
+            getattr(settings, name) != getattr(TrainingSettings, name)
+            if name in _NUMBERS
+            else getattr(settings, name) == value
+            for name, value in self.changes.items()
+        )
 
     @property
     def counted(self) -> float:
@@ -213,6 +221,19 @@ def _recipe(name: str, loss: float, *, activation_codes: bool = False, **options
     return Technique(name, changes, about, "own", loss, why_not=_preparation_error(changes), **options)
 
 
+def _base(name: str, recipe: str, loss: float) -> Technique:
+    return Technique(
+        name, {"base": recipe}, f"frozen linear layers in {recipe}", "own", loss,
+        why_not=_unless(lambda subject: subject.adapters is not None or has_frozen_matrices(subject.model),
+                        "no linear layer is frozen; pass adapters="),
+        conflicts={
+            "base weights": lambda settings: settings.adapters is None and not settings.frozen,
+            "base recipe": lambda settings: settings.recipe is not None,
+        },
+        code=f'lb.quantize_(model, "{recipe}")',
+    )  # fmt: skip
+
+
 def _optimizer(bits: int, loss: float, least: float = 0.0, **options: Any) -> Technique:
     changes = {"bits": bits}
     return Technique(
@@ -231,6 +252,16 @@ def _other_optimizers() -> Iterator[Technique]:
                 why_not=_preparation_error(changes), opt_in=True, acts="optimizer",
             )  # fmt: skip
 
+
+#: Quantized bases: name, recipe, and change of the loss of SmolLM2-135M before training, in percent: bench/results/
+#: evaluate.
+BASES = (
+    ("int8 base", "int8-weight-only", -0.06),
+    ("fp8 base", "fp8-weight-only", 0.6),
+    ("nf4 base", "nf4", 6.79),
+    ("nvfp4 base", "nvfp4-weight-only", 5.51),
+    ("int4 base", "int4-weight-only:group32", 6.76),
+)
 
 #: Ranks of the fallbacks. Checkpointing policies use the ranks from ``_POLICIES`` on.
 _MICRO_BATCHES_FIRST, _POLICIES, _ACTIVATIONS, _STATES = 0, 1, 1000, 1001
@@ -260,6 +291,9 @@ def _policies() -> Iterator[Technique]:
 #: plans try them only if nothing else fits.
 STRATEGY, MICRO_BATCHES, LAST = "strategy", "micro-batches", "weights"
 
+#: Adapters instead of weights.
+ADAPTERS = "adapters"
+
 #: The plain precision of a model whose weights are not in fp32.
 AS_LOADED = "as loaded"
 
@@ -268,6 +302,15 @@ PLANNED = "planned"
 
 #: The techniques of each dimension, plain training first.
 TECHNIQUES: dict[str, tuple[Technique, ...]] = {
+    "training": (
+        Technique("all weights", {}, "all weights are trained"),
+        Technique(ADAPTERS, {"adapters": RANK}, "LoRA adapters are trained, in fp32; all weights are frozen", "own",
+                  why_not=_preparation_error({"adapters": RANK}), opt_in=True),
+    ),
+    "base": (
+        Technique("plain base", {}, "frozen weights are not quantized"),
+        *(_base(name, recipe, loss) for name, recipe, loss in BASES),
+    ),
     "precision": (
         Technique("fp32", {}, "weights, matmuls and activations in fp32", why_not=_not_in_fp32, rung=0),
         Technique(AS_LOADED, {}, "weights stay in the model's own precision"),
@@ -314,7 +357,7 @@ TECHNIQUES: dict[str, tuple[Technique, ...]] = {
         Technique("stochastic", {"master": "stochastic"},
                   "bf16 weights are rounded stochastically, without masters", "own", 0.15, acts="optimizer", conflicts={
                       "stochastic fp32": lambda settings: not settings.working_copies,
-                      "stochastic fp16": lambda settings: settings.bf16_params and settings.loaded == "fp16",
+                      "stochastic fp16": lambda settings: settings.trains_half and settings.loaded == "fp16",
                   }),
     ),
     "checkpoint": (

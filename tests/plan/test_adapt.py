@@ -384,8 +384,7 @@ def test_what_would_fit_and_a_plan_from_a_file(tmp_path):
     run = TrainingPlan.load(plan.save(tmp_path / "plan.json")).apply_(copy.deepcopy(model), lr=1e-3, directory=tmp_path)
     plain = plan.apply_(model, lr=1e-3)
     losses = [run.step(ROWS[:2])]
-    same = [one for one in plan._others.values() if one.settings.bits == plan.settings.bits]
-    least = min(same, key=lambda one: one.peak_bytes)
+    least = min(plan._refits(), key=lambda one: one.peak_bytes)
     with pytest.raises(ValueError, match=r"into 1000 B; the least is .* KiB, with .*The run continues") as error:
         run.refit(1000)
     assert lb.sizes.amount(least.peak_bytes) in str(error.value) and run.settings == plan.settings

@@ -35,6 +35,8 @@ TECHNIQUES = {
         offload_activations=True, checkpoint="block", activation_codes=True
     ),
     "tiles": TrainingSettings(tiles=16),
+    "adapters": TrainingSettings(adapters=4),
+    "adapters on codes": TrainingSettings(adapters=4, base="nf4", checkpoint="block"),
     "states on disk": TrainingSettings(offload_states=True, bits=8),
     "weights on disk": TrainingSettings(offload_weights=True, offload_states=True, bits=8, precision="bf16"),
     "weights of checkpoints on disk": TrainingSettings(
@@ -85,7 +87,7 @@ def test_every_technique_is_here():
         field.name for field in fields(TrainingSettings) for one in TECHNIQUES.values()
         if getattr(one, field.name) != getattr(TrainingSettings(), field.name)
     }  # fmt: skip
-    facts = {"bf16_params", "loaded", "loss_outside"}
+    facts = {"bf16_params", "frozen", "loaded", "loss_outside"}
     assert changed | facts | {"attention", "fused_loss", "gpus", "strategy", "group_size"} == {
         field.name for field in fields(TrainingSettings)
     }

@@ -43,7 +43,7 @@ def test_rungs_are_estimates_of_their_settings_and_nothing_changes():
 
 def test_a_rung_that_does_not_help_or_apply_is_left_out_with_a_reason():
     """One row cannot be split, and a Linear layer has no blocks and saves nothing that 8 bits would lower."""
-    subject = Subject(nn.Linear(8, 8), torch.zeros(1, 8), lambda output, batch: output.sum())
+    subject = Subject(nn.Linear(8, 8), torch.zeros(1, 512, 8), lambda output, batch: output.sum())
     ladder = estimate_ladder(subject, None, SOME)
     reasons = {row.rung.name: row.reason for row in ladder.rows}
     assert "no ModuleList" in reasons["block"] and reasons["micro-batches"] == "the batch cannot be split"

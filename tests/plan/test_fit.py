@@ -26,7 +26,7 @@ from lowbit.plan.fitting.predict import Predictor, _Line
 from lowbit.plan.fitting.search import fits
 from lowbit.plan.settings import TrainingSettings
 from lowbit.plan.subject import Subject
-from lowbit.plan.techniques import STRATEGY, techniques
+from lowbit.plan.techniques import BASES, STRATEGY, techniques
 
 CONFIG = GPTConfig(vocab=1024, layers=2, heads=2, dim=96, hidden=256)
 BATCH = torch.randint(1024, (8, 128), generator=torch.Generator().manual_seed(0))
@@ -371,7 +371,11 @@ RECORDED = {
 
 def test_the_losses_of_choices_are_those_that_are_recorded():
     changes = loss_tables.recipe_changes() | loss_tables.optimizer_changes()
+    for name, recipe, loss in BASES:
+        assert loss == round(100 * loss_tables.base_changes()[recipe], 2), name
     for choice in techniques():
+        if "base" in choice.changes:
+            continue
         recorded = changes[RECORDED[choice.name]].mean if choice.name in RECORDED else 0.0
         assert choice.loss == pytest.approx(round(recorded, 2), abs=1e-9), choice.name
     assert NOISE == round(abs(changes["fp32"].mean), 2)

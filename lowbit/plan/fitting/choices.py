@@ -17,12 +17,12 @@ from torch import nn
 
 from lowbit.distributed.strategies import STRATEGIES
 from lowbit.name_tables import did_you_mean
+from lowbit.plan.adapters import rank_of
 from lowbit.plan.allowed import left, names_in
 from lowbit.plan.settings import TrainingSettings
 from lowbit.plan.techniques import (
     AS_LOADED,
     LAST,
-    MICRO_BATCHES,
     PLANNED,
     STRATEGY,
     TECHNIQUES,
@@ -37,7 +37,7 @@ from lowbit.sizes import share_changed
 
 __all__ = [
     "NOISE", "QUALITY", "RECORD", "Most", "allowed", "combinations", "described", "has_half", "loss_words", "most_of",
-    "plainer_by_dimension", "quality_of", "words",
+    "name_in", "plainer_by_dimension", "quality_of", "words",
 ]  # fmt: skip
 
 #: Default limit on the increase of the loss by all choices, in percent, and the tolerance for rounding of their sum.
@@ -163,7 +163,7 @@ def _about(technique: Technique, settings: TrainingSettings) -> str:
     """Return a description that depends on the settings; "" if the table's is enough."""
     if technique.name == AS_LOADED:
         return f"weights in {settings.loaded}, the model's own precision{_ABOUT_LOADED.get(settings.loaded, '')}"
-    if technique.name == TrainingSettings.master and settings.bf16_params and settings.loaded == "fp16":
+    if technique.name == TrainingSettings.master and settings.trains_half and settings.loaded == "fp16":
         return "for fp16 weights, the optimizer stores fp32 masters"
     return f"backward recomputes by block: {_by_block(settings)}" if technique.name == PLANNED else ""
 
@@ -172,7 +172,7 @@ def plainer_by_dimension(settings: TrainingSettings) -> dict[str, TrainingSettin
     """Return, for each dimension with another choice than the plain one, the settings with the plain one."""
     alternatives = {name: replace(settings, **defaults(name)) for name in TECHNIQUES}
     for name, plainer in alternatives.items():
-        for dimension in ("masters", LAST):  # these need choices of other dimensions
+        for dimension in ("masters", "base", LAST):  # these need choices of other dimensions
             if conflict(alternatives[name]) is not None:
                 alternatives[name] = replace(plainer, **defaults(dimension))
     return {name: plainer for name, plainer in alternatives.items() if plainer != settings}
@@ -195,11 +195,16 @@ def loss_words(technique: Technique, losses: Mapping[str, float] = MappingProxyT
 
 def words(settings: TrainingSettings) -> str:
     """Return the names of the techniques in use."""
-    names = (
-        f"{settings.micro_batches} micro-batches" if dimension == MICRO_BATCHES else technique.name
-        for dimension, technique in in_use(settings).items()
-    )
-    return ", ".join(names) or "plain training"
+    return ", ".join(name_in(settings, technique) for technique in in_use(settings).values()) or "plain training"
+
+
+def name_in(settings: TrainingSettings, technique: Technique) -> str:
+    """Return the name of a technique of the settings, with its number."""
+    if "micro_batches" in technique.changes:
+        return f"{settings.micro_batches} micro-batches"
+    if "adapters" in technique.changes and settings.adapters is not None:
+        return f"adapters of rank {rank_of(settings.adapters)}"
+    return technique.name
 
 
 def _by_block(settings: TrainingSettings) -> str:

@@ -16,7 +16,7 @@ from lowbit.machine import cpu_name
 from lowbit.memory import heap
 from lowbit.plan.base import BasePlan, plain_values
 from lowbit.plan.fitting.adapt import alike
-from lowbit.plan.fitting.choices import NOISE, RECORD, described, loss_words, quality_of, words
+from lowbit.plan.fitting.choices import NOISE, RECORD, described, loss_words, name_in, quality_of, words
 from lowbit.plan.fitting.comparison import Comparison
 from lowbit.plan.fitting.identity import Identity
 from lowbit.plan.fitting.plot import plot
@@ -127,7 +127,8 @@ class TrainingPlan(BasePlan[Prediction, TrainingSettings]):
             f"budget {amount(self.budget)}: a step holds {amount(self.peak_bytes)}{each}"
             + (f" in {self.chosen.peak_event}" if self.chosen.peak_event else "")
             + f", plain training {amount(self.plain.peak_bytes)}",
-            f"loss by the choices together: {self._loss_change()}; a prior, recorded: {RECORD}; fp32 is {NOISE}% from "
+            f"loss by the choices together: {self._loss_change()}; a prior, recorded: {RECORD}"
+            f"{'; base: SmolLM2-135M before training' if self.settings.base else ''}; fp32 is {NOISE}% from "
             f"bf16 there, by noise; losses= replaces it"
             + (f", given: {', '.join(self.losses)}" if self.losses else ""),
         ]
@@ -143,7 +144,7 @@ class TrainingPlan(BasePlan[Prediction, TrainingSettings]):
             loss = loss_words(choice, self.losses)
             if compared is not None and compared.precision == choice.name and compared.change is not None:
                 loss = f"{share_changed(compared.change / 100, 2)} (one forward)"
-            name = str(self.settings.micro_batches) if dimension == MICRO_BATCHES else choice.name
+            name = str(self.settings.micro_batches) if dimension == MICRO_BATCHES else name_in(self.settings, choice)
             rows.append((dimension, name, *self._beside(dimension), loss, choice.about))
         strategies = ["", self._of_strategies()] if self.strategies else []
         return "\n".join([*lines, "", aligned(rows, (2, 3, 4)), *strategies])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
@@ -22,12 +23,14 @@ from torch import Tensor, nn
 from lowbit.checkpointing.block_table import KEEP, BlockTable, block_table, blocks_of, options_of, parts_of
 from lowbit.checkpointing.policies import POLICIES
 from lowbit.memory.estimator import Estimate, estimate_step
-from lowbit.optim.offload import CHUNK_BYTES, LEAST_BYTES
+from lowbit.optim.offload import CHUNK_BYTES
 from lowbit.plan.checkpoints import Option, best, choices_of, peak_of
 from lowbit.plan.fitting.adapt import RANDOM_BYTES, copies_of_buffers
 from lowbit.plan.fitting.comparison import Comparison, compare, is_mean_of_cross_entropies
 from lowbit.plan.fitting.link import DEFAULTS, exchange_seconds
+from lowbit.plan.fitting.rough import Rough, products_of, total
 from lowbit.plan.fitting.sharing import Sharing, share_
+from lowbit.plan.fitting.stepping import COUNTS, Blocks, Step, step_of
 from lowbit.plan.fitting.streaming import Streaming
 from lowbit.plan.settings import (
     ARITHMETIC,
@@ -51,6 +54,13 @@ logger = logging.getLogger(__name__)
 #: Fewest rows for the comparison of precisions, if the batch has as many and may be split.
 _COMPARED_ROWS = 4
 
+#: Fields that change only the optimizer step.
+_OF_STEP = frozenset({"optimizer", "bits", "master", "offload_states", "micro_batches"})
+_FIELDS = tuple(one.name for one in fields(TrainingSettings))
+
+#: Number of estimates that are kept.
+_KEPT = 6
+
 #: The fields of a ``BlockTable`` that are seconds.
 _TIMES = frozenset({"seconds", "recomputation"})
 
@@ -63,20 +73,6 @@ class Prediction(NamedTuple):
     seconds: float
     peak_event: str = ""
     whole: bool = False
-
-
-class _Step(NamedTuple):
-    """An optimizer step: its peak and time, and the bytes of states, parameters and gradients.
-
-    ``small`` is the bytes of the states that are too small to be offloaded.
-    """
-
-    states: int
-    small: int
-    peak: int
-    seconds: float
-    parameters: int
-    gradients: int
 
 
 @dataclass
@@ -133,9 +129,10 @@ class Predictor:
         self.blocks = blocks_of(self.model)
         self._weights = sum(p.nbytes for p in self.model.parameters())
         self._lines: dict[tuple[TrainingSettings, str], _Line] = {}
-        self._steps: dict[TrainingSettings, _Step] = {}
+        self._steps: dict[TrainingSettings, Step] = {}
         self._streams: dict[TrainingSettings, int] = {}
         self._offloaded: dict[tuple[TrainingSettings, int], int] = {}
+        self._recent: OrderedDict[Any, Estimate] = OrderedDict()
         #: Whether the loss is of the kind for which changes are recorded; None before the first estimate.
         self.is_recorded: bool | None = None
 
@@ -159,6 +156,26 @@ class Predictor:
         """Return whether the model has modules that the checkpointing policy selects."""
         return policy is None or bool(POLICIES[policy].choose(self.model))
 
+    def rough_seconds(self, arithmetic: TrainingSettings) -> float:
+        """Return about the seconds of forward and backward of the whole batch, without an estimate of the model."""
+        return self._rough.seconds(arithmetic)
+
+    @cached_property
+    def _rough(self) -> Rough:
+        usage = self._estimated(TrainingSettings(), 1)
+        products = products_of(self.model, usage)
+        subject = self.subject if products is None else Subject(products.layers, products.rows, total)
+        return Rough(sum(usage.op_seconds), products, Predictor(subject, parts=False).seconds_of_passes)
+
+    def seconds_of_passes(self, settings: TrainingSettings) -> float:
+        """Return the seconds of one forward and backward of the whole batch."""
+        return sum(self._estimated(settings, 1).op_seconds)
+
+    def of_plain(self, arithmetic: TrainingSettings) -> tuple[float, float]:
+        """Return peak and seconds of forward and backward without checkpoints."""
+        table = self._table(arithmetic, KEEP)
+        return table.peak, table.seconds
+
     @cached_property
     def _splits(self) -> bool:
         """Whether the batch may be split, and the model and the loss accept a part of it."""
@@ -166,7 +183,7 @@ class Predictor:
             return False
         try:
             for count in {2, self.rows // self.least}:
-                self._estimated(TrainingSettings(), count, None)
+                self._estimated(TrainingSettings(), count)
         except Exception:  # user code; if the whole batch fails too, its estimate raises
             logger.debug("fit: the batch is not split, because a part of it fails", exc_info=True)
             return False
@@ -233,19 +250,16 @@ class Predictor:
         return self._peak(settings, self._usage(settings))[0]
 
     def _usage(self, settings: TrainingSettings) -> Estimate:
-        """Return an estimate of this step, without the optimizer step if that is estimated separately."""
-        usage = self._estimated(settings, settings.micro_batches, None if _steps_separately(settings) else settings)
+        """Return an estimate of forward and backward of this step."""
+        usage = self._estimated(settings, settings.micro_batches)
         return Streaming.of(self.model).applied(usage) if settings.offload_weights else usage
 
     def _peak(self, settings: TrainingSettings, usage: Estimate) -> tuple[int, str]:
         """Return the peak bytes of a step with this ``_usage``, and the event at the peak."""
         if settings.gpus > 1:
             usage = Sharing.of(settings, self.model).applied(usage)
-        peak, peak_event = usage.peak_bytes, str(usage.peak_event)
-        if not _steps_separately(settings):
-            return peak, peak_event
-        stepping = self._stepping(settings)
-        return max((peak + self._resident_states(settings), peak_event), (stepping, "step of (optimizer)"))
+        passes = usage.peak_bytes + self._resident_states(settings)
+        return max((passes, str(usage.peak_event)), (self._stepping(settings), "step of (optimizer)"))
 
     def compared(self, settings: TrainingSettings, name: str, most: int) -> Comparison:
         """Compare the loss of a few rows in fp32 and in the precision of the settings, see ``compare``."""
@@ -273,7 +287,7 @@ class Predictor:
 
     def _exchanged(self, settings: TrainingSettings, compute: float) -> float:
         """Return the seconds that communication adds to a step. ``compute``: seconds of one micro-batch."""
-        parameters = self._step(settings).parameters
+        parameters = self._step(settings).whole.parameters
         return exchange_seconds(settings, parameters, compute, self.bandwidth, self.subject.device.type == "cuda")
 
     # -- offload -----------------------------------------------------------------------------------------------------
@@ -290,7 +304,7 @@ class Predictor:
         resident = min(1.0, 2 * CHUNK_BYTES / max(self._weights, 1))
         offloaded = step.states - step.small
         if settings.offload_weights:
-            offloaded += self._streamed(settings) + step.gradients
+            offloaded += self._streamed(settings) + step.whole.gradients
         return step.peak - offloaded + int(resident * offloaded)
 
     def _states_moved(self, settings: TrainingSettings) -> float:
@@ -302,14 +316,14 @@ class Predictor:
             return 0.0
         weights = self._streamed(settings)
         return self._moved(
-            (settings.micro_batches + 0.5) * weights + settings.micro_batches * self._step(settings).gradients
+            (settings.micro_batches + 0.5) * weights + settings.micro_batches * self._step(settings).whole.gradients
         )
 
     def _streamed(self, settings: TrainingSettings) -> int:
         """Return the bytes of offloaded weights."""
         arithmetic = _only(settings, *ARITHMETIC)
         if arithmetic not in self._streams:
-            self._streams[arithmetic] = Streaming.of(self.model).moved(self._estimated(arithmetic, 1, None))
+            self._streams[arithmetic] = Streaming.of(self.model).moved(self._estimated(arithmetic, 1))
         return self._streams[arithmetic]
 
     def _moved(self, size: float) -> float:
@@ -376,7 +390,7 @@ class Predictor:
         Sharding strategies share the estimate of a single process.
         """
         if settings.gpus == 1:
-            usage = self._estimated(settings, count, None)
+            usage = self._estimated(settings, count)
             return Streaming.of(self.model).applied(usage) if settings.offload_weights else usage
         single = (
             replace(settings, gpus=1, strategy=TrainingSettings.strategy, group_size=None),
@@ -384,27 +398,48 @@ class Predictor:
             count,
         )
         if single not in self._passes:
-            self._passes[single] = self._estimated(settings, count, None)
+            self._passes[single] = self._estimated(settings, count)
         return Sharing.of(settings, self.model).applied(self._passes[single])
 
-    def _step(self, settings: TrainingSettings) -> _Step:
+    def _step(self, settings: TrainingSettings) -> Step:
         key = _only(settings, *STEPPING, *PLACEMENT)
         if key not in self._steps:
             sharing = Sharing.of(key, self.model)
-            wholes = []
-            usage = self._estimated(key, 1, key, _gradients_alone, lambda model: wholes.append(share_(model, sharing)))
-            kinds = ("optimizer state", "master copies")
-            sizes = [holding.bytes for holding in usage.held_at(0) if holding.kind in kinds]
-            states, small = sum(sizes), sum(size for size in sizes if size < LEAST_BYTES)
-            peak, whole = usage.by_phase.get("step", 0), wholes[0]
+            if self._alike is None:
+                step = self._stepped(key, sharing, None)
+            else:
+                step = self._alike.extended(*(self._stepped(key, sharing, count) for count in COUNTS))
             if key.gpus > 1:
-                peak = sharing.stepping(peak, states, whole)
-            self._steps[key] = _Step(
-                states, small, peak, usage.seconds_by_phase.get("step", 0.0), whole.parameters, whole.gradients
-            )
+                step = step._replace(peak=sharing.stepping(step.peak, step.states, step.whole))
+            self._steps[key] = step
         return self._steps[key]
 
-    def _estimated(
+    def _stepped(self, settings: TrainingSettings, sharing: Sharing, count: int | None) -> Step:
+        """Return the step over ``count`` of the alike blocks; None: over all."""
+        sizes = []
+
+        def prepare(model: nn.Module) -> None:
+            whole = share_(model, sharing)
+            if self._alike is not None and count is not None:
+                self._alike.freeze_(model, count)
+            sizes.append((whole, sum(p.nbytes for p in model.parameters() if p.requires_grad)))
+
+        return step_of(self._estimate(settings, 1, settings, _gradients_alone, prepare), *sizes[-1])
+
+    @cached_property
+    def _alike(self) -> Blocks | None:
+        return Blocks.of(self.model)
+
+    def _estimated(self, settings: TrainingSettings, count: int) -> Estimate:
+        """``_estimate`` of forward and backward; the last few are kept."""
+        key = _only(settings, *(name for name in _FIELDS if name not in _OF_STEP)), count
+        if key not in self._recent:
+            self._recent[key] = self._estimate(settings, count, None)
+            if len(self._recent) > _KEPT:
+                self._recent.popitem(last=False)
+        return self._recent[key]
+
+    def _estimate(
         self,
         settings: TrainingSettings,
         count: int,
@@ -448,11 +483,6 @@ class Predictor:
             optimizer=None if optimizer is None else lambda params: make_optimizer(params, settings),
             prepare=prepared, accumulate=within,
         )  # fmt: skip
-
-
-def _steps_separately(settings: TrainingSettings) -> bool:
-    """Whether the optimizer step is estimated apart from forward and backward."""
-    return settings.offload_states or settings.gpus > 1
 
 
 def _only(settings: TrainingSettings, *names: str) -> TrainingSettings:

@@ -19,6 +19,7 @@ from lowbit.memory.fake import outlined
 from lowbit.memory.shortage import ran_out, reclaim
 from lowbit.models.batches import copied
 from lowbit.models.losses import predicted, usual_loss
+from lowbit.plan.adapters import save_adapters
 from lowbit.plan.fitting.adapt import (
     OptimizerVersions,
     Predicted,
@@ -189,6 +190,19 @@ class Run:
             self._batch, self._largest = outlined(batch), 0
             self._watch.planned = rows_of(self._plain_model, batch, rest=self._loss is not usual_loss)
         return prediction
+
+    def save_adapters(self, directory: str | Path) -> None:
+        """Write the adapters that the plan added as files of peft.
+
+        ``peft.PeftModel.from_pretrained(base, directory)`` loads them onto the base model.
+
+        Args:
+            directory: Created if it does not exist.
+
+        Raises:
+            ValueError: The plan has no adapters.
+        """
+        save_adapters(self._plain_model, Path(directory))
 
     def _whole(self, batch: Any) -> Callable[[Predicted], Predicted]:
         """A function from a prediction to the estimate of its whole step."""

@@ -9,11 +9,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lowbit.checkpointing.policies import POLICIES
 from lowbit.distributed.strategies import STRATEGIES
 from lowbit.memory import heap
 from lowbit.memory.fake import outlined
 from lowbit.models.batches import given
 from lowbit.models.check import check_model
+from lowbit.plan.adapters import RANK, adapters_in, has_frozen_matrices
+from lowbit.plan.allowed import names_in
 from lowbit.plan.fitting.adapt import TRIES
 from lowbit.plan.fitting.choices import (
     QUALITY,
@@ -33,7 +36,7 @@ from lowbit.plan.fitting.plan import TrainingPlan
 from lowbit.plan.fitting.predict import Prediction, Predictor
 from lowbit.plan.settings import ARITHMETIC, TrainingSettings
 from lowbit.plan.subject import Subject
-from lowbit.plan.techniques import LAST, MICRO_BATCHES, PLANNED, Technique, conflict, defaults, loaded
+from lowbit.plan.techniques import ADAPTERS, LAST, MICRO_BATCHES, PLANNED, Technique, conflict, defaults, loaded
 from lowbit.progress import Progress, reporting
 from lowbit.sizes import amount, budget_in
 from lowbit.tiled.fused_loss import takes_labels
@@ -42,6 +45,10 @@ __all__ = ["fit", "fits"]
 
 #: Each technique has to save this fraction of the step time, so that noise of the timing adds none.
 _WORTH = 0.005
+#: A rough time is not longer than the measured one by more than the inverse of this factor.
+_ROUGH = 0.6
+#: Times that differ by less than this fraction are about the same.
+_SAME = 0.05
 #: 4-bit states have to save this fraction of the step time compared with the fastest plan with 8-bit states.
 _FEWER_BITS = 0.1
 #: The strategy that uses the least memory, and the number of doublings of the process count that an error tries.
@@ -61,6 +68,7 @@ def fit(
     link: str | float | None = None,
     group_size: int | None = None,
     losses: Mapping[str, float] | None = None,
+    adapters: Any = None,
     progress: Progress | bool | None = None,
 ) -> TrainingPlan:
     """Find the fastest way to train ``model`` on ``batch`` within a memory budget. ``model`` itself does not change.
@@ -89,6 +97,9 @@ def fit(
         link: Bandwidth between processes in bytes per second, such as ``"25GB/s"``. By default an all-reduce is timed
             if processes run; otherwise 10 Gb/s Ethernet is assumed for CPUs and PCIe 4.0 for GPUs.
         group_size: Number of processes per machine, within which ``hsdp`` shards.
+        adapters: Rank of LoRA adapters, or a ``peft.LoraConfig``: they are trained, and the model's weights are frozen.
+            The plan may quantize the frozen weights (``"int8 base"``, ``"nf4 base"`` and so on); only int8 is
+            within the default ``quality``. ``require=("adapters",)`` is short for rank 16.
         progress: Called as ``progress(what, done, total)``. None shows a bar on a terminal; False shows nothing.
 
     Returns:
@@ -106,7 +117,7 @@ def fit(
         with reporting(progress, "planning") as shown:
             planned = fits(
                 model, batch, [budget], loss, require=require, exclude=exclude, quality=quality, losses=losses,
-                group=group, progress=shown,
+                adapters=adapters, group=group, progress=shown,
             )  # fmt: skip
             return next(planned)
 
@@ -123,6 +134,7 @@ def fits(
     exclude: Iterable[str] = (),
     quality: float | str = QUALITY,
     losses: Mapping[str, float] | None = None,
+    adapters: Any = None,
     group: Together = ALONE,
     progress: Progress = lambda what, done, total: None,
 ) -> Iterator[TrainingPlan]:
@@ -130,20 +142,25 @@ def fits(
     asked = [budget_in(budget, "fit") for budget in budgets]
     check_mode(model, "fit")
     given(batch)
-    subject = Subject(model, batch, loss)
+    require = names_in(require)
+    if adapters is not None:
+        require = (*require, ADAPTERS)
+    elif ADAPTERS in require:
+        adapters = RANK
+    subject = Subject(model, batch, loss, adapters_in(adapters, "fit"))
     most = most_of(require, quality, losses)
     choices = allowed(require, exclude, most, group.gpus, group.group_size)
     choices = dict(_applicable(choices, subject))
+    if subject.adapters is not None:
+        choices["training"] = tuple(replace(row, changes={"adapters": subject.adapters}) for row in choices["training"])
     parts = any(choice.name == "micro-batches" for choice in choices[MICRO_BATCHES])
     predictor = Predictor(subject, group.bandwidth, parts=parts)
     progress("plain training", 0, 1)
+    peak = predictor.whole_peak(TrainingSettings(gpus=group.gpus))
+    limits = [budget.of(peak) for budget in asked]
+    if predictor.on_cpu and heap.is_scarce(min(limits), peak):
+        heap.return_freed()  # so that ops are timed with the page faults that they will have while the plan runs
     plain = predictor.whole(TrainingSettings(gpus=group.gpus))
-    limits = [budget.of(plain.peak_bytes) for budget in asked]
-    scarce = predictor.on_cpu and heap.is_scarce(min(limits), plain.peak_bytes)
-    if scarce and not heap.returns_freed() and heap.return_freed():
-        # Time the ops with the page faults that they will have while the plan runs.
-        predictor = Predictor(subject, group.bandwidth, parts=parts)
-        plain = predictor.whole(TrainingSettings(gpus=group.gpus))
     for limit in limits:
         for tried in _tried(choices, group.gpus):
             search = _Search(predictor, tried, limit, group, most, progress, asked=bool(require or exclude))
@@ -196,6 +213,11 @@ def _plan(search: _Search, chosen: Prediction | None, plain: Prediction, losses:
     )  # fmt: skip
 
 
+def _over_blocks(policy: str | None) -> bool:
+    """Whether a checkpointing policy recomputes several blocks together. Its estimates take the longest."""
+    return policy is not None and POLICIES[policy].block is None
+
+
 def _peak(prediction: Prediction) -> int:
     return prediction.peak_bytes
 
@@ -231,7 +253,7 @@ class _Search:
         ]
         weights: dict[str, Any] = {
             "bf16_params": has_half(predictor.model), "loaded": loaded(predictor.model),
-            "loss_outside": not takes_labels(predictor.model),
+            "frozen": has_frozen_matrices(predictor.model), "loss_outside": not takes_labels(predictor.model),
         }  # fmt: skip
         computing = [rows.pop(name) for name in list(rows) if not defaults(name).keys().isdisjoint(ARITHMETIC)]
         arithmetics = [replace(settings, **weights) for settings in combinations(computing)]
@@ -250,22 +272,36 @@ class _Search:
     def fastest(self) -> Prediction | None:
         """The fastest prediction that fits; None if none does."""
         best: Prediction | None = None
-        bounds = []
-        for number, arithmetic in enumerate(self._arithmetics):
-            self._progress(words(arithmetic), number, 2 * len(self._arithmetics))
-            bounds.append(min(map(self.predictor.least_seconds, self._all(arithmetic))))
-        order = sorted(range(len(bounds)), key=bounds.__getitem__)
-        for number, index in enumerate(order):
-            if best is not None and best.seconds <= bounds[index]:
-                break
-            self._progress(words(self._arithmetics[index]), len(order) + number, 2 * len(order))
-            candidate = self._fastest_of(self._arithmetics[index])
+        rough = {one: (self.predictor.rough_seconds(one), -len(plainer_by_dimension(one))) for one in self._arithmetics}
+        order = sorted(rough, key=rough.__getitem__)
+        for number, arithmetic in enumerate(order):
+            self._progress(words(arithmetic), number, len(order))
+            if best is not None and self._is_slower(arithmetic, best):
+                continue
+            candidate = self._fastest_of(arithmetic)
             if candidate is not None and (best is None or self._rank(candidate) < self._rank(best)):
                 best = candidate
         self._progress("done", 1, 1)
         if best is None and self.least.peak_bytes <= self.limit:  # its estimate by sums was too large
             best = self.predictions[self.least.settings] = self.least
         return best
+
+    def _is_slower(self, arithmetic: TrainingSettings, best: Prediction) -> bool:
+        """Return whether no step with this arithmetic is faster than the best so far.
+
+        That is so if its rough time is much longer, or if the least time that it needs is longer. An arithmetic that
+        takes at least as much memory and about the same time as that of the best also counts as slower.
+        """
+        if self.predictor.rough_seconds(arithmetic) * _ROUGH > best.seconds:
+            return True
+        if min(map(self.predictor.least_seconds, self._all(arithmetic))) >= best.seconds:
+            return True
+        if self._group.gpus > 1:  # strategies differ in the arithmetics that they allow
+            return False
+        peak, seconds = self.predictor.of_plain(arithmetic)
+        of_best = TrainingSettings(**{name: getattr(best.settings, name) for name in ARITHMETIC})
+        best_peak, best_seconds = self.predictor.of_plain(of_best)
+        return peak >= best_peak and seconds >= best_seconds * (1 - _SAME)
 
     @cached_property
     def least(self) -> Prediction:
@@ -289,13 +325,11 @@ class _Search:
 
     def _fastest_of(self, arithmetic: TrainingSettings) -> Prediction | None:
         settings = self._all(arithmetic)
-        uniform = [
-            self.predictor.predicted(replace(one, checkpoint=policy)) for one in settings for policy in self._policies
-        ]
-        self.predictions.update((one.settings, one) for one in uniform)
-        candidates = sorted((one for one in uniform if one.peak_bytes <= self.limit), key=self._rank)
+        candidates = self._uniform(settings, [policy for policy in self._policies if not _over_blocks(policy)])
         if self._by_block:
             candidates = sorted([*candidates, *self._planned(settings, candidates)], key=self._rank)
+        if not candidates:
+            candidates = self._uniform(settings, [policy for policy in self._policies if _over_blocks(policy)])
         best: Prediction | None = None
         # If no fast candidate fits by the estimate of its whole step, one of the smallest may.
         smallest = sorted(candidates[TRIES:], key=_peak)[:TRIES]
@@ -306,6 +340,12 @@ class _Search:
             if prediction is not None and (best is None or self._rank(prediction) < self._rank(best)):
                 best = prediction
         return best
+
+    def _uniform(self, settings: list[TrainingSettings], policies: list[str | None]) -> list[Prediction]:
+        """The predictions with each of the policies for all blocks that fit."""
+        uniform = [self.predictor.predicted(replace(one, checkpoint=policy)) for one in settings for policy in policies]
+        self.predictions.update((one.settings, one) for one in uniform)
+        return sorted((one for one in uniform if one.peak_bytes <= self.limit), key=self._rank)
 
     def _planned(self, settings: list[TrainingSettings], uniform: list[Prediction]) -> list[Prediction]:
         """Per-block checkpoints that may be faster than all uniform policies."""
