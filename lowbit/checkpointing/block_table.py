@@ -66,6 +66,12 @@ class BlockTable:
     seconds: float
     peak: float
 
+    @property
+    def peak_of_parts(self) -> float:
+        """The most bytes held in and between blocks, which ``peak`` is for a table of an estimate."""
+        before = np.append(0.0, np.cumsum(self.kept))
+        return float(max((*(self.inside + before[:-1]), *(self.outside + before))))
+
 
 def parts_of(usage: Estimate) -> list[range]:
     """Return the ops of each micro-batch of a step, without the optimizer's."""
@@ -76,8 +82,8 @@ def parts_of(usage: Estimate) -> list[range]:
     return [span for span in spans if any(phases[i] == "backward" for i in span)]
 
 
-def block_table(usage: Estimate, blocks: Sequence[str], within: range | None = None) -> BlockTable:
-    """Return the table of an estimate, or of the ops in ``within``."""
+def block_table(usage: Estimate, blocks: Sequence[str], within: range | None = None, timed: bool = True) -> BlockTable:
+    """Return the table of an estimate, or of the ops in ``within``. If it is not ``timed``, times are 0."""
     within = range(len(usage.ops)) if within is None else within
     indices, known = {path: index for index, path in enumerate(blocks)}, dict[str, int | None]()
 
@@ -89,7 +95,8 @@ def block_table(usage: Estimate, blocks: Sequence[str], within: range | None = N
             known[layer] = indices.get(path)
         return known[layer]
 
-    count, timeline, ops, times = len(blocks), usage.timeline, usage.ops, usage.op_seconds
+    count, timeline, ops = len(blocks), usage.timeline, usage.ops
+    times = usage.op_seconds if timed else [0.0] * len(ops)
     backward = next((i for i in within if ops[i].phase == "backward"), within[-1])
     kept = np.zeros(count)
     for holding in usage.held_at(backward):

@@ -54,6 +54,9 @@ logger = logging.getLogger(__name__)
 #: Fewest rows for the comparison of precisions, if the batch has as many and may be split.
 _COMPARED_ROWS = 4
 
+#: The part of the saved bytes that may be independent of the rows.
+_FIXED = 0.01
+
 #: Fields that change only the optimizer step.
 _OF_STEP = frozenset({"optimizer", "bits", "master", "offload_states", "micro_batches"})
 _FIELDS = tuple(one.name for one in fields(TrainingSettings))
@@ -92,6 +95,38 @@ class _Line:
     second: BlockTable | None = None
     single: float = 0.0
     least: int = 1
+
+    @property
+    def half_seconds(self) -> float:
+        """The time of half of the batch relative to the whole."""
+        return 0.5 if self.second is None else self.second.seconds / max(self.whole.seconds, 1e-12)
+
+    @property
+    def is_proportional(self) -> bool:
+        """Whether all that blocks save for backward is in proportion to the rows, and no codes of weights are."""
+        if self.first is None:
+            return True
+        return bool(np.all(np.abs(2 * self.first.kept - self.whole.kept) <= _FIXED * self.whole.kept))
+
+    def with_whole(self, whole: BlockTable) -> _Line:
+        """Return the line of a checkpointing policy with this table for the whole batch.
+
+        Bytes that do not depend on the rows, such as those of weights and gradients, are the same with every policy.
+        """
+        if self.first is None or self.second is None:
+            return _Line(self.rows, whole)
+        before, after = self.first, self.second
+
+        def half(field: str, at: BlockTable) -> Any:
+            if field in _TIMES:
+                return getattr(whole, field) * self.half_seconds
+            of_rows = getattr(self.whole, field) - getattr(before, field)  # of half of the rows, without checkpoints
+            fixed = getattr(before, field) - of_rows
+            return np.maximum(getattr(at, field) - of_rows + (getattr(whole, field) - fixed) / 2, 0.0)
+
+        first, second = (BlockTable(**{f.name: half(f.name, at) for f in fields(BlockTable)}) for at in (before, after))
+        first, second = (replace(table, peak=table.peak_of_parts) for table in (first, second))
+        return _Line(self.rows, whole, first, second, self.single, self.least)
 
     def at(self, count: int) -> BlockTable:
         """Return the table of one of ``count`` micro-batches."""
@@ -370,14 +405,24 @@ class Predictor:
         whole = block_table(self._passed(settings, 1), self.blocks)
         if not self._splits:
             return _Line(self.rows, whole)
-        halves = self._passed(settings, 2)
-        first, second = (block_table(halves, self.blocks, part) for part in parts_of(halves))
-        if policy != KEEP:  # about the same with checkpoints
+        plain = TrainingSettings()
+        is_plain = arithmetic == plain and policy == KEEP
+        if policy != KEEP:
             self._table(arithmetic, KEEP)
-            single = self._lines[arithmetic, KEEP].single
-        else:
+            kept = self._lines[arithmetic, KEEP]
+            if kept.is_proportional:
+                return kept.with_whole(whole)
+        halves = self._passed(settings, 2)
+        first, second = (block_table(halves, self.blocks, part, timed=is_plain) for part in parts_of(halves))
+        if is_plain:
             single = self._least_seconds(settings) / max(second.seconds, 1e-12)
-        return _Line(self.rows, whole, first, second, single, self.least)
+            return _Line(self.rows, whole, first, second, single, self.least)
+        # Fewer rows take about as much less time as in plain training.
+        self._table(plain, KEEP)
+        of_plain = self._lines[plain, KEEP]
+        part = of_plain.half_seconds
+        second = replace(second, seconds=whole.seconds * part, recomputation=whole.recomputation * part)
+        return _Line(self.rows, whole, first, second, of_plain.single, self.least)
 
     def _least_seconds(self, settings: TrainingSettings) -> float:
         """Return the seconds of a micro-batch of the fewest rows, when gradients already exist."""
