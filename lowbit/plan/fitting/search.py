@@ -47,8 +47,6 @@ __all__ = ["fit", "fits"]
 _WORTH = 0.005
 #: A rough time is not longer than the measured one by more than the inverse of this factor.
 _ROUGH = 0.6
-#: Times that differ by less than this fraction are about the same.
-_SAME = 0.05
 #: 4-bit states have to save this fraction of the step time compared with the fastest plan with 8-bit states.
 _FEWER_BITS = 0.1
 #: The strategy that uses the least memory, and the number of doublings of the process count that an error tries.
@@ -289,8 +287,8 @@ class _Search:
     def _is_slower(self, arithmetic: TrainingSettings, best: Prediction) -> bool:
         """Return whether no step with this arithmetic is faster than the best so far.
 
-        That is so if its rough time is much longer, or if the least time that it needs is longer. An arithmetic that
-        takes at least as much memory and about the same time as that of the best also counts as slower.
+        That is so if its rough time is much longer, if the least time that it needs is longer, or if it needs at least
+        as much memory and time as the arithmetic of the best.
         """
         if self.predictor.rough_seconds(arithmetic) * _ROUGH > best.seconds:
             return True
@@ -301,7 +299,7 @@ class _Search:
         peak, seconds = self.predictor.of_plain(arithmetic)
         of_best = TrainingSettings(**{name: getattr(best.settings, name) for name in ARITHMETIC})
         best_peak, best_seconds = self.predictor.of_plain(of_best)
-        return peak >= best_peak and seconds >= best_seconds * (1 - _SAME)
+        return peak >= best_peak and seconds >= best_seconds
 
     @cached_property
     def least(self) -> Prediction:
