@@ -409,9 +409,9 @@ class Predictor:
         is_plain = arithmetic == plain and policy == KEEP
         if policy != KEEP:
             self._table(arithmetic, KEEP)
-            kept = self._lines[arithmetic, KEEP]
-            if kept.is_proportional:
-                return kept.with_whole(whole)
+            without_checkpoints = self._lines[arithmetic, KEEP]
+            if without_checkpoints.is_proportional:
+                return without_checkpoints.with_whole(whole)
         halves = self._passed(settings, 2)
         first, second = (block_table(halves, self.blocks, part, timed=is_plain) for part in parts_of(halves))
         if is_plain:
@@ -464,10 +464,10 @@ class Predictor:
         sizes = []
 
         def prepare(model: nn.Module) -> None:
-            whole = share_(model, sharing)
+            unsharded = share_(model, sharing)
             if self._alike is not None and count is not None:
                 self._alike.freeze_(model, count)
-            sizes.append((whole, sum(p.nbytes for p in model.parameters() if p.requires_grad)))
+            sizes.append((unsharded, sum(p.nbytes for p in model.parameters() if p.requires_grad)))
 
         return step_of(self._estimate(settings, 1, settings, _gradients_alone, prepare), *sizes[-1])
 

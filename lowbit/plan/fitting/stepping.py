@@ -74,8 +74,8 @@ class Blocks(NamedTuple):
         holder = model.get_submodule(self.path)
         apart = [holder.get_submodule(name) for names in self.names[kept:] for name in names]
         inside = {id(module) for block in apart for module in block.modules()}
-        others = (module for module in model.modules() if id(module) not in inside)
-        shared = {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
+        outside = (module for module in model.modules() if id(module) not in inside)
+        shared = {id(parameter) for module in outside for parameter in module.parameters(recurse=False)}
         for block in apart:
             for parameter in block.parameters():
                 if id(parameter) not in shared:
