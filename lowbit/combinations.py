@@ -32,7 +32,7 @@ _IN_BACKWARD = "an optimizer that steps in the backward pass (lb.optim.in_backwa
 COMBINATIONS = {
     "base weights": Combination(
         "a quantized base", "training of all weights", "codes have no gradients",
-        "train adapters: lb.fit(..., adapters=16), or freeze the weights",
+        "train adapters: lb.fit(..., adapters=16), or freeze the weights", raises=False,
     ),
     "base recipe": Combination(
         "a quantized base", "a training recipe such as fp8", "both quantize the frozen layers",

@@ -150,7 +150,10 @@ def fits(
     choices = allowed(require, exclude, most, group.gpus, group.group_size)
     choices = dict(_applicable(choices, subject))
     if subject.adapters is not None:
-        choices["training"] = tuple(replace(row, changes={"adapters": subject.adapters}) for row in choices["training"])
+        choices["training"] = tuple(
+            replace(row, changes={"adapters": subject.adapters}) if row.name == ADAPTERS else row
+            for row in choices["training"]
+        )
     parts = any(choice.name == "micro-batches" for choice in choices[MICRO_BATCHES])
     predictor = Predictor(subject, group.bandwidth, parts=parts)
     progress("plain training", 0, 1)
