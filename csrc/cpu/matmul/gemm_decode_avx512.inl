@@ -21,13 +21,15 @@ inline void decode_f32_codes4(const Table& t, const uint8_t* codes, float* out, 
     }
 }
 
-inline void decode_f32_bytes(const uint8_t* codes, float* out, int64_t n, bool is_signed, float zero, float scale) {
+// Integers in two's complement, whose top bit is not that of the byte if they have fewer than 8 bits.
+inline void decode_f32_integers(const Table& t, const uint8_t* codes, float* out, int64_t n, float zero, float scale) {
+    const __m512i half = _mm512_set1_epi32(t.is_signed ? 1 << (t.bits - 1) : 0);
     const __m512 z = _mm512_set1_ps(zero), s = _mm512_set1_ps(scale);
     for (int64_t i = 0; i < n; i += 16) {
         const auto mask = static_cast<__mmask16>(first(n - i));
-        const __m128i bytes = _mm_maskz_loadu_epi8(mask, codes + i);
-        const __m512i wide = is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes);
-        _mm512_mask_storeu_ps(out + i, mask, _mm512_mul_ps(_mm512_sub_ps(_mm512_cvtepi32_ps(wide), z), s));
+        const __m512i wide = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, codes + i));
+        const __m512i value = _mm512_sub_epi32(_mm512_xor_si512(wide, half), half);
+        _mm512_mask_storeu_ps(out + i, mask, _mm512_mul_ps(_mm512_sub_ps(_mm512_cvtepi32_ps(value), z), s));
     }
 }
 
@@ -57,7 +59,7 @@ void decode_bf16(const Table& t, const uint8_t* codes, uint16_t* out, int64_t n,
 template <class Decoder>
 void decode_f32(const Table& t, const uint8_t* codes, float* out, int64_t n, float zero, float scale) {
     if (t.bits <= 4) return decode_f32_codes4(t, codes, out, n, zero, scale);
-    if (t.integer) return decode_f32_bytes(codes, out, n, t.is_signed, zero, scale);
+    if (t.integer) return decode_f32_integers(t, codes, out, n, zero, scale);
     if (!t.exact_bf16) return decode_f32_any(t, codes, out, n, zero, scale);
     const Decoder decode(t);
     const __m512 s = _mm512_set1_ps(scale);
