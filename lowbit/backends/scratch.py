@@ -34,13 +34,13 @@ class _Layout(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
-def allocated(op: str, call: Any) -> int:
-    """Peak bytes that the kernel selected for a call allocates, without arguments and results.
+def allocated(op: str, call: Any, device: torch.device) -> int:
+    """Peak bytes that the kernel selected for a call on ``device`` allocates, without arguments and results.
 
-    Fake tensors are supported. The result is 0 if this machine has no kernels for the device.
+    Fake tensors of any device are supported. The result is 0 if this machine has no kernels for the device.
     """
     try:
-        impl = select(op, call[0].device.type, call, empty=False)
+        impl = select(op, device.type, call, empty=False)
     except BackendError:
         return 0
     if impl.backend not in _BACKENDS:
@@ -53,7 +53,7 @@ def allocated(op: str, call: Any) -> int:
         else value
         for value in call
     )
-    return _allocated(impl, call[0].device, values)
+    return _allocated(impl, device, values)
 
 
 @lru_cache(maxsize=4096)

@@ -80,7 +80,7 @@ def bench(
     quick: Annotated[
         bool, typer.Option("--quick", help="Tiny inputs or few kernels: a smoke test, not a measurement.")
     ] = False,
-    device: Annotated[str, typer.Option(help="Suite memory: cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Suite memory: cpu, cuda, or h200 (estimates alone).")] = "cpu",
     text: Annotated[
         Path | None,
         typer.Option(
@@ -110,10 +110,9 @@ def bench(
     """
     from lowbit.bench import run
 
-    if device not in ("cpu", "cuda") or (device != "cpu" and suite is not Suite.memory):
+    if device not in ("cpu", "cuda", "h200") or (device != "cpu" and suite is not Suite.memory):
         raise ValueError(
-            f"--device expects cpu or cuda, and only the suite 'memory' supports cuda, got {device!r} for "
-            f"{suite.value!r}"
+            f"--device expects cpu, or for the suite 'memory' cuda or h200, got {device!r} for {suite.value!r}"
         )
     if text is None if suite in (Suite.generation, Suite.gguf) else text is not None and suite is not Suite.engines:
         raise ValueError(

@@ -18,6 +18,7 @@ from lowbit.cli.memory import find
 from lowbit.files import exclusive, write_atomically, write_json
 from lowbit.interop import format_of
 from lowbit.machine import provenance
+from lowbit.memory.devices import DEVICES
 from lowbit.plan import TrainingPlan
 from lowbit.plan import fit as plan_training
 from lowbit.plan.ladder import Climb, climb, estimate_ladder, report, rungs_of
@@ -41,6 +42,8 @@ EPILOG = """
 `lowbit fit models/llama --memory 2GiB --adapters 16 --require "nf4 base"` — QLoRA with adapters of rank 16
 
 `lowbit fit demo --memory 100MiB --gpus 8 --link 25GB/s` — 8 processes, 100 MiB each
+
+`lowbit fit models/llama --memory 24GiB --device rtx-4090 --adapters 16` — for a GPU that this machine lacks
 
 `lowbit fit --ladder --memory 300MiB --quick` — each technique once, about a minute
 
@@ -66,12 +69,13 @@ _REQUIRE = "Option that the plan must use, such as bf16, adamw8bit, block or mem
 _EXCLUDE = "Option that the plan must not use, such as disk. Repeatable."
 _ADAPTERS = "Rank of LoRA adapters, which are trained instead of the weights; the plan may quantize the weights."
 _GPUS = "Number of processes; each must fit the budget. With --ladder: the largest number to try."
+_DEVICE = f"GPU to plan for, even if this machine lacks it: {', '.join(DEVICES)}. With --ladder: cpu (default) or cuda."
 _LINK = "Bandwidth between processes, such as 25GB/s."
 
 #: Options that apply only to some uses, by parameter name.
 _OF_BATCH = {"rows": "--rows", "length": "--length"}
 _OF_PLAN = {"require": "--require", "exclude": "--exclude", "link": "--link", "adapters": "--adapters"}
-_OF_LADDER = {"search": "--search", "quick": "--quick", "device": "--device"}
+_OF_LADDER = {"search": "--search", "quick": "--quick"}
 
 
 def fit(
@@ -91,7 +95,7 @@ def fit(
     ladder: Annotated[bool, typer.Option("--ladder", help=_LADDER)] = False,
     search: Annotated[int, typer.Option(help="Tries per technique to find its largest model; 0: no search.")] = 6,
     quick: Annotated[bool, typer.Option("--quick", help="Two steps per technique, no search.")] = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str | None, typer.Option(help=_DEVICE, show_default=False)] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Find the fastest training plan within a memory budget. With --ladder, measure what each technique saves.
@@ -99,14 +103,18 @@ def fit(
     The plan chooses precision, optimizer, checkpointing, micro-batches and offload before anything is trained.
     """
     if ladder and model is not None:
-        _refuse(context, {**_OF_LADDER, "gpus": "--gpus"}, "applies to the ladder's own models, not to MODEL")
+        _refuse(
+            context,
+            {**_OF_LADDER, "gpus": "--gpus", "device": "--device"},
+            "applies to the ladder's own models, not to MODEL",
+        )
         _refuse(context, _OF_PLAN, "applies to a plan, not to --ladder")
         _check_batch_options(context, model)
         _estimate(model, memory, rows, length, directory, json)
         return
     if ladder:
         _refuse(context, {**_OF_BATCH, **_OF_PLAN}, "applies to lowbit fit MODEL, and --ladder uses its own models")
-        _climb("2GiB" if memory is None else memory, gpus, directory, search, quick, device, json)
+        _climb("2GiB" if memory is None else memory, gpus, directory, search, quick, device or "cpu", json)
         return
     if model is None:
         raise ValueError(
@@ -121,7 +129,7 @@ def fit(
         )
     options: dict[str, Any] = {
         "require": tuple(require or ()), "exclude": tuple(exclude or ()), "gpus": gpus, "link": link,
-        "adapters": adapters,
+        "adapters": adapters, "device": device,
     }  # fmt: skip
     with nullcontext() if directory is None else exclusive(directory, "lowbit fit --out"):
         _plan(model, memory, rows, length, {name: value for name, value in options.items() if value}, directory, json)

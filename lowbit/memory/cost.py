@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lowbit.machine import fastest
 from lowbit.ops import OPS
+from lowbit.scaling import scheme
 from lowbit.torch_private import without_modes
 
 __all__ = ["Rates", "Work", "rates", "work"]
@@ -25,10 +26,16 @@ _SIDE, _BYTES = 512, 1 << 24
 
 
 class Work(NamedTuple):
-    """Floating-point operations and bytes moved."""
+    """Operations, bytes moved, and the arithmetic of the operations: a dtype such as ``"bf16"``, or ``"fp8"``."""
 
     flops: int = 0
     bytes: int = 0
+    kind: str = "fp32"
+
+    @property
+    def computes(self) -> bool:
+        """Whether there is any work."""
+        return bool(self.flops or self.bytes)
 
     def seconds(self, at: Rates) -> float:
         """Return the time at the given rates."""
@@ -52,12 +59,33 @@ def work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> 
     packet = func._overloadpacket
     spec = OPS.get(func._schema.name.removeprefix("lowbit::")) if func.namespace == "lowbit" else None
     if spec is not None:
-        return Work(*spec.cost(spec.args(*args, **kwargs)))
+        call = spec.args(*args, **kwargs)
+        return Work(*spec.cost(call), _arithmetic(call))
     formula = flop_registry.get(packet)
     if formula is None:
         return Work(0, moved)
     shapes = _of_equal_heads(args) if "scaled_dot_product" in str(packet) else args
-    return Work(int(formula(*shapes, **kwargs, out_val=out)), moved)
+    kind = _KINDS.get(next((t.dtype for t in operands if t.is_floating_point()), torch.float32), "fp32")
+    return Work(int(formula(*shapes, **kwargs, out_val=out)), moved, kind)
+
+
+#: Arithmetics of matmuls by the dtype of their operands.
+_KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def _arithmetic(call: Any) -> str:
+    """Return the narrowest arithmetic in which a product of this call's operands can be computed."""
+    first, second = (getattr(call, "a_scheme", None), getattr(call, "b_scheme", None))
+    if first is None:
+        first, second = getattr(call, "input_scheme", None), getattr(call, "scheme", None)
+    if first is None or second is None:
+        return _KINDS.get(call[0].dtype, "bf16")
+    formats = [scheme(name).format for name in (first, second)]
+    if all(format.kind == "integer" for format in formats):
+        return "int8"
+    if all(format.kind == "float" for format in formats):
+        return "fp4" if max(format.bits for format in formats) == 4 else "fp8"
+    return "bf16"
 
 
 def _of_equal_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:

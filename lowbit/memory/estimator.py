@@ -11,6 +11,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from lowbit.combinations import refusal
 from lowbit.memory.cost import Work, rates, work
+from lowbit.memory.devices import UNIT, Device, as_on_cuda, device_in, placed
 from lowbit.memory.fake import fake_batch, fake_model, fake_tensors, numbers_are_one, values_needed
 from lowbit.memory.fewer_blocks import Fewer, Unlike
 from lowbit.memory.footprint import Footprint, footprints
@@ -54,15 +56,17 @@ class Estimate(Usage):
 
     Attributes:
         device: Device of the step.
+        target: The row of ``lb.plan.DEVICES`` that the estimate is for; None for a device of this machine.
         unmeasured: Ops that could not be run, with their number of calls. Scratch memory of their kernels is taken from
             a table (``lowbit.memory.scratch``), which has 0 for most ops.
     """
 
     def __init__(self, ledger: Ledger, seen: Seen, since: int, run: bool) -> None:
-        measured = seen.footprints(ledger.device, run)
+        self.target = seen.target
+        self.device = ledger.device if self.target is None else torch.device("cuda")
+        measured = {} if self.target else seen.footprints(ledger.device, run)
         super().__init__(*_read(ledger, seen, measured), since=since)
-        self.device = ledger.device
-        self.unmeasured = dict(
+        self.unmeasured = {} if self.target else dict(
             Counter(
                 ledger.ops[number].name for number in sorted(seen.done) if number >= since and number not in measured
                 and seen.allocates(number)
@@ -101,10 +105,12 @@ class Estimate(Usage):
     def op_seconds(self) -> list[float]:
         """Duration of each of ``ops``, measured by running the op once per shape (``lowbit.memory.timing``).
 
-        If an op cannot be run, its arithmetic and traffic are divided by the rates of this machine
-        (``lowbit.memory.cost``). On the CPU, a recomputed op includes the Python time of its checkpoint; a GPU does not
-        wait for that.
+        For a ``target`` it is a roofline. If an op cannot be run, its arithmetic and traffic are divided by the rates
+        of this machine (``lowbit.memory.cost``). On the CPU, a recomputed op includes the Python time of its
+        checkpoint; a GPU does not wait for that.
         """
+        if self.target is not None:
+            return [0.0 if done is None else self.target.seconds(done[1]) for done in self._done]
         cache = timings(self.device)
 
         def seconds(call: Call | None, work: Work) -> float:
@@ -144,6 +150,7 @@ class Seen:
     """Records each op of a step, except its storages.
 
     Attributes:
+        target: Device that the estimate is for, if it is another one than the tensors are on.
         done: Call and work, by op number.
         table: Bytes of scratch memory by the table in ``lowbit.memory.scratch``, by op number.
         nodes: Sequence number of the autograd node that called the op, or -1, by op number.
@@ -152,7 +159,8 @@ class Seen:
         selective: Ops in a checkpoint that saves some results.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, target: Device | None = None) -> None:
+        self.target = target
         self.done: dict[int, tuple[Call | None, Work]] = {}
         self.table: dict[int, int] = {}
         self.nodes: dict[int, int] = {}
@@ -165,7 +173,7 @@ class Seen:
 
     def allocates(self, number: int) -> bool:
         """Return whether an op computes anything."""
-        return any(self.done[number][1])
+        return self.done[number][1].computes
 
     def footprints(self, device: torch.device, run: bool) -> dict[int, Footprint]:
         """Return the measured footprints by op number. With ``run``, measure those that are not cached."""
@@ -188,8 +196,9 @@ class Seen:
         key = signature(func, args, kwargs)
         record = None if key is None else self._known.get(key)
         if record is None:
-            call = call_of(func, args, kwargs, out, self._sources)
-            record = scratch_bytes(str(func), args, out), call, work(func, args, kwargs, out)
+            call = None if self.target else call_of(func, args, kwargs, out, self._sources)
+            scratch = scratch_bytes(str(func), args, out, "cuda" if self.target else None)
+            record = scratch, call, work(func, args, kwargs, out)
             if key is not None and not any(tensor.dtype == torch.uint8 for tensor in tensors_of(args, kwargs, out)):
                 self._known[key] = record  # uint8 tensors may be workspaces, which differ per call
             elif call is not None:
@@ -209,7 +218,7 @@ def estimate_step(
     optimizer: MakeOptimizer | None = None,
     prepare: Callable[[nn.Module], object] = lambda model: None,
     micro_batches: int = 1,
-    device: torch.device | str | None = None,
+    device: torch.device | str | Device | None = None,
     accumulate: Accumulate | None = None,
 ) -> Estimate:
     """Return the estimate of a step on a fake copy of ``model``, which is not changed. See ``lb.estimate``.
@@ -221,27 +230,30 @@ def estimate_step(
         optimizer: Creates an optimizer for parameters. With None, there is no optimizer step.
         prepare: Called on the copy before it runs.
         micro_batches: Number of forward and backward passes of ``batch`` per optimizer step.
-        device: By default the device of the parameters; ``cpu`` for parameters on ``meta``.
+        device: By default the device of the parameters; ``cpu`` for parameters on ``meta``. Or a device of
+            ``lb.plan.DEVICES``.
         accumulate: Runs forward and backward instead of ``loss(model(batch), batch).backward()``.
 
     Raises:
         ValueError: The model has no estimate, or its forward reads tensor values.
         TypeError: ``model`` is not a module, or ``batch`` is not a batch.
     """
-    check_trainable(model, device)
+    on, target = placed(device)
+    check_trainable(model, on)
 
     def attempt(every_block: bool) -> Estimate:
-        with torch.inference_mode(False), torch.enable_grad(), fake_tensors() as fake:
-            fake_copy = fake_model(model, fake, device)
-            target = next((p.device for p in fake_copy.parameters()), torch.device(device or "cpu"))
-            fake_inputs = fake_batch(batch, fake, target)
+        ops = as_on_cuda() if target else nullcontext()
+        with torch.inference_mode(False), torch.enable_grad(), fake_tensors() as fake, ops:
+            fake_copy = fake_model(model, fake, on)
+            where = next((p.device for p in fake_copy.parameters()), torch.device(on or "cpu"))
+            fake_inputs = fake_batch(batch, fake, where)
             prepare(fake_copy)
             passes = accumulate or partial(_accumulate, rest=loss is not None)
             with _Spared() as spared:
                 checked_loss = _without_data(loss or usual_loss, spared)
                 return _run(
-                    fake_copy, fake_inputs, checked_loss, optimizer, micro_batches, target, passes,
-                    can_run(model, target), every_block,
+                    fake_copy, fake_inputs, checked_loss, optimizer, micro_batches, where, passes,
+                    can_run(model, where), every_block, target,
                 )  # fmt: skip
 
     try:
@@ -267,8 +279,16 @@ def check_trainable(model: Any, device: torch.device | str | None) -> None:
             f"estimate: no parameter of {type(model).__name__} requires a gradient, so there is nothing to train; "
             f"call requires_grad_() on the parameters to train"
         )
-    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("estimate: device='cuda' needs a torch with CUDA and a GPU; estimate for 'cpu' here")
+    try:
+        kind = None if device is None else torch.device(device).type
+    except RuntimeError:  # torch has no device of this name
+        device_in(str(device), "estimate")
+        raise
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "estimate: device='cuda' needs a torch with CUDA and a GPU; estimate for 'cpu' here, or for a GPU of "
+            "lb.plan.DEVICES, such as 'rtx-4090'"
+        )
 
 
 def can_run(model: nn.Module, device: torch.device) -> bool:
@@ -309,6 +329,7 @@ def _run(
     accumulate: Accumulate,
     real: bool,
     every_block: bool,
+    target: Device | None,
 ) -> Estimate:
     """Run two steps and report the second; one step if there is no optimizer, whose states the first step creates.
 
@@ -317,8 +338,8 @@ def _run(
     trained = [p for p in model.parameters() if p.requires_grad]
     stepper = None if make is None else make(trained)
     if stepper is not None:
-        _step_over_lists(stepper, device)
-    seen = Seen()
+        _step_over_lists(stepper, torch.device("cuda") if target else device)
+    seen = Seen(target)
     steps = 1 if stepper is None else 2
     fewer = None if every_block else Fewer.of(model, steps)
 
@@ -477,6 +498,8 @@ def _read(ledger: Ledger, seen: Seen, measured: Mapping[int, Footprint]) -> tupl
     times = [float(number) for number in range(len(ledger.ops))]
     pieces = ledger.pieces
     sizes = _sizes(pieces, measured)
+    if seen.target is not None:
+        sizes = [-(-size // UNIT) * UNIT for size in sizes]
     deaths = [math.inf if piece.died is None else piece.died + 0.5 for piece in pieces]
     updates = {piece.born: piece.bytes for piece in pieces if piece.born in seen.sums or piece.born in seen.writes}
     for index, piece in enumerate(pieces):

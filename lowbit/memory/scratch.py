@@ -155,9 +155,9 @@ def _cuda_softmax_backward(args: tuple[Any, ...], out: Any) -> int:
 
 
 def _of_ours(op: str) -> Scratch:
-    """Return the scratch memory of a lowbit op, for the kernel that would be selected."""
+    """Return the scratch memory of a lowbit op, for the CUDA kernel that would be selected."""
     fields = OPS[op].args._fields
-    return lambda args, out: allocated(op, OPS[op].args(*args[: len(fields)]))
+    return lambda args, out: allocated(op, OPS[op].args(*args[: len(fields)]), torch.device("cuda"))
 
 
 #: By device type and op.
@@ -175,6 +175,8 @@ SCRATCH: dict[str, dict[str, Scratch]] = {
         "aten._scaled_dot_product_cudnn_attention_backward.default": _cuda_attention_backward,
         "aten._scaled_dot_product_efficient_attention_backward.default": _cuda_attention_backward,
         "aten._scaled_dot_product_flash_attention_backward.default": _cuda_attention_backward,
+        # In estimates for GPUs on machines without one:
+        "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _cuda_attention_backward,
         "aten._softmax_backward_data.default": _cuda_softmax_backward,
         "aten.convolution.default": _cuda_convolution,
         "aten.convolution_backward.default": _cuda_convolution_backward,
@@ -184,8 +186,15 @@ SCRATCH: dict[str, dict[str, Scratch]] = {
 }
 
 
-def scratch_bytes(name: str, args: tuple[Any, ...], out: Any) -> int:
-    """Return the scratch memory of the op called ``name``; 0 if it has no row."""
+def scratch_bytes(name: str, args: tuple[Any, ...], out: Any, kind: str | None = None) -> int:
+    """Return the scratch memory of the op called ``name``; 0 if it has no row.
+
+    Args:
+        name: Name of the op.
+        args: Its arguments.
+        out: Its results.
+        kind: Type of the device, by default that of the first argument.
+    """
     first = next((a for a in args if isinstance(a, Tensor)), None)
-    row = None if first is None else SCRATCH.get(first.device.type, {}).get(name)
+    row = None if first is None else SCRATCH.get(kind or first.device.type, {}).get(name)
     return 0 if row is None else row(args, out)

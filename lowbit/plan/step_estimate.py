@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.checkpointing.apply import checkpoint_
+from lowbit.memory.devices import Device, placed
 from lowbit.memory.estimator import Accumulate, Estimate, MakeOptimizer, estimate_step
 from lowbit.optim.names import find_optimizer, with_masters
 from lowbit.plan.static_estimate import StaticEstimate, model_of_size, static_estimate
@@ -29,7 +30,7 @@ def estimate(
     precision: str | None = None,
     master: str | None = None,
     prepare: Callable[[nn.Module], object] | None = None,
-    device: torch.device | str | None = None,
+    device: torch.device | str | Device | None = None,
 ) -> StaticEstimate: ...
 @overload
 def estimate(
@@ -44,7 +45,7 @@ def estimate(
     master: str | None = None,
     prepare: Callable[[nn.Module], object] | None = None,
     micro_batches: int = 1,
-    device: torch.device | str | None = None,
+    device: torch.device | str | Device | None = None,
     accumulate: Accumulate | None = None,
 ) -> Estimate: ...
 def estimate(
@@ -60,7 +61,7 @@ def estimate(
     master: str | None = None,
     prepare: Callable[[nn.Module], object] | None = None,
     micro_batches: int = 1,
-    device: torch.device | str | None = None,
+    device: torch.device | str | Device | None = None,
     accumulate: Accumulate | None = None,
 ) -> Estimate | StaticEstimate:
     """Estimate the memory and the time of a step that trains ``model`` on ``batch``.
@@ -95,7 +96,8 @@ def estimate(
             With ``precision``, matrices become working copies in 16 bits. Needs an optimizer by name.
         prepare: ``prepare(model)``, called last on the copy of the model, for other changes.
         micro_batches: Number of times that ``batch`` is accumulated before the optimizer step.
-        device: Device of the training. By default the parameters' device, and ``cpu`` for parameters on meta.
+        device: Device of the training. By default the parameters' device, and ``cpu`` for parameters on meta. A name of
+            ``lb.plan.DEVICES``, such as ``"rtx-4090"``: sizes are then those of CUDA, and ``seconds`` is a roofline.
         accumulate: ``accumulate(model, batch, loss)`` to run instead of forward and backward.
 
     Returns:
@@ -129,11 +131,12 @@ def estimate(
         if prepare is not None:
             prepare(copied)
 
+    on, _ = placed(device)  # sizes without a step are the same on all devices
     if parameters is not None:
-        return static_estimate(model_of_size(parameters), make, prepared, device, counters=False)
+        return static_estimate(model_of_size(parameters), make, prepared, on, counters=False)
     assert model is not None
     if batch is None:
-        return static_estimate(model, make, prepared, device)
+        return static_estimate(model, make, prepared, on)
     return estimate_step(
         model,
         batch,

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowbit.memory.devices import Device
+
 __all__ = ["Loss", "Subject"]
 
 #: A loss of the model's output and the batch; None: ``lb.memory.usual_loss``.
@@ -24,8 +26,12 @@ class Subject:
     loss: Loss = None
     adapters: int | str | None = None
     """Adapters that a plan adds, as in ``TrainingSettings``."""
+    target: Device | None = None
+    """The device to train on, if it is not the model's."""
 
     @property
     def device(self) -> torch.device:
-        """The device of the first parameter; the CPU for a model without parameters."""
+        """The device of the training: that of the first parameter, and the CPU for a model without parameters."""
+        if self.target is not None:
+            return torch.device("cuda")
         return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))

@@ -67,7 +67,7 @@ def outputs(op: str, call: Any) -> tuple[Tensor, ...]:
 
 def said(impl: registry.Impl, call: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(scratch, "select", lambda *args, **kwargs: impl)
-    return scratch.allocated(impl.op, call)
+    return scratch.allocated(impl.op, call, call[0].device)
 
 
 @pytest.mark.thinned(3)

@@ -72,6 +72,11 @@ def test_a_loss_of_its_own_is_planned_for_and_printed(run, mine):
     assert names["plan"].identity.loss is not None and 3 < names["loss"] < 6
 
 
+def test_a_plan_for_a_gpu_that_is_not_here(run):
+    told = run("fit", "demo", "--memory", "50%", "--device", "RTX 4090", "--rows", "2", "--length", "32")
+    assert "for rtx-4090: times are rooflines" in told and "device='RTX 4090'" in told
+
+
 @pytest.mark.slow
 def test_a_config_alone_is_enough(run, tmp_path):
     transformers = pytest.importorskip("transformers", minversion="5")
@@ -162,7 +167,7 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(mine, tmp_path, monkeypatc
         (("demo",), "expects a budget: --memory 6GiB"),
         (("demo", "--memory", "1GiB", "--quick"), "--quick applies only to lowbit fit --ladder; leave it out"),
         (("demo", "--memory", "1GiB", "--search", "6"), "--search applies only to lowbit fit --ladder; leave it out"),
-        (("demo", "--memory", "1GiB", "--device", "cpu"), "--device applies only to lowbit fit --ladder; leave it out"),
+        (("demo", "--memory", "1GiB", "--device", "cpu"), "device='cpu' is not a row of lb.plan.DEVICES"),
         (("demo", "--ladder", "--quick"), "--quick applies to the ladder's own models, not to MODEL; leave it out"),
         (("demo", "--ladder", "--gpus", "2"), "--gpus applies to the ladder's own models, not to MODEL"),
         (("demo", "--ladder", "--exclude", "disk"), "--exclude applies to a plan, not to --ladder"),

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from lowbit.dist_utils import processes
 from lowbit.distributed.strategies import STRATEGIES
+from lowbit.memory.devices import Device
 from lowbit.plan.settings import TrainingSettings
 from lowbit.sizes import bytes_in
 
@@ -40,7 +41,7 @@ class Together(NamedTuple):
 ALONE = Together(1, math.inf, None)
 
 
-def together(gpus: int, link: str | float | None, group_size: int | None, device: torch.device) -> Together:
+def together(gpus: int, link: str | float | None, group_size: int | None, device: torch.device | Device) -> Together:
     """Return the processes for arguments of ``lb.fit``. Raises ValueError for invalid arguments."""
     if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
         raise ValueError(f"fit: gpus must be a number of processes from 1, got {gpus!r}")
@@ -87,18 +88,21 @@ def exchange_seconds(
     return settings.micro_batches * (forward + backward) + in_step * once
 
 
-def bandwidth_of(link: str | float | None, device: torch.device) -> float:
+def bandwidth_of(link: str | float | None, device: torch.device | Device) -> float:
     """Return the bytes per second that a process sends.
 
     Args:
         link: The bandwidth, such as ``"25GB/s"`` or a number. None measures an all-reduce if ``torch.distributed``
             runs several processes, which must all call this; otherwise it takes the value of ``DEFAULTS``.
-        device: Device of the model.
+        device: Device of the model, or a row of ``lb.plan.DEVICES``, whose link is then assumed.
 
     Raises:
         ValueError: For an invalid bandwidth.
     """
+    if link is None and isinstance(device, Device):
+        return device.link
     if link is None:
+        assert isinstance(device, torch.device)
         return _measured(device) if processes() > 1 else DEFAULTS.get(device.type, DEFAULTS["cpu"])
     try:
         rate = float(bytes_in(link.removesuffix("/s")) if isinstance(link, str) else link)

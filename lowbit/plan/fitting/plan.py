@@ -41,6 +41,7 @@ class TrainingPlan(BasePlan[Prediction, TrainingSettings]):
         plain: The prediction of plain training.
         frontier: The predictions that no other beats in both memory and time.
         beside: Per dimension, the prediction with its plain technique instead of the chosen one.
+        device: Name of the device that ``lb.fit`` planned for; None for a device of this machine.
         strategies: With several processes, per sharding strategy the fastest prediction that fits, or the smallest.
     """
 
@@ -61,6 +62,7 @@ class TrainingPlan(BasePlan[Prediction, TrainingSettings]):
         machine: Mapping[str, Any] | None = None,
         losses: Mapping[str, float] | None = None,
         compared: Comparison | None = None,
+        device: str | None = None,
     ) -> None:
         self._others = {one.settings: one for one in (*predictions, chosen)}
         super().__init__(chosen, budget, plain, self._others.values(), lambda one: one.seconds)
@@ -70,6 +72,7 @@ class TrainingPlan(BasePlan[Prediction, TrainingSettings]):
         self.losses = dict(losses or {})
         #: For a loss other than a mean cross-entropy: one forward in fp32 and one in a lower precision.
         self.compared = compared
+        self.device = device
         self.strategies = [chosen if one.settings.strategy == chosen.settings.strategy else one for one in strategies]
 
     @property
@@ -132,6 +135,11 @@ class TrainingPlan(BasePlan[Prediction, TrainingSettings]):
             f"bf16 there, by noise; losses= replaces it"
             + (f", given: {', '.join(self.losses)}" if self.losses else ""),
         ]
+        if self.device is not None:
+            lines.insert(1, (
+                f"for {self.device}: times are rooflines of its data sheet ({self.seconds:.3g} s a step), which a real "
+                f"step does not reach; the CUDA context and libraries take 0.5 to 1 GiB more"
+            ))  # fmt: skip
         compared = self.compared
         chosen = described(self.settings)["precision"].name
         lines += [] if compared is None else [compared.words(is_chosen=compared.precision == chosen)]
@@ -194,7 +202,7 @@ class TrainingPlan(BasePlan[Prediction, TrainingSettings]):
             "beside": {name: plain_values(one) for name, one in self.beside.items()},
             "refits": [plain_values(one) for one in self._refits()],
             "subject": self.identity.as_dict(),
-            "machine": self._machine, "losses": self.losses,
+            "machine": self._machine, "device": self.device, "losses": self.losses,
             "compared": self.compared and self.compared._asdict(),
         }  # fmt: skip
 
@@ -215,6 +223,7 @@ class TrainingPlan(BasePlan[Prediction, TrainingSettings]):
             identity=identity,
             machine=data["machine"],
             losses=data.get("losses"),
+            device=data.get("device"),
             compared=data.get("compared") and Comparison(**data["compared"]),
         )
 

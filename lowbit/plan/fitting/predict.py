@@ -200,6 +200,7 @@ class Predictor:
         usage = self._estimated(TrainingSettings(), 1)
         products = products_of(self.model, usage)
         subject = self.subject if products is None else Subject(products.layers, products.rows, total)
+        subject = replace(subject, target=self.subject.target)
         return Rough(sum(usage.op_seconds), products, Predictor(subject, parts=False).seconds_of_passes)
 
     def seconds_of_passes(self, settings: TrainingSettings) -> float:
@@ -287,7 +288,7 @@ class Predictor:
     def _usage(self, settings: TrainingSettings) -> Estimate:
         """Return an estimate of forward and backward of this step."""
         usage = self._estimated(settings, settings.micro_batches)
-        return Streaming.of(self.model).applied(usage) if settings.offload_weights else usage
+        return Streaming.of(self.model, self.subject.device).applied(usage) if settings.offload_weights else usage
 
     def _peak(self, settings: TrainingSettings, usage: Estimate) -> tuple[int, str]:
         """Return the peak bytes of a step with this ``_usage``, and the event at the peak."""
@@ -358,11 +359,16 @@ class Predictor:
         """Return the bytes of offloaded weights."""
         arithmetic = _only(settings, *ARITHMETIC)
         if arithmetic not in self._streams:
-            self._streams[arithmetic] = Streaming.of(self.model).moved(self._estimated(arithmetic, 1))
+            self._streams[arithmetic] = Streaming.of(self.model, self.subject.device).moved(
+                self._estimated(arithmetic, 1)
+            )
         return self._streams[arithmetic]
 
     def _moved(self, size: float) -> float:
         """Return the seconds to write and read ``size`` bytes."""
+        target = self.subject.target
+        if target is not None:
+            return size * 2 / target.host
         rates = bandwidth("cpu" if self.subject.device.type == "cuda" else tempfile.gettempdir())
         return size * (1 / rates.read + 1 / rates.write)
 
@@ -436,7 +442,7 @@ class Predictor:
         """
         if settings.gpus == 1:
             usage = self._estimated(settings, count)
-            return Streaming.of(self.model).applied(usage) if settings.offload_weights else usage
+            return Streaming.of(self.model, self.subject.device).applied(usage) if settings.offload_weights else usage
         single = (
             replace(settings, gpus=1, strategy=TrainingSettings.strategy, group_size=None),
             settings.working_copies,
@@ -526,7 +532,7 @@ class Predictor:
         return estimate_step(
             self.model, self.subject.batch, self.subject.loss,
             optimizer=None if optimizer is None else lambda params: make_optimizer(params, settings),
-            prepare=prepared, accumulate=within,
+            prepare=prepared, accumulate=within, device=self.subject.target,
         )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lowbit.checkpointing.policies import POLICIES
 from lowbit.distributed.strategies import STRATEGIES
 from lowbit.memory import heap
+from lowbit.memory.devices import Device, device_in
 from lowbit.memory.fake import outlined
 from lowbit.models.batches import given
 from lowbit.models.check import check_model
@@ -67,6 +68,7 @@ def fit(
     group_size: int | None = None,
     losses: Mapping[str, float] | None = None,
     adapters: Any = None,
+    device: str | Device | None = None,
     progress: Progress | bool | None = None,
 ) -> TrainingPlan:
     """Find the fastest way to train ``model`` on ``batch`` within a memory budget. ``model`` itself does not change.
@@ -98,6 +100,8 @@ def fit(
         adapters: Rank of LoRA adapters, or a ``peft.LoraConfig``: they are trained, and the model's weights are frozen.
             The plan may quantize the frozen weights (``"int8 base"``, ``"nf4 base"`` and so on); only int8 is
             within the default ``quality``. ``require=("adapters",)`` is short for rank 16.
+        device: GPU to plan for, by its name in ``lb.plan.DEVICES``, such as ``"rtx-4090"``; this machine needs none.
+            Sizes are those of CUDA. Times are rooflines of the data sheet, which a real step does not reach.
         progress: Called as ``progress(what, done, total)``. None shows a bar on a terminal; False shows nothing.
 
     Returns:
@@ -109,13 +113,14 @@ def fit(
     """
     check_model(model)
     budget_in(budget, "fit")  # in every process, before any of them measures or plans
-    group = together(gpus, link, group_size, Subject(model, batch, loss).device)
+    target = device_in(device, "fit")
+    group = together(gpus, link, group_size, target or Subject(model, batch, loss).device)
 
     def make() -> TrainingPlan:
         with reporting(progress, "planning") as shown:
             planned = fits(
                 model, batch, [budget], loss, require=require, exclude=exclude, quality=quality, losses=losses,
-                adapters=adapters, group=group, progress=shown,
+                adapters=adapters, group=group, device=target, progress=shown,
             )  # fmt: skip
             return next(planned)
 
@@ -134,6 +139,7 @@ def fits(
     losses: Mapping[str, float] | None = None,
     adapters: Any = None,
     group: Together = ALONE,
+    device: Device | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Iterator[TrainingPlan]:
     """``fit`` for several budgets in turn, with shared estimates."""
@@ -145,7 +151,7 @@ def fits(
         require = (*require, ADAPTERS)
     elif ADAPTERS in require:
         adapters = RANK
-    subject = Subject(model, batch, loss, adapters_in(adapters, "fit"))
+    subject = Subject(model, batch, loss, adapters_in(adapters, "fit"), device)
     most = most_of(require, quality, losses)
     choices = allowed(require, exclude, most, group.gpus, group.group_size)
     choices = dict(_applicable(choices, subject))
@@ -159,6 +165,11 @@ def fits(
     progress("plain training", 0, 1)
     peak = predictor.whole_peak(TrainingSettings(gpus=group.gpus))
     limits = [budget.of(peak) for budget in asked]
+    if device is not None and max(limits) > device.memory:
+        raise ValueError(
+            f"fit: the device has {amount(device.memory)}, which is less than the budget of {amount(max(limits))}; "
+            f"the CUDA context and libraries take another 0.5 to 1 GiB of it"
+        )
     if predictor.on_cpu and heap.is_scarce(min(limits), peak):
         heap.return_freed()  # so that ops are timed with the page faults that they will have while the plan runs
     plain = predictor.whole(TrainingSettings(gpus=group.gpus))
@@ -211,6 +222,7 @@ def _plan(search: _Search, chosen: Prediction | None, plain: Prediction, losses:
         chosen, search.limit, plain, list(search.predictions.values()), subject.loss, beside, search.strategies(),
         identity=identity_of(subject), batch=outlined(subject.batch),
         losses=losses, compared=search.compared(chosen.settings),
+        device=None if subject.target is None else subject.target.name,
     )  # fmt: skip
 
 

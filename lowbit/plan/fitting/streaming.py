@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
 from torch import nn
 
 from lowbit.checkpointing.block_table import blocks_of
@@ -35,8 +36,8 @@ class Streaming:
     cuda: bool
 
     @classmethod
-    def of(cls, model: nn.Module) -> Streaming:
-        return cls(tuple(blocks_of(model)), any(parameter.is_cuda for parameter in model.parameters()))
+    def of(cls, model: nn.Module, device: torch.device) -> Streaming:
+        return cls(tuple(blocks_of(model)), device.type == "cuda")
 
     def applied(self, usage: Estimate) -> Estimate:
         """Return ``usage``, an estimate of forward and backward without an optimizer, with streamed blocks."""
