@@ -22,8 +22,8 @@ from torch.nn.parameter import is_lazy
 from lowbit.combinations import refusal
 from lowbit.memory.cost import Work, rates, work
 from lowbit.memory.devices import UNIT, Device, as_on_cuda, device_in, placed
-from lowbit.memory.fake import fake_batch, fake_model, fake_tensors, numbers_are_one, values_needed
-from lowbit.memory.fewer_blocks import Fewer, Unlike
+from lowbit.memory.fake import Routed, fake_batch, fake_model, fake_tensors, numbers_are_one, values_needed
+from lowbit.memory.fewer_blocks import Fewer, Hidden, Unlike
 from lowbit.memory.footprint import Footprint, footprints
 from lowbit.memory.ledger import Ledger, Op, Piece
 from lowbit.memory.repeated import signature, tensors_of
@@ -35,6 +35,7 @@ from lowbit.models.batches import call
 from lowbit.models.check import check_model
 from lowbit.models.losses import usual_loss
 from lowbit.models.replicas import Replicas
+from lowbit.nn.experts import QuantExperts
 from lowbit.torch_private import FakeTensor, current_node, graph_task, has_foreach_kernels
 
 __all__ = ["Estimate", "Recomputation", "Seen", "can_run", "check_trainable", "estimate_step", "scalar"]
@@ -220,6 +221,8 @@ def estimate_step(
     micro_batches: int = 1,
     device: torch.device | str | Device | None = None,
     accumulate: Accumulate | None = None,
+    measured: bool | None = None,
+    absent: Hidden | None = None,
 ) -> Estimate:
     """Return the estimate of a step on a fake copy of ``model``, which is not changed. See ``lb.estimate``.
 
@@ -233,8 +236,11 @@ def estimate_step(
         device: By default the device of the parameters; ``cpu`` for parameters on ``meta``. Or a device of
             ``lb.plan.DEVICES``.
         accumulate: Runs forward and backward instead of ``loss(model(batch), batch).backward()``.
+        measured: Whether ops may run to be measured. By default, if ``model`` has data and the device exists.
+        absent: Blocks that ``model`` does not have, but the model that is to be estimated. Without an optimizer only.
 
     Raises:
+        Unlike: The blocks turned out to differ, or the model fails without those in ``absent``.
         ValueError: The model has no estimate, or its forward reads tensor values.
         TypeError: ``model`` is not a module, or ``batch`` is not a batch.
     """
@@ -249,16 +255,20 @@ def estimate_step(
             fake_inputs = fake_batch(batch, fake, where)
             prepare(fake_copy)
             passes = accumulate or partial(_accumulate, rest=loss is not None)
-            with _Spared() as spared:
+            # Of quantized experts only those run that have tokens.
+            mixture = any(isinstance(module, QuantExperts) for module in fake_copy.modules())
+            with Routed(all_experts=True) if mixture else nullcontext(), _Spared() as spared:
                 checked_loss = _without_data(loss or usual_loss, spared)
                 return _run(
                     fake_copy, fake_inputs, checked_loss, optimizer, micro_batches, where, passes,
-                    can_run(model, where), every_block, target,
+                    can_run(model, where) if measured is None else measured, every_block, target, absent,
                 )  # fmt: skip
 
     try:
         return attempt(every_block=False)
     except _NeedsEveryBlock as needs:
+        if absent is not None:
+            raise Unlike(str(needs.__cause__)) from needs
         logger.debug("estimate: every block of %s runs: %s", type(model).__name__, needs.__cause__)
     return attempt(every_block=True)
 
@@ -330,6 +340,7 @@ def _run(
     real: bool,
     every_block: bool,
     target: Device | None,
+    absent: Hidden | None,
 ) -> Estimate:
     """Run two steps and report the second; one step if there is no optimizer, whose states the first step creates.
 
@@ -341,7 +352,7 @@ def _run(
         _step_over_lists(stepper, torch.device("cuda") if target else device)
     seen = Seen(target)
     steps = 1 if stepper is None else 2
-    fewer = None if every_block else Fewer.of(model, steps)
+    fewer = None if every_block else Fewer.of(model, steps) if absent is None else Fewer(absent, 0, absent=True)
 
     def note(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         seen(number, func, args, kwargs, out)

@@ -40,6 +40,7 @@ __all__ = [
     "fake_tensors",
     "numbers_are_one",
     "outlined",
+    "outlined_model",
     "value_of",
     "values_needed",
     "written",
@@ -133,11 +134,31 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device | st
     """Return a copy of ``model`` with fake tensors, on ``device`` unless it is None. Raise ValueError if it cannot be
     copied.
     """
+    return _copied(model, lambda tensor: _fake(tensor, mode, device))
+
+
+def outlined_model(model: nn.Module) -> nn.Module:
+    """Return a copy of a fake model for ``fake_model``: meta tensors, and the known values of small integer tensors.
+
+    Unlike fake tensors it may be used in other modes.
+    """
+
+    def outline(tensor: Tensor) -> Tensor:
+        value = value_of(tensor)
+        if value is not None:
+            return value
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    return _copied(model, outline)
+
+
+def _copied(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return a copy of ``model`` with converted tensors, without gradients. Raise ValueError if it cannot be copied."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(_fake(parameter, mode, device), requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(convert(parameter), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
-        memo[id(buffer)] = _fake(buffer, mode, device)
+        memo[id(buffer)] = convert(buffer)
     for parameter in model.parameters():
         if parameter.grad is not None:
             memo[id(parameter.grad)] = None
@@ -146,7 +167,7 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device | st
     for module in modules:  # unregistered tensors and modules: tables in plain attributes, the state of a recipe
         for value in tree_leaves(list(vars(module).values())):
             if isinstance(value, Tensor) and id(value) not in memo:
-                memo[id(value)] = _fake(value, mode, device)
+                memo[id(value)] = convert(value)
             if isinstance(value, nn.Module) and value not in visited:
                 visited.add(value)
                 modules.append(value)
@@ -299,11 +320,19 @@ def _told_to_transformers() -> Iterator[None]:
 
 
 class Routed(TorchDispatchMode):
-    """Mode within ``fake_tensors``: in ``topk`` of unknown numbers, the first of each row are taken to be the largest.
+    """Mode within ``fake_tensors`` that decides ``topk`` of unknown numbers, so that a router sends tokens to experts.
 
-    So a router sends all tokens to the same experts, which needs the most memory in a forward without gradients. The
-    memory of a backward depends on how many experts receive tokens.
+    By default, the first of each row are taken to be the largest. So all tokens have the same experts, which needs the
+    most memory in a forward without gradients.
+
+    Args:
+        all_experts: Only one expert has all tokens, and the others share the rest. With gradients, each expert that
+            runs takes memory.
     """
+
+    def __init__(self, all_experts: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._all_experts = all_experts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -311,7 +340,12 @@ class Routed(TorchDispatchMode):
             axis = args[2] if len(args) > 2 else -1
             with without_modes():
                 first = torch.empty(out[1].shape, dtype=torch.long)
-                first.movedim(axis, -1).copy_(torch.arange(first.shape[axis]))
+                last = first.movedim(axis, -1)
+                last.copy_(torch.arange(last.shape[-1]))
+                count = args[0].shape[axis]
+                if self._all_experts and 1 < last.shape[-1] < count:
+                    rest = last[..., 1:]
+                    rest.copy_((torch.arange(rest.numel()) % (count - 1) + 1).view(rest.shape))
             _keep(out[1], first, _Shared())
         return out
 

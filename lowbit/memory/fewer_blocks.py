@@ -12,7 +12,7 @@ forward, and so before itself in backward.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lowbit.memory.alike import Run, runs_of
 from lowbit.memory.ledger import Ledger, Op, Piece
 
-__all__ = ["Fewer", "Unlike"]
+__all__ = ["Fewer", "Hidden", "Unlike"]
 
 #: Phases that visit the blocks in reverse.
 _REVERSE = frozenset({"backward", "recomputation"})
@@ -48,35 +48,37 @@ class _Cut(NamedTuple):
     pairs: tuple[tuple[Tensor, Tensor], ...]
 
 
-class Fewer:
-    """Leaves out blocks while a model runs, and adds them to the record afterwards.
+class Hidden:
+    """The blocks of a model that need not run.
 
     Args:
-        model: The model, with fake tensors.
-        steps: Number of optimizer steps that will run.
+        model: The model.
     """
 
-    def __init__(self, model: nn.Module, steps: int) -> None:
+    def __init__(self, model: nn.Module) -> None:
         names = {module: name for name, module in model.named_modules()}
         self._runs = runs_of(model)
-        self._cuts = [_cut(run, names) for run in self._runs]
-        pairs = [pair for cut in self._cuts for pair in cut.pairs]
-        if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for pair in pairs for parameter in pair):
-            self._runs, self._cuts, pairs = [], [], []  # a hook would miss the parameters that get no gradient
-        self._inside = tuple(path for cut in self._cuts for period in cut.shown for path in period)
-        #: By number of an op outside of the blocks, the ops that made its operands.
-        self.reads = dict[int, list[int]]()
-        self._gradients = [[torch.empty_like(parameter) for parameter, _ in pairs] for _ in range(steps)]
+        self.cuts = [_cut(run, names) for run in self._runs]
+        parameters = (parameter for cut in self.cuts for pair in cut.pairs for parameter in pair)
+        if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters):
+            self._runs, self.cuts = [], []  # a hook would miss the parameters that get no gradient
 
-    @classmethod
-    def of(cls, model: nn.Module, steps: int) -> Fewer | None:
-        """Return the blocks of ``model`` to leave out in ``steps`` optimizer steps, or None if there are none."""
-        fewer = cls(model, steps)
-        return fewer if fewer._cuts else None
+    @property
+    def paths(self) -> set[str]:
+        """Paths of the hidden blocks."""
+        return {path for cut in self.cuts for period in cut.hidden for path in period}
+
+    def are_like(self, options: Mapping[str, Any]) -> bool:
+        """Return whether each hidden block has the option of the block that stands for it, by path."""
+        return all(
+            len({options.get(period[index]) for period in (cut.shown[_B], cut.shown[_C], *cut.hidden)}) == 1
+            for cut in self.cuts
+            for index in range(len(cut.shown[_B]))
+        )
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Context in which the model has only the blocks that run."""
+        """Context in which the model has only the blocks that run. Copies made inside have only these too."""
         holders = {id(run.holder): (run.holder, run.holder._modules) for run in self._runs}
         try:
             for holder, modules in holders.values():
@@ -89,6 +91,36 @@ class Fewer:
             for holder, modules in holders.values():
                 holder._modules = modules
                 vars(holder).pop("_get_abs_string_index", None)
+
+
+class Fewer:
+    """Leaves out blocks while a model runs, and adds them to the record afterwards.
+
+    Args:
+        hidden: The blocks.
+        steps: Number of optimizer steps that will run.
+        absent: Whether the model is a copy that does not have the blocks. There is no optimizer step then.
+    """
+
+    def __init__(self, hidden: Hidden, steps: int, absent: bool = False) -> None:
+        self._hidden, self._cuts, self._absent = hidden, hidden.cuts, absent
+        if absent:
+            self._cuts = [cut._replace(pairs=()) for cut in hidden.cuts]
+        pairs = [pair for cut in self._cuts for pair in cut.pairs]
+        self._inside = tuple(path for cut in self._cuts for period in cut.shown for path in period)
+        #: By number of an op outside of the blocks, the ops that made its operands.
+        self.reads = dict[int, list[int]]()
+        self._gradients = [[torch.empty_like(parameter) for parameter, _ in pairs] for _ in range(steps)]
+
+    @classmethod
+    def of(cls, model: nn.Module, steps: int) -> Fewer | None:
+        """Return the blocks of ``model`` to leave out in ``steps`` optimizer steps, or None if there are none."""
+        hidden = Hidden(model)
+        return cls(hidden, steps) if hidden.cuts else None
+
+    def left_out(self) -> AbstractContextManager[None]:
+        """Context in which the model has only the blocks that run."""
+        return nullcontext() if self._absent else self._hidden.left_out()
 
     def add_gradients(self, ledger: Ledger) -> None:
         """Give gradients to parameters that took no part, after backward."""
@@ -121,12 +153,23 @@ class Fewer:
         Raises:
             Unlike: The blocks turned out to differ.
         """
+        if self._absent:
+            self._add_weights(ledger)
         for span in reversed(_passes(ledger.ops)):
             for cut in self._cuts:
                 added = _Extension(ledger, seen, cut, span, self.reads).extend()
                 span = range(span.start, span.stop + added)
                 since += added if span.start < since else 0
         return since
+
+    def _add_weights(self, ledger: Ledger) -> None:
+        """Add parameters and buffers of blocks that the model does not have."""
+        for piece in [piece for piece in ledger.pieces if piece.kind in ("parameters", "buffers") and piece.born < 0]:
+            for cut in self._cuts:
+                for index, path in enumerate(cut.shown[_B]):
+                    if piece.layer == path or piece.layer.startswith(f"{path}."):
+                        rest = piece.layer[len(path) :]
+                        ledger.pieces += [piece.copy(-1, piece.died, period[index] + rest) for period in cut.hidden]
 
 
 def _cut(run: Run, names: Mapping[nn.Module, str]) -> _Cut:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -172,11 +172,11 @@ PREPARE: dict[str, Callable[[nn.Module, Any, TrainingSettings], object]] = {
 }
 
 
-def prepare_model_(model: nn.Module, settings: TrainingSettings) -> None:
-    """Apply the settings that change the model, except offload of its weights."""
+def prepare_model_(model: nn.Module, settings: TrainingSettings, names: Collection[str] = PREPARE) -> None:
+    """Apply the settings that change the model, except offload of its weights, and only those called ``names``."""
     for name, prepare in PREPARE.items():
         value = getattr(settings, name)
-        if value != getattr(TrainingSettings, name):
+        if name in names and value != getattr(TrainingSettings, name):
             prepare(model, value, settings)
 
 

@@ -12,6 +12,10 @@ from torch import nn
 import lowbit as lb
 from lowbit.memory import fewer_blocks
 from lowbit.memory.alike import runs_of
+from lowbit.plan import DEVICES
+from lowbit.plan.fitting.predict import Predictor
+from lowbit.plan.settings import TrainingSettings
+from lowbit.plan.subject import Subject
 
 IDS = torch.randint(0, 100, (4, 16))
 BATCH = {"input_ids": IDS, "labels": IDS}
@@ -217,3 +221,56 @@ def test_values_of_whole_number_buffers_count():
     for number, block in enumerate(model.blocks):
         block.register_buffer("window", torch.tensor([4 if number < 6 else 8]))
     assert [len(run) for run in periods(model)] == [6]
+
+
+PLANNED = [
+    {}, {"precision": "bf16"}, {"recipe": "fp8", "precision": "bf16"}, {"adapters": 4},
+    {"adapters": 4, "base": "int8-weight-only"}, {"adapters": 4, "base": "nf4", "checkpoint": "block"},
+    {"checkpoint": "block"}, {"fused_loss": True, "attention": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "count"),
+    [
+        *((name, fields, 1) for name in ("llama", "stack", "every third is wider") for fields in PLANNED),
+        ("llama", PLANNED[0], 2), ("stack", PLANNED[5], 2),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_plan_estimates_a_copy_without_the_blocks(name, fields, count, left_out):
+    if name != "llama" and "fused_loss" in fields:
+        fields = {"attention": True}
+    model = decoder(depth=12) if name == "llama" else Stack("plain" if name == "stack" else name, depth=15)
+    target = DEVICES["h100"] if count == 1 else None  # whose ops need not be timed
+    subject = Subject(model, BATCH if name == "llama" else IDS, None if name == "llama" else cross_entropy, 4, target)
+    predictor = Predictor(subject)
+    settings = TrainingSettings(**fields)
+    if "checkpoint" in fields:
+        settings = TrainingSettings(**{**fields, "checkpoint": ("block",) * len(predictor.blocks)})
+    estimate = predictor._estimate(settings, count, None)
+    assert left_out and predictor._hidden is not None
+    predictor._hidden = None
+    check(estimate, predictor._estimate(settings, count, None))
+
+
+@pytest.mark.parametrize("how", ["skips", "all outputs", "every output has a loss"])
+def test_a_plan_estimates_every_block_if_they_differ(how):
+    loss = (lambda y, batch: y.square().mean()) if how == "every output has a loss" else cross_entropy
+    predictor = Predictor(Subject(Stack(how, depth=12), IDS, loss))
+    estimate = predictor._estimate(TrainingSettings(), 1, None)
+    assert predictor._hidden is None
+    check(estimate, predictor._estimate(TrainingSettings(), 1, None))
+
+
+def test_blocks_with_other_options_are_estimated_one_by_one():
+    model = decoder(depth=12)
+    predictor = Predictor(Subject(model, BATCH, target=DEVICES["h100"]))
+    mixed = ("block",) * 5 + ("keep",) * 7
+    assert not predictor._can_lack_blocks(TrainingSettings(checkpoint=mixed))
+    assert not predictor._can_lack_blocks(TrainingSettings(checkpoint="sqrt"))
+    ends = ("keep", *("block",) * 10, "mlp")
+    assert predictor._can_lack_blocks(TrainingSettings(checkpoint=ends))
+    estimate = predictor._estimate(TrainingSettings(checkpoint=ends), 1, None)
+    predictor._hidden = None
+    check(estimate, predictor._estimate(TrainingSettings(checkpoint=ends), 1, None))

@@ -54,6 +54,13 @@ def of_encoder(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), batch.flatten())
 
 
+def mixtral() -> nn.Module:
+    torch.manual_seed(0)
+    config = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}  # fmt: skip
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**config)).train()
+
+
 SUBJECTS = {"llama": (llama, BATCH, None), "gpt": (gpt, ROWS, None), "encoder": (encoder, ROWS, of_encoder)}
 
 
@@ -79,6 +86,15 @@ def test_a_step_holds_what_is_predicted(name, changes, tmp_path):
     predicted = Predictor(Subject(make(), batch, loss, 8)).whole(settings).peak_bytes
     measured = held(Run(make(), settings, loss, tmp_path, {}), batch)
     assert 0.98 * measured <= predicted <= 1.02 * measured
+
+
+@pytest.mark.parametrize("changes", [{"base": "nf4"}, {"base": "int8-weight-only", "checkpoint": "block"}], ids=str)
+def test_a_mixture_on_a_quantized_base_holds_at_most_what_is_predicted(changes, tmp_path):
+    """Tokens choose experts as they like; the prediction gives one of them all tokens."""
+    settings = TrainingSettings(adapters=8, **changes)
+    predicted = Predictor(Subject(mixtral(), BATCH, None, 8)).whole(settings).peak_bytes
+    measured = held(Run(mixtral(), settings, None, tmp_path, {}), BATCH)
+    assert 0.98 * measured <= predicted <= 1.1 * measured
 
 
 @pytest.mark.parametrize("name", SUBJECTS)

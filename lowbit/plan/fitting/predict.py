@@ -12,6 +12,7 @@ import logging
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -22,7 +23,9 @@ from torch import Tensor, nn
 
 from lowbit.checkpointing.block_table import KEEP, BlockTable, block_table, blocks_of, options_of, parts_of
 from lowbit.checkpointing.policies import POLICIES
-from lowbit.memory.estimator import Estimate, estimate_step
+from lowbit.memory.estimator import Estimate, can_run, estimate_step
+from lowbit.memory.fake import fake_model, fake_tensors, outlined_model
+from lowbit.memory.fewer_blocks import Hidden, Unlike
 from lowbit.optim.offload import CHUNK_BYTES
 from lowbit.plan.checkpoints import Option, best, choices_of, peak_of
 from lowbit.plan.fitting.adapt import RANDOM_BYTES, copies_of_buffers
@@ -35,6 +38,7 @@ from lowbit.plan.fitting.streaming import Streaming
 from lowbit.plan.settings import (
     ARITHMETIC,
     PLACEMENT,
+    PREPARE,
     STEPPING,
     TrainingSettings,
     accumulate,
@@ -60,6 +64,9 @@ _FIXED = 0.01
 #: Fields that change only the optimizer step.
 _OF_STEP = frozenset({"optimizer", "bits", "master", "offload_states", "micro_batches"})
 _FIELDS = tuple(one.name for one in fields(TrainingSettings))
+
+#: Fields that change the layers before all others.
+_OF_BASE = frozenset({"base", "adapters"})
 
 #: Number of estimates that are kept.
 _KEPT = 6
@@ -167,6 +174,9 @@ class Predictor:
         self._steps: dict[TrainingSettings, Step] = {}
         self._streams: dict[TrainingSettings, int] = {}
         self._offloaded: dict[tuple[TrainingSettings, int], int] = {}
+        self._copies: dict[tuple[Any, ...], nn.Module] = {}
+        hidden = Hidden(self.model)
+        self._hidden = hidden if hidden.cuts else None
         self._recent: OrderedDict[Any, Estimate] = OrderedDict()
         #: Whether the loss is of the kind for which changes are recorded; None before the first estimate.
         self.is_recorded: bool | None = None
@@ -507,8 +517,40 @@ class Predictor:
             passes: Called as ``passes(model, batch, loss)`` instead of forward and backward.
             prepare: Called on the prepared copy of the model.
         """
+        run = partial(self._run, count=count, optimizer=optimizer, passes=passes, prepare=prepare)
+        if optimizer is None and self._can_lack_blocks(settings):
+            try:
+                return run(settings, hidden=self._hidden)
+            except Unlike as unlike:
+                logger.debug("fit: every block is estimated: %s", unlike)
+                self._hidden = None
+        return run(settings, hidden=None)
+
+    def _can_lack_blocks(self, settings: TrainingSettings) -> bool:
+        """Return whether a copy of the model with some of the alike blocks is enough for an estimate."""
+        if self._hidden is None or self.trains is not None:
+            return False
+        if isinstance(settings.checkpoint, tuple):
+            return self._hidden.are_like(dict(zip(self.blocks, settings.checkpoint, strict=True)))
+        return settings.checkpoint is None or POLICIES[settings.checkpoint].block is not None
+
+    def _run(
+        self,
+        settings: TrainingSettings,
+        count: int,
+        optimizer: TrainingSettings | None,
+        passes: Callable[[nn.Module, Any, Any], object] | None,
+        prepare: Callable[[nn.Module], object],
+        hidden: Hidden | None,
+    ) -> Estimate:
+        """``_estimate`` on a copy of the model without its ``hidden`` blocks."""
         offload = offloading(settings, tempfile.gettempdir())
         passes = passes or partial(accumulate, rest=self.subject.loss is not None, look=self._look)
+        if hidden is not None and isinstance(settings.checkpoint, tuple):
+            rows = zip(self.blocks, settings.checkpoint, strict=True)
+            settings = replace(settings, checkpoint=tuple(name for path, name in rows if path not in hidden.paths))
+        model, device = self._copy(settings, hidden), self.subject.device
+        names = PREPARE if model is self.model else PREPARE.keys() - _OF_BASE
 
         copies: dict[Tensor, Tensor] = {}
         random: list[Tensor] = []
@@ -524,16 +566,35 @@ class Predictor:
 
         def prepared(model: nn.Module) -> None:
             if self.trains is None:
-                prepare_model_(model, settings)
+                prepare_model_(model, settings, names)
             elif self.trains.checkpoint != settings.checkpoint:
                 recompute_(model, settings.checkpoint)
             prepare(model)
 
         return estimate_step(
-            self.model, self.subject.batch, self.subject.loss,
+            model, self.subject.batch, self.subject.loss,
             optimizer=None if optimizer is None else lambda params: make_optimizer(params, settings),
-            prepare=prepared, accumulate=within, device=self.subject.target,
+            prepare=prepared, accumulate=within, measured=can_run(self.model, device), absent=hidden,
+            device=self.subject.target or (None if model is self.model or device.type == "meta" else device),
         )  # fmt: skip
+
+    def _copy(self, settings: TrainingSettings, hidden: Hidden | None) -> nn.Module:
+        """Return the model, or a copy without data that has no hidden blocks, but adapters and a quantized base.
+
+        It takes longer to make these than to estimate a step.
+        """
+        key = settings.base, settings.adapters, hidden is None
+        if key == (None, None, True) or self.trains is not None:
+            return self.model
+        if key not in self._copies:
+            with torch.inference_mode(False), fake_tensors() as mode:
+                with nullcontext() if hidden is None else hidden.left_out():
+                    copied = fake_model(self.model, mode, None)
+                prepare_model_(copied, settings, _OF_BASE)
+            if len(self._copies) == _KEPT:
+                self._copies.clear()
+            self._copies[key] = outlined_model(copied)
+        return self._copies[key]
 
 
 def _only(settings: TrainingSettings, *names: str) -> TrainingSettings:
