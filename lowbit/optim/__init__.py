@@ -2,7 +2,9 @@
 
 from lowbit.optim.adafactor import Adafactor
 from lowbit.optim.adamw import AdamW, AdamW4bit, AdamW8bit
+from lowbit.optim.apollo import Apollo, Apollo8bit
 from lowbit.optim.base import Optimizer
+from lowbit.optim.galore import GaLore, GaLore8bit
 from lowbit.optim.in_backward import in_backward_
 from lowbit.optim.lion import Lion, Lion4bit, Lion8bit
 from lowbit.optim.muon import Muon, Muon8bit
@@ -18,6 +20,10 @@ __all__ = [
     "AdamW",
     "AdamW4bit",
     "AdamW8bit",
+    "Apollo",
+    "Apollo8bit",
+    "GaLore",
+    "GaLore8bit",
     "Lion",
     "Lion4bit",
     "Lion8bit",

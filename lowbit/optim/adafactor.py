@@ -71,7 +71,7 @@ class Adafactor(Optimizer):
         variance = {} if param.dim() > 1 else {"variance": Storage("fp32", tuple(param.shape) or (1,))}
         return {**variance, **super().storages(group, param)}
 
-    def replicated(self, param: Tensor) -> dict[str, tuple[int, ...]]:
+    def replicated(self, group: dict[str, Any], param: Tensor) -> dict[str, tuple[int, ...]]:
         if param.dim() < 2:
             return {}
         return {"row_var": (param.shape[0], 1), "col_var": (1, torch.Size(param.shape[1:]).numel())}

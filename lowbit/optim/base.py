@@ -38,7 +38,7 @@ _INF = float("inf")
 _RANGES: dict[str, tuple[float, float]] = {
     "lr": (0, _INF), "betas": (0, 1), "eps": (0, _INF), "weight_decay": (0, _INF), "momentum": (0, _INF),
     "ns_steps": (1, 100), "beta1": (0, 1), "beta2_decay": (-_INF, 0), "d": (0, _INF),
-    "dampening": (0, _INF),
+    "dampening": (0, _INF), "scale": (0, _INF), "similarity": (0, _INF), "growth": (1, _INF),
 }  # fmt: skip
 
 
@@ -86,6 +86,8 @@ class Optimizer(StatefulOptimizer):
     PAIRS: tuple[str, ...] = ("betas",)
     #: Hyperparameters that may be None.
     OPTIONAL: tuple[str, ...] = ()
+    #: Hyperparameters that determine the shapes or formats of states, and so are fixed after the first step.
+    FIXED: tuple[str, ...] = ()
     #: Bit width of a class that has it in its name.
     BITS: int | None = None
 
@@ -372,7 +374,7 @@ class Optimizer(StatefulOptimizer):
     def _roster(self, group: dict[str, Any], indices: list[int], params: list[Tensor]) -> Roster:
         """The roster of the group's last step if it is still valid, else a new one."""
         shards, rules = shards_of(params), [self.rule(group, param) for param in params]
-        facts = Roster.facts_of(group, params, shards, rules)
+        facts = (*Roster.facts_of(group, params, shards, rules), *(group[name] for name in self.FIXED))
         known = self._rosters.get(id(group))
         if known is None or not known.is_valid(params, facts):
             layouts = [self._layout(group, index, param) for index, param in zip(indices, params, strict=True)]
@@ -390,10 +392,16 @@ class Optimizer(StatefulOptimizer):
             ValueError: The parameter has stepped with other settings.
         """
         rule = self.rule(group, param)
-        settings = (rule, group["bits"], group["master"], param.dtype, group["rounding"])
+        fixed = {name: group[name] for name in self.FIXED}
+        settings = (rule, group["bits"], group["master"], param.dtype, fixed, group["rounding"])
         before, layout = self._layouts.get(param, (None, None))
         if layout is None or before != settings:
             name, storages = self.name_of(group, index), self.storages(group, param)
+            if before is not None and before[4] != fixed and self.state.get(param):
+                raise ValueError(
+                    f"{type(self).__name__}: {name} has stepped with {before[4]}, and its group now has {fixed}; set "
+                    "them before the first step, or create another optimizer"
+                )
             if before is not None and before[:4] != settings[:4] and self.state.get(param):
                 raise ValueError(
                     f"{type(self).__name__}: {name} has stepped with rule, bits, master and dtype {before[:4]}, and "
@@ -402,7 +410,7 @@ class Optimizer(StatefulOptimizer):
             rounding = group["rounding"] or find(group["bits"]).rounding
             stream = 2 * self._index_of(param)
             part = Part.of(param, name)
-            aligned = all(is_aligned(part, storage) for storage in storages.values())
+            aligned = all(is_aligned(part.of_state(storage.shape), storage) for storage in storages.values())
             layout = ParamLayout(name, rule, part, storages, rounding, stream, param.numel() < FEW, aligned)
             self._layouts[param] = settings, layout
         return layout
@@ -412,12 +420,14 @@ class Optimizer(StatefulOptimizer):
         device = local(param).device
         state: dict[str, Any] = {"step": torch.tensor(0.0)}
         for moment, storage in layout.moments.items():
-            stored = zeros(layout.part, storage, layout.name, device)
+            stored = zeros(layout.part.of_state(storage.shape), storage, layout.name, device)
             state[moment] = stored.codes
             if stored.scale is not None:
                 state[f"{moment}_scale"] = stored.scale
-        for name, shape in self.replicated(param).items():
+        for name, shape in self.replicated(group, param).items():
             state[name] = torch.zeros(shape, device=device)
+        for name, value in self.counters(group, param).items():
+            state[name] = torch.tensor(value)
         if group["master"] in MASTERS and param.dtype != torch.float32:
             state["master"] = layout.part.tensor(masters.first(group["master"], param, layout.part), param.shape)
         return state

@@ -18,7 +18,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` with the methods that loading and saving need."""
 
     def rule(self, group: dict[str, Any], param: Tensor) -> str:
-        """Name of the parameter's update rule."""
+        """Name of the parameter's update rule: a key of ``RULES``, or a rule of the optimizer's class."""
         raise NotImplementedError
 
     def check(self, group: dict[str, Any]) -> None:
@@ -34,8 +34,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
         row, shape = find(group["bits"]), tuple(param.shape) or (1,)
         return {m: Storage.of(row, shape, not m.endswith("_root")) for m in RULES[self.rule(group, param)].moments}
 
-    def replicated(self, param: Tensor) -> dict[str, tuple[int, ...]]:
+    def replicated(self, group: dict[str, Any], param: Tensor) -> dict[str, tuple[int, ...]]:
         """Shapes of the fp32 states that are replicated on all processes, by name."""
+        return {}
+
+    def counters(self, group: dict[str, Any], param: Tensor) -> dict[str, float]:
+        """Numbers in host memory that decide what a step does, by name, with their values before the first step."""
         return {}
 
     def from_torch(self, param: Tensor, states: dict[str, Any]) -> dict[str, Any]:
@@ -45,6 +49,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def to_torch(self, param: Tensor, states: dict[str, Tensor]) -> dict[str, Tensor]:
         """The ``replicated`` states, converted to states of the torch optimizer."""
         return states
+
+    def group_of(self, param: Tensor) -> dict[str, Any]:
+        """The group of a parameter."""
+        return next(group for group in self.param_groups if any(param is other for other in group["params"]))
 
     def stored_states(self) -> Iterator[tuple[str, Tensor, dict[str, Storage]]]:
         """Name, parameter and formats of states, for each parameter that has stepped."""

@@ -142,23 +142,27 @@ def _state(
         if before.kind != storage.kind:
             notes[f"states kept as {before.kind} are converted to {storage.kind}"] = None
         elif moment in loaded:
-            stored = zeros(part, storage, name, device)
+            own = part.of_state(storage.shape)
+            stored = zeros(own, storage, name, device)
             for target, source in ((stored.codes, loaded[moment]), (stored.scale, loaded.get(f"{moment}_scale"))):
                 if target is not None:
-                    _copy(part, target, source, f"{moment} of {name}")
+                    _copy(own, target, source, f"{moment} of {name}")
             state.update(_entries(moment, stored))
             continue
         numbers = _numbers(loaded, moment, before, name, notes)
-        state.update(_entries(moment, encoded(part, storage, name, numbers.to(device))))
+        state.update(_entries(moment, encoded(part.of_state(storage.shape), storage, name, numbers.to(device))))
     converted = optimizer.from_torch(param, loaded)
-    for key, shape in optimizer.replicated(param).items():
+    replicated = optimizer.replicated(group, param)
+    for key, shape in replicated.items():
         value: Any = converted.get(key)
         if not isinstance(value, Tensor) or value.numel() != torch.Size(shape).numel():
             raise ValueError(f"the state of {name} needs {key} {list(shape)}, but has {_shapes(loaded)}")
         if value is not loaded.get(key):
             notes[f"{key} is averaged over the axes that this optimizer flattens"] = None
         state[key] = whole(value).to(device, torch.float32, copy=True).reshape(shape)
-    known = {"step", "master", *state, *optimizer.replicated(param), *(_FOREIGN[m][0] for m in _FOREIGN if m in state)}
+    for key, first in optimizer.counters(group, param).items():
+        state[key] = torch.tensor(float(loaded.get(key, first)))
+    known = {"step", "master", *state, *replicated, *(_FOREIGN[m][0] for m in _FOREIGN if m in state)}
     for extra in loaded.keys() - known:
         if not extra.endswith("_scale"):
             notes[f"{extra} is dropped"] = None
@@ -252,10 +256,12 @@ def as_torch(optimizer: StatefulOptimizer) -> dict[str, Any]:
         storages, state = stepped[id(param)]
         entry = state_dict["state"][index] = {"step": state["step"].clone()}
         for moment, storage in storages.items():
-            numbers = Stored(storage, state[moment], state.get(f"{moment}_scale")).numbers().reshape(param.shape)
+            numbers = Stored(storage, state[moment], state.get(f"{moment}_scale")).numbers()
+            numbers = numbers if param.dim() else numbers.reshape(())
             other = _FOREIGN.get(moment)
             entry.update({moment: numbers} if other is None else {other[0]: numbers.square()})
-        entry.update(optimizer.to_torch(param, {name: state[name].clone() for name in optimizer.replicated(param)}))
+        replicated = optimizer.replicated(optimizer.group_of(param), param)
+        entry.update(optimizer.to_torch(param, {name: state[name].clone() for name in replicated}))
     groups = state_dict["param_groups"]
     state_dict["param_groups"] = [{k: v for k, v in group.items() if k not in _STORAGE} for group in groups]
     return state_dict

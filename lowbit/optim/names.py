@@ -11,6 +11,8 @@ import torch
 from lowbit.name_tables import did_you_mean
 from lowbit.optim.adafactor import Adafactor
 from lowbit.optim.adamw import AdamW
+from lowbit.optim.apollo import Apollo
+from lowbit.optim.galore import GaLore
 from lowbit.optim.lion import Lion
 from lowbit.optim.muon import Muon
 from lowbit.optim.sgd import SGD
@@ -41,6 +43,9 @@ FAMILIES = (
     NamedOptimizer("sgd", partial(SGD, lr=1e-3, momentum=0.9), _SGD.lr, _SGD.decay),
     NamedOptimizer("muon", partial(Muon, adjust_lr_fn="match_rms_adamw")),
     NamedOptimizer("adafactor", Adafactor, lr=10.0, decay=0.1),
+    NamedOptimizer("galore", GaLore),
+    NamedOptimizer("apollo", Apollo),
+    NamedOptimizer("apollomini", partial(Apollo, rank=1)),
 )
 
 OPTIMIZERS: dict[str, NamedOptimizer] = {

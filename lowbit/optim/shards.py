@@ -83,6 +83,10 @@ class Part:
             return cls(shape, 1, prod(shape), 0, max(prod(shape), 1))
         mesh, placements = x.device_mesh, tuple(x.placements)  # type: ignore[attr-defined]
         _require_known(placements, name)
+        return cls._placed(shape, mesh, placements, name)
+
+    @classmethod
+    def _placed(cls, shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...], name: str) -> Part:
         cuts = _cuts(shape, mesh, placements)
         axes = sorted(cuts)
         if any(prod(shape[:axis]) > 1 for axis in axes[:-1]):
@@ -98,6 +102,18 @@ class Part:
         )
         pitch = max(prod(shape[last:]), 1)
         return cls(shape, prod(sizes[:last]), prod(sizes[last:]), offset, pitch, cuts, groups, mesh, placements)
+
+    def of_state(self, shape: Sequence[int]) -> Part:
+        """The part of a state of ``shape``. A state of another shape than the parameter's is sharded by rows."""
+        size = tuple(shape)
+        if size == self.shape:
+            return self
+        if self.mesh is None:
+            return Part(size, 1, prod(size), 0, max(prod(size), 1))
+        from torch.distributed.tensor import Shard
+
+        placements = tuple(Shard(0) if placement.is_shard() else placement for placement in self.placements)
+        return self._placed(size, self.mesh, placements, "")
 
     @property
     def is_matrix(self) -> bool:

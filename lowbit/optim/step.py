@@ -18,7 +18,7 @@ from lowbit.op_calls import call
 from lowbit.ops.optim import OptimizerStep
 from lowbit.ops.steps import OptimizerSteps, step_
 from lowbit.optim.shards import Part, local
-from lowbit.optim.states import Storage, Stored
+from lowbit.optim.states import Storage, Stored, is_aligned
 from lowbit.torch_private import foreach_copy_
 
 __all__ = ["ParamLayout", "Work", "advance", "advance_joined", "advance_listed", "direction", "mean_of"]
@@ -30,13 +30,13 @@ class ParamLayout:
 
     Attributes:
         name: For messages.
-        rule: Name of the update rule, a key of ``RULES``.
+        rule: Name of the update rule, a key of ``RULES`` or a rule of the optimizer's class.
         part: The part of the parameter on this process.
         moments: Storage of each moment.
         rounding: Rounding of the states.
         stream: Random stream of the moments; the weights use the next stream.
         few: Whether the tensor has so few elements that its states are fp32.
-        aligned: Whether no block spans several parts.
+        aligned: Whether no block of a state spans several parts.
         place: Its entry of ``OptimizerSteps.places``.
         kinds: Format of each moment.
     """
@@ -112,11 +112,26 @@ def advance(work: Work, factors: Sequence[float]) -> None:
         _encode(work, moment, number)
 
 
-def direction(work: Work, grad: Tensor, moments: dict[str, Storage], factors: Sequence[float]) -> Tensor:
-    """The update by the rule ``momentum``, fp32, for this process' shard; the parameter stays as it is."""
+def direction(
+    work: Work, grad: Tensor, moments: dict[str, Storage], factors: Sequence[float], rule: str = "momentum"
+) -> Tensor:
+    """The update of a rule, fp32, for this process' shard; the parameter stays as it is.
+
+    Args:
+        work: The parameter.
+        grad: This process' shard of the gradient, in the shape of the moments.
+        moments: The moments of the rule, all of one shape. They are sharded as ``Part.of_state`` says.
+        factors: The factors of the rule.
+        rule: A key of ``RULES``.
+    """
     update = torch.zeros(grad.shape, device=grad.device)
     state = {name: value for name, value in work.state.items() if name != "master"}
-    advance(work.other("momentum", moments, param=update, grad=grad, state=state), factors)
+    shape = next(iter(moments.values())).shape
+    layout = work.layout
+    if shape != work.part.shape:
+        part = work.part.of_state(shape)
+        layout = replace(layout, part=part, aligned=all(is_aligned(part, storage) for storage in moments.values()))
+    advance(replace(work, layout=layout).other(rule, moments, param=update, grad=grad, state=state), factors)
     return update
 
 
