@@ -1,11 +1,14 @@
 """Benchmarks low-bit optimizers against torch, torchao and bitsandbytes: bytes, step time, and final loss.
 
 ``lowbit bench optimizers`` writes optimizers.md. Training runs are recorded in optimizers.jsonl next to it and not
-repeated. The suite takes minutes if they are recorded, else hours.
+repeated. The suite takes minutes if they are recorded, else hours. ``python -m lowbit.bench.optimizers --only REGEX``
+only trains runs; a run that SIGTERM stops resumes in the next call.
 """
 
 from __future__ import annotations
 
+import argparse
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,6 +26,7 @@ from lowbit.demo.data import Corpus
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.demo.loop import TrainConfig, Trainer
 from lowbit.demo.optimizers import state_bytes
+from lowbit.demo.step import optimizer_of
 from lowbit.machine import provenance
 from lowbit.optim.states import find
 from lowbit.tables import markdown
@@ -72,8 +76,17 @@ BYTES = (
     Contender("torchao AdamW4bit, fp32", _torchao("AdamW4bit")),
     Contender("bitsandbytes AdamW8bit, fp32", _bitsandbytes("AdamW8bit")),
     Contender("lowbit AdamW8bit, fp32", lb.optim.AdamW8bit),
+    Contender("lowbit GaLore8bit, rank 128, int4 projection, fp32", lb.optim.GaLore8bit),
+    Contender("lowbit Apollo8bit, rank 128, fp32", partial(lb.optim.Apollo8bit, rank=128)),
+    Contender("lowbit Apollo8bit, rank 1 (APOLLO-mini), fp32", partial(lb.optim.Apollo8bit, rank=1)),
     Contender("lowbit AdamW8bit, bf16, fp32 master", partial(lb.optim.AdamW8bit, master="fp32"), _BF16),
     Contender("lowbit AdamW8bit, bf16, residual master", partial(lb.optim.AdamW8bit, master="residual"), _BF16),
+    Contender(
+        "lowbit GaLore8bit, rank 128, bf16, stochastic, in backward",
+        partial(lb.optim.GaLore8bit, master="stochastic"),
+        _BF16,
+        True,
+    ),
     Contender(
         "lowbit AdamW8bit, bf16, residual master, in backward",
         partial(lb.optim.AdamW8bit, master="residual"),
@@ -102,6 +115,9 @@ STEPS = (
     Contender("lowbit SGD8bit, momentum", partial(lb.optim.SGD8bit, momentum=0.9)),
     Contender("lowbit SGD", lb.optim.SGD),
     Contender("lowbit Adafactor", lb.optim.Adafactor),
+    Contender("lowbit GaLore8bit, rank 128", lb.optim.GaLore8bit),
+    Contender("lowbit Apollo8bit, rank 128", partial(lb.optim.Apollo8bit, rank=128)),
+    Contender("lowbit Apollo8bit, rank 1", partial(lb.optim.Apollo8bit, rank=1)),
     Contender("torch Adafactor", torch.optim.Adafactor),
     Contender("lowbit AdamW8bit, bf16, residual master", partial(lb.optim.AdamW8bit, master="residual"), _BF16),
     Contender("lowbit AdamW8bit, bf16, stochastic", partial(lb.optim.AdamW8bit, master="stochastic"), _BF16),
@@ -239,9 +255,12 @@ class Run:
 
     name: str
     optimizer: str
-    settings: tuple[tuple[str, str], ...] = ()
+    settings: tuple[tuple[str, Any], ...] = ()
     short: bool = False
 
+
+#: The rank of GaLore and APOLLO: a quarter of the demo's width, as in the papers.
+RANK = GPTConfig().dim // 4
 
 RUNS = (
     Run("torch AdamW, fp32 states", "adamw"),
@@ -253,6 +272,11 @@ RUNS = (
     Run("Lion, 32 bits", "lion32bit"),
     Run("Lion, 8 bits", "lion8bit"),
     Run("Lion, 4 bits", "lion4bit"),
+    Run("Muon, 32 bits", "muon32bit"),
+    Run(f"GaLore, rank {RANK}, fp32 projection, 32 bits", "galore32bit", (("rank", RANK), ("projection_bits", 32))),
+    Run(f"GaLore, rank {RANK}, int4 projection, 8 bits", "galore8bit", (("rank", RANK),)),
+    Run(f"APOLLO, rank {RANK}, 8 bits", "apollo8bit", (("rank", RANK),)),
+    Run("APOLLO-mini, 8 bits", "apollomini8bit"),
 )
 SEEDS, LENGTH, BATCH = (0, 1, 2), 1000, 2
 
@@ -267,12 +291,31 @@ def _cell(run: Run, seed: int, table: Path) -> float:
             warmup=100, eval_every=200,
         )  # fmt: skip
         trainer = Trainer(model.to(_BF16) if run.short else model, corpus, config, scratch)
-        for group in trainer.optimizer.param_groups:
-            group.update(run.settings)
+        _set(trainer.optimizer, run)
         return trainer
 
     record = runs.trained(table, runs.record_name(run.name, seed), _about(run, seed), GPTConfig().vocab, make)
     return float(record["held_out"][-1][1])
+
+
+def _set(optimizer: torch.optim.Optimizer, run: Run) -> None:
+    """Change the groups to the settings of the run. Groups that are not projected (``rank=None``) stay so."""
+    for group in optimizer.param_groups:
+        group.update({name: value for name, value in run.settings if name != "rank" or group[name] is not None})
+
+
+def states_table() -> str:
+    """Bytes of states per parameter of the demo's GPT, by run."""
+    cells = []
+    for run in RUNS:
+        model = GPT(GPTConfig())
+        optimizer = optimizer_of(model.to(_BF16) if run.short else model, TrainConfig(optimizer=run.optimizer))
+        _set(optimizer, run)
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+        cells.append((run.name, f"{state_bytes(optimizer) / sum(p.numel() for p in model.parameters()):.2f}"))
+    return markdown(("optimizer", "bytes per parameter, with masters"), cells, numbers=(1,))
 
 
 def _about(run: Run, seed: int) -> dict[str, Any]:
@@ -312,7 +355,32 @@ def run(directory: Path) -> Path:
         "Changes are from the first row over the seeds of both: mean ± standard error, and Student's 95% interval. "
         "bf16 weights: the whole model is bf16, without autocast; else weights are fp32 under bf16 autocast.\n",
         f"<!-- table: optimizer_runs -->\n{losses_table(rows, RUNS[0].name)}\n<!-- end -->",
+        f"\nTheir states:\n\n{states_table()}",
     ]
     path = directory / "optimizers.md"
     path.write_text("\n".join(text) + "\n")
     return path
+
+
+def train(directory: Path, only: str = "") -> None:
+    """Train the runs that are not recorded and whose name and seed match ``only``; all runs of a seed, then the next."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for seed in SEEDS:
+        for run in RUNS:
+            name = f"{run.name}, seed {seed}"
+            if re.search(only, name):
+                print(f"{name}: {_cell(run, seed, directory / 'optimizers.jsonl'):.4f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Held-out losses of optimizers over paired seeds.")
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    parser.add_argument("--only", default="", metavar="REGEX", help="runs whose name, with ', seed N', matches")
+    parser.add_argument("--threads", type=int, default=1)
+    chosen = parser.parse_args()
+    torch.set_num_threads(chosen.threads)
+    train(chosen.out, chosen.only)
+
+
+if __name__ == "__main__":
+    main()

@@ -17,14 +17,14 @@ __all__ = ["arrange_", "evaluate", "loss_of", "optimizer_of", "update"]
 
 
 def optimizer_of(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer of ``config``: vectors have no weight decay, and Muon skips embedding and head."""
+    """The optimizer of ``config``: vectors have no weight decay; Muon, GaLore and APOLLO skip embedding and head."""
     tables = [p for name, p in model.named_parameters() if name in ("embed.weight", "lm_head.weight")]
     matrices = [p for p in model.parameters() if p.ndim > 1 and all(p is not table for table in tables)]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
     named = find(config.optimizer)
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay * named.decay},
-        {"params": tables, "weight_decay": config.weight_decay * named.decay, "muon": False},
+        {"params": tables, "weight_decay": config.weight_decay * named.decay, "muon": False, "rank": None},
         {"params": vectors, "weight_decay": 0.0},
     ]
     return named.make([g for g in groups if g["params"]], lr=config.lr * named.lr)

@@ -225,8 +225,10 @@ class Optimizer(StatefulOptimizer):
         """Record the settings with which existing states are stored, so that later changes raise."""
         self._layouts, self._rosters = {}, {}
         for group in self.param_groups:
+            if not self.defaults.keys() <= group.keys():
+                continue  # while torch loads another optimizer's groups
             for index, param in enumerate(group["params"]):
-                if self.state.get(param) and "bits" in group:  # no "bits" while torch loads another optimizer's groups
+                if self.state.get(param):
                     self._layout(group, index, param)
 
     # -- a step --------------------------------------------------------------------------------------------------

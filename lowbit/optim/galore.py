@@ -161,16 +161,15 @@ def leading(x: Tensor, rank: int, key: tuple[int, ...]) -> tuple[Tensor, Tensor]
         key: Key of the random start.
 
     Returns:
-        Orthonormal columns ``[*batch, m, rank]``, the leading one first, and the largest singular value squared.
+        Orthonormal columns ``[*batch, m, rank]``, the leading one first, and the largest singular value.
     """
     width = min(rank + _EXTRA, x.shape[-2])
     sketch = x @ gaussian((*x.shape[:-2], x.shape[-1], width), key, x)
     for _ in range(_POWERS):
         sketch = x @ (x.mT @ torch.linalg.qr(sketch).Q)
     basis = torch.linalg.qr(sketch).Q
-    core = basis.mT @ x
-    gram = core @ core.mT
-    # A gradient with Inf or NaN makes the basis NaN; eigh would raise an error for it.
-    gram = torch.where(gram.isfinite().all(), gram, torch.eye(width, device=x.device))
-    values, vectors = torch.linalg.eigh(gram)
-    return basis @ vectors[..., -rank:].flip(-1), values.max()
+    core = torch.linalg.qr(x.mT @ basis, mode="r").R.mT  # with the left singular vectors of basis.mT @ x
+    # A gradient with Inf or NaN makes the basis NaN; svd would raise an error for its core.
+    core = torch.where(core.isfinite().all(), core, torch.eye(width, device=x.device))
+    vectors, values, _ = torch.linalg.svd(core)
+    return basis @ vectors[..., :rank], values.max()

@@ -24,6 +24,8 @@ OPTIMIZERS: dict[str, Any] = {
     "8 bits": lambda params: lb.optim.AdamW(params, lr=1e-2),
     "4 bits": lambda params: lb.optim.AdamW(params, lr=1e-2, bits=4),
     "muon": lambda params: lb.optim.Muon(params, lr=1e-2, bits=8),
+    "galore": lambda params: lb.optim.GaLore(params, lr=1e-2, rank=48, refresh=3),
+    "apollo": lambda params: lb.optim.Apollo(params, lr=1e-2, rank=1, refresh=3),
 }
 
 
@@ -73,7 +75,7 @@ def meet(rank: int, world: int, path: str) -> None:
 def _steps(rank: int, world: int, path: str) -> None:
     meet(rank, world, path)
     for name, strategy in itertools.product(OPTIMIZERS, SHARDING):
-        if name == "muon" and strategy not in ("zero1", "zero3"):
+        if name in ("muon", "galore", "apollo") and strategy not in ("zero1", "zero3"):
             continue
         for before in (0, 2):
             model, optimizer = sharded(strategy, name, before)
@@ -88,7 +90,9 @@ def _resume(rank: int, world: int, path: str) -> None:
     if world > 1:
         meet(rank, world, path)
     strategies = SHARDING if world > 1 else (None,)
-    for name, (saved, strategy) in itertools.product(("torch", "8 bits"), itertools.product(SHARDING, strategies)):
+    pairs = [(name, pair) for name in ("torch", "8 bits") for pair in itertools.product(SHARDING, strategies)]
+    pairs += [("galore", (saved, strategy)) for saved in ("zero1", "zero3") for strategy in (*strategies[-2:],)]
+    for name, (saved, strategy) in pairs:
         if strategy is None:
             model = network()
             optimizer = OPTIMIZERS[name](p for p in model.parameters() if p.requires_grad)

@@ -31,6 +31,8 @@ CASES = (
     ("fp8-tensor", "bf16", "lion8bit", "sqrt", 1),
     ("int8", "bf16", "adamw", "save_matmuls", 1),
     ("mxfp8", None, "muon8bit", "mlp", 1),
+    (None, "bf16", "galore8bit", "block", 1),
+    (None, None, "apollomini8bit", None, 1),
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from support.bits import same_bits
@@ -20,7 +22,14 @@ def loss(model: nn.Module, step: int) -> torch.Tensor:
     return model(x).square().mean()
 
 
-@pytest.mark.parametrize("cls", [lb.optim.AdamW, lb.optim.Lion, lb.optim.Muon])
+@pytest.mark.parametrize(
+    "cls",
+    [
+        lb.optim.AdamW, lb.optim.Lion, lb.optim.Muon, partial(lb.optim.GaLore, rank=48, refresh=2),
+        partial(lb.optim.Apollo, rank=8, refresh=2),
+    ],
+    ids=["AdamW", "Lion", "Muon", "GaLore", "Apollo"],
+)  # fmt: skip
 def test_same_bits_as_steps_after_the_pass(cls):
     model, other = network(), network()
     released = lb.optim.in_backward_(model, cls, lr=1e-2)

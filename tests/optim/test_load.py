@@ -24,6 +24,9 @@ OPTIMIZERS = {
     "Muon": (lb.optim.Muon, {"ns_steps": 1}),
     "Muon of stacks": (lb.optim.Muon, {"ns_steps": 1, "batch_dims": 1}),
     "Muon without matrices": (lb.optim.Muon, {"muon": False}),
+    "GaLore": (lb.optim.GaLore, {"rank": 52, "refresh": 2}),
+    "Apollo": (lb.optim.Apollo, {"rank": 52, "refresh": 2}),
+    "APOLLO-mini of stacks": (lb.optim.Apollo, {"rank": 1, "batch_dims": 1}),
 }
 #: torch's optimizers, the options of both, and the shapes that torch's takes.
 TORCHS = {

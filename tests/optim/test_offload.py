@@ -25,6 +25,8 @@ MAKE = {
     "AdamW 32, masters": lambda params: AdamW(params, lr=1e-2, bits=32, master="fp32"),
     "SGD 8": lambda params: lb.optim.SGD(params, lr=1e-2, momentum=0.9),
     "Muon": lambda params: lb.optim.Muon(params, lr=1e-2),
+    "GaLore": lambda params: lb.optim.GaLore(params, lr=1e-2, rank=48, refresh=3),
+    "Apollo": lambda params: lb.optim.Apollo(params, lr=1e-2, rank=48, refresh=3),
 }
 
 

@@ -46,6 +46,8 @@ MAKE = {
     "AdamW 4": lambda params: lb.optim.AdamW(params, lr=1e-2, bits=4),
     "AdamW 32, masters": lambda params: lb.optim.AdamW(params, lr=1e-2, bits=32, master="fp32"),
     "Muon": lambda params: lb.optim.Muon(params, lr=1e-2),
+    "GaLore": lambda params: lb.optim.GaLore(params, lr=1e-2, rank=48, refresh=3),
+    "Apollo": lambda params: lb.optim.Apollo(params, lr=1e-2, rank=48, refresh=3),
     "reads gradients": ReadsGradients,
 }
 
