@@ -363,7 +363,7 @@ def run(directory: Path) -> Path:
 
 
 def train(directory: Path, only: str = "") -> None:
-    """Train the runs that are not recorded and whose name and seed match ``only``; all runs of a seed, then the next."""
+    """Train runs that are not recorded and whose name and seed match ``only``, seed by seed."""
     directory.mkdir(parents=True, exist_ok=True)
     for seed in SEEDS:
         for run in RUNS:

@@ -75,9 +75,7 @@ class Apollo(LowRank):
     def check(self, group: dict[str, Any]) -> None:
         super().check(group)
         if group["scaling"] not in (None, *_SCALES):
-            raise ValueError(
-                f"Apollo: scaling must be None, {', '.join(map(repr, _SCALES))}, got {group['scaling']!r}"
-            )
+            raise ValueError(f"Apollo: scaling must be None, {', '.join(map(repr, _SCALES))}, got {group['scaling']!r}")
 
     def replicated(self, group: dict[str, Any], param: Tensor) -> dict[str, tuple[int, ...]]:
         plane = self.plane(group, param.shape)
@@ -94,7 +92,7 @@ class Apollo(LowRank):
         before = projected.norm(dim=axes, keepdim=True)
         after = self.normalized(work, projected, factors).norm(dim=axes, keepdim=True)
         scale = _SCALES[scaling] if group["scale"] is None else float(group["scale"])
-        update = grad * (after / (before + group["eps"]) * scale)
+        update: Tensor = grad * (after / (before + group["eps"]) * scale)
         del grad
         norm, last = update.norm(dim=(-2, -1)).view(-1), work.state["update_norm"].view(-1)
         if group["growth"] is not None:

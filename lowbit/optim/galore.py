@@ -5,7 +5,7 @@ Source: Zhao et al., arXiv 2403.03507; Zhang et al., arXiv 2407.08296; the proje
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +58,7 @@ class GaLore(LowRank):
 
     OPTIONAL = ("rank", "similarity")
     FIXED = ("rank", "projection_bits", "batch_dims")
-    _WHOLE = {**LowRank._WHOLE, "patience": 1}
+    WHOLE: ClassVar[dict[str, int]] = {**LowRank.WHOLE, "patience": 1}
 
     def __init__(
         self,

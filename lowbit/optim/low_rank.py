@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,11 +71,11 @@ class LowRank(Optimizer):
     OPTIONAL: tuple[str, ...] = ("rank",)
     FIXED: tuple[str, ...] = ("rank", "batch_dims")
     #: Hyperparameters that are whole numbers, with their lower bounds.
-    _WHOLE = {"rank": 1, "refresh": 1, "batch_dims": 0}
+    WHOLE: ClassVar[dict[str, int]] = {"rank": 1, "refresh": 1, "batch_dims": 0}
 
     def check(self, group: dict[str, Any]) -> None:
         super().check(group)
-        for name, least in self._WHOLE.items():
+        for name, least in self.WHOLE.items():
             value = group[name]
             if not (value is None and name in self.OPTIONAL) and (type(value) is not int or value < least):
                 none = ", or None" if name in self.OPTIONAL else ""
@@ -136,7 +136,10 @@ class LowRank(Optimizer):
 
 
 def gaussian(shape: Sequence[int], key: tuple[int, ...], like: Tensor) -> Tensor:
-    """Standard normal numbers in fp32, on the device of ``like``. They depend only on ``key``, shape and device type."""
+    """Standard normal numbers in fp32, on the device of ``like``.
+
+    They depend only on ``key``, the shape and the type of the device.
+    """
     if is_fake(like):
         return torch.randn(shape, device=like.device)
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()

@@ -29,9 +29,7 @@ WIDE, TALL, SQUARE = (72, 150), (150, 72), (96, 96)
 def gradient(shape: tuple[int, ...], seed: int, fall: float = 0.7) -> Tensor:
     """Matrices whose singular values fall by a factor from one to the next; stacks for three axes."""
     generator = torch.Generator().manual_seed(seed)
-    left, _, right = torch.linalg.svd(
-        torch.randn(shape, generator=generator, dtype=torch.float64), full_matrices=False
-    )
+    left, _, right = torch.linalg.svd(torch.randn(shape, generator=generator, dtype=torch.float64), full_matrices=False)
     return (left * fall ** torch.arange(left.shape[-1], dtype=torch.float64) @ right).float()
 
 
@@ -67,9 +65,7 @@ def int4(p: Tensor) -> Tensor:
     return ((groups / scale).round() * scale).view(p.shape)
 
 
-def galore(
-    w: Tensor, grads: list[Tensor], rank: int, refresh: int, scale: float, rounded: Any = lambda p: p
-) -> Tensor:
+def galore(w: Tensor, grads: list[Tensor], rank: int, refresh: int, scale: float, rounded: Any = lambda p: p) -> Tensor:
     """Algorithm 2 of arXiv 2403.03507 with a full SVD; for more rows than columns on the transpose.
 
     With ``rounded=int4`` the projection is that of arXiv 2407.08296.
