@@ -224,8 +224,9 @@ class Optimizer(StatefulOptimizer):
     def settle(self) -> None:
         """Record the settings with which existing states are stored, so that later changes raise."""
         self._layouts, self._rosters = {}, {}
+        needed = self.defaults.keys() - {"differentiable"}  # which torch sets for copies, not for their groups
         for group in self.param_groups:
-            if not self.defaults.keys() <= group.keys():
+            if not needed <= group.keys():
                 continue  # while torch loads another optimizer's groups
             for index, param in enumerate(group["params"]):
                 if self.state.get(param):
