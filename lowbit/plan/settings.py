@@ -57,6 +57,8 @@ class TrainingSettings:
     """Whether activations saved for backward are on disk, or for a GPU in host memory."""
     offload_weights: bool = False
     """Whether gradients and the weights of idle blocks are on disk, or for a GPU in host memory."""
+    resident: int = 0
+    """Number of blocks whose weights stay in memory while those of the others are offloaded."""
     micro_batches: int = 1
     """Number of micro-batches per batch."""
     adapters: int | str | None = None
@@ -101,7 +103,7 @@ class TrainingSettings:
 
 #: Fields that change the optimizer step, and fields that change on which process or device the model is.
 STEPPING = ("adapters", "base", "bf16_params", "loaded", "precision", "optimizer", "bits", "master")
-PLACEMENT = ("gpus", "strategy", "group_size", "offload_weights")
+PLACEMENT = ("gpus", "strategy", "group_size", "offload_weights", "resident")
 
 #: Fields that change forward and backward: all others, so that estimates cannot ignore a new field.
 _OTHERS = {
@@ -117,7 +119,8 @@ def arrange_(model: nn.Module, settings: TrainingSettings, target: str, **option
     """
     prepare_model_(model, settings)
     if settings.offload_weights:
-        memory.stream_blocks_(model, target)
+        blocks = blocks_of(model)[settings.resident :]
+        memory.stream_blocks_(model, target, [model.get_submodule(path) for path in blocks])
     optimizer = make_optimizer(model.parameters(), settings, **options)
     if isinstance(optimizer, optim.Optimizer) and (settings.offload_states or settings.master == "stochastic"):
         optimizer.begin()  # masters are offloaded with the states; stochastic rounding has none

@@ -56,6 +56,8 @@ logger = logging.getLogger(__name__)
 
 #: Fields of ``changes`` whose value follows from the budget or from the call.
 _NUMBERS = frozenset({"micro_batches", "adapters"})
+#: Fields of ``changes`` that may have any value.
+_ANY = frozenset({"resident"})
 
 #: Changes a setting of a model and an optimizer in use: ``live(model, optimizer, value, offload_target)``.
 Live = Callable[[nn.Module, torch.optim.Optimizer, Any, str], None]
@@ -107,7 +109,7 @@ class Technique:
         return all(
             getattr(settings, name) != getattr(TrainingSettings, name)
             if name in _NUMBERS
-            else getattr(settings, name) == value
+            else name in _ANY or getattr(settings, name) == value
             for name, value in self.changes.items()
         )
 
@@ -382,7 +384,7 @@ TECHNIQUES: dict[str, tuple[Technique, ...]] = {
     ),
     LAST: (
         Technique("weights in memory", {}, "weights and gradients stay in memory"),
-        Technique("weights on disk", {"offload_weights": True},
+        Technique("weights on disk", {"offload_weights": True, "resident": 0},
                   "gradients and the weights of idle blocks are offloaded to disk, on a GPU to host memory",
                   why_not=lambda subject: None if find_blocks(subject.model) else no_stacks(subject.model),
                   excluded_with="disk", needs={"offload_states": True},

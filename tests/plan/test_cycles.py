@@ -39,6 +39,7 @@ TECHNIQUES = {
     "adapters on codes": TrainingSettings(adapters=4, base="nf4", checkpoint="block"),
     "states on disk": TrainingSettings(offload_states=True, bits=8),
     "weights on disk": TrainingSettings(offload_weights=True, offload_states=True, bits=8, precision="bf16"),
+    "weights of one block in memory": TrainingSettings(offload_weights=True, offload_states=True, resident=1),
     "weights of checkpoints on disk": TrainingSettings(
         offload_weights=True, offload_states=True, bits=8, checkpoint="block"
     ),

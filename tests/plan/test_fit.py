@@ -18,8 +18,9 @@ from lowbit.bench import loss_tables
 from lowbit.checkpointing.block_table import BlockTable
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.memory import profile
-from lowbit.models.wrap import wrappers
-from lowbit.plan import TECHNIQUES, TrainingPlan
+from lowbit.models.wrap import wrapper_of, wrappers
+from lowbit.offload.streaming import Streamed
+from lowbit.plan import TECHNIQUES, Device, TrainingPlan
 from lowbit.plan.fitting import Run
 from lowbit.plan.fitting.choices import NOISE
 from lowbit.plan.fitting.predict import Predictor, _Line
@@ -252,6 +253,30 @@ def test_weights_go_to_disk_where_nothing_else_fits(tmp_path, monkeypatch):
     held = lb.memory.allocated_peak(lambda: runs[1].step(batch)) + sum(t.nbytes for t in (*outside, *small, batch))
     two_blocks = 2 * (weights - sum(p.nbytes for p in outside)) / WIDE.layers
     assert held <= plan.peak_bytes <= 1.1 * held + two_blocks and plan.peak_bytes <= budget
+
+
+def test_as_many_blocks_stay_in_memory_as_the_budget_allows(tmp_path):
+    names = ("fp32", "adamw", "everything kept", "activations in memory", "disk", "weights on disk", "whole batch")
+    batch = BATCH[:2, :32] % 256
+    with torch.device("meta"):
+        model = GPT(WIDE)
+    device = Device("small", 1 << 30, 1e11, {"fp32": 1e13}, host=1e9)
+    plans = [lb.fit(model, batch, share, require=names, device=device) for share in ("25%", "40%", "60%")]
+    counts = [plan.settings.resident for plan in plans]
+    assert 0 <= counts[0] < counts[1] < counts[2] < WIDE.layers
+    assert all(plan.peak_bytes <= plan.budget for plan in plans)
+    assert plans[0].seconds > plans[1].seconds > plans[2].seconds
+    assert f"weights on disk, {counts[2]} blocks in memory" in str(plans[2])
+    assert TrainingPlan.load(plans[2].save(tmp_path / "plan.json")) == plans[2]
+
+    torch.manual_seed(0)
+    real = GPT(WIDE)
+    same = copy.deepcopy(real)
+    run = plans[2].apply_(real, directory=tmp_path, lr=1e-3)
+    streamed = [wrapper_of(block, Streamed) is not None for block in real.blocks]
+    assert streamed == [False] * counts[2] + [True] * (WIDE.layers - counts[2])
+    plain = Run(same, TrainingSettings(), None, tmp_path, {"lr": 1e-3})
+    assert [run.step(batch) for _ in range(2)] == [plain.step(batch) for _ in range(2)]
 
 
 def test_weights_elsewhere_need_states_elsewhere():

@@ -204,6 +204,8 @@ def name_in(settings: TrainingSettings, technique: Technique) -> str:
         return f"{settings.micro_batches} micro-batches"
     if "adapters" in technique.changes and settings.adapters is not None:
         return f"adapters of rank {rank_of(settings.adapters)}"
+    if "resident" in technique.changes and settings.resident:
+        return f"{technique.name}, {settings.resident} blocks in memory"
     return technique.name
 
 

@@ -61,8 +61,8 @@ _COMPARED_ROWS = 4
 #: The part of the saved bytes that may be independent of the rows.
 _FIXED = 0.01
 
-#: Fields that change only the optimizer step.
-_OF_STEP = frozenset({"optimizer", "bits", "master", "offload_states", "micro_batches"})
+#: Fields that change no op of forward or backward.
+_APART = frozenset({"optimizer", "bits", "master", "offload_states", "offload_weights", "resident", "micro_batches"})
 _FIELDS = tuple(one.name for one in fields(TrainingSettings))
 
 #: Fields that change the layers before all others.
@@ -172,7 +172,7 @@ class Predictor:
         self._weights = sum(p.nbytes for p in self.model.parameters())
         self._lines: dict[tuple[TrainingSettings, str], _Line] = {}
         self._steps: dict[TrainingSettings, Step] = {}
-        self._streams: dict[TrainingSettings, int] = {}
+        self._streams: dict[tuple[TrainingSettings, int], int] = {}
         self._offloaded: dict[tuple[TrainingSettings, int], int] = {}
         self._copies: dict[tuple[Any, ...], nn.Module] = {}
         hidden = Hidden(self.model)
@@ -298,7 +298,7 @@ class Predictor:
     def _usage(self, settings: TrainingSettings) -> Estimate:
         """Return an estimate of forward and backward of this step."""
         usage = self._estimated(settings, settings.micro_batches)
-        return Streaming.of(self.model, self.subject.device).applied(usage) if settings.offload_weights else usage
+        return self._streaming(settings).applied(usage) if settings.offload_weights else usage
 
     def _peak(self, settings: TrainingSettings, usage: Estimate) -> tuple[int, str]:
         """Return the peak bytes of a step with this ``_usage``, and the event at the peak."""
@@ -347,6 +347,9 @@ class Predictor:
         step = self._step(settings)
         if not settings.offload_states:
             return step.peak
+        if settings.offload_weights and self.subject.device.type == "cuda":
+            # Streamed parameters step in host memory.
+            return int(step.peak * max(1 - self._streamed(settings) / max(step.whole.parameters, 1), 0.0))
         resident = min(1.0, 2 * CHUNK_BYTES / max(self._weights, 1))
         offloaded = step.states - step.small
         if settings.offload_weights:
@@ -368,11 +371,13 @@ class Predictor:
     def _streamed(self, settings: TrainingSettings) -> int:
         """Return the bytes of offloaded weights."""
         arithmetic = _only(settings, *ARITHMETIC)
-        if arithmetic not in self._streams:
-            self._streams[arithmetic] = Streaming.of(self.model, self.subject.device).moved(
-                self._estimated(arithmetic, 1)
-            )
-        return self._streams[arithmetic]
+        key = arithmetic, settings.resident
+        if key not in self._streams:
+            self._streams[key] = self._streaming(settings).moved(self._estimated(arithmetic, 1))
+        return self._streams[key]
+
+    def _streaming(self, settings: TrainingSettings) -> Streaming:
+        return Streaming.of(self.model, self.subject.device, settings.resident)
 
     def _moved(self, size: float) -> float:
         """Return the seconds to write and read ``size`` bytes."""
@@ -400,6 +405,17 @@ class Predictor:
         half, rows = -(-self.rows // 2), -(-self.rows // settings.micro_batches)
         below = (half - rows) / max(self.rows - half, 1)
         return peaks[2] - below * max(peaks[1] - peaks[2], 0)
+
+    def most_resident(self, chosen: Prediction, limit: int) -> Prediction:
+        """Return the prediction with as many blocks in memory as fit, if the weights of blocks are offloaded."""
+        if not chosen.settings.offload_weights:
+            return chosen
+        low, high = chosen.settings.resident, len(self.blocks) - 1
+        while low < high:  # memory grows with the number
+            middle = (low + high + 1) // 2
+            fits = self.whole_peak(replace(chosen.settings, resident=middle)) <= limit
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return chosen if low == chosen.settings.resident else self.whole(replace(chosen.settings, resident=low))
 
     # -- estimates ---------------------------------------------------------------------------------------------------
     def _table(self, settings: TrainingSettings, policy: str) -> BlockTable:
@@ -452,7 +468,7 @@ class Predictor:
         """
         if settings.gpus == 1:
             usage = self._estimated(settings, count)
-            return Streaming.of(self.model, self.subject.device).applied(usage) if settings.offload_weights else usage
+            return self._streaming(settings).applied(usage) if settings.offload_weights else usage
         single = (
             replace(settings, gpus=1, strategy=TrainingSettings.strategy, group_size=None),
             settings.working_copies,
@@ -493,7 +509,7 @@ class Predictor:
 
     def _estimated(self, settings: TrainingSettings, count: int) -> Estimate:
         """``_estimate`` of forward and backward; the last few are kept."""
-        key = _only(settings, *(name for name in _FIELDS if name not in _OF_STEP)), count
+        key = _only(settings, *(name for name in _FIELDS if name not in _APART)), count
         if key not in self._recent:
             self._recent[key] = self._estimate(settings, count, None)
             if len(self._recent) > _KEPT:

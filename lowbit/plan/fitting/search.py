@@ -217,6 +217,7 @@ def _plan(search: _Search, chosen: Prediction | None, plain: Prediction, losses:
     predictor, subject = search.predictor, search.predictor.subject
     if chosen is None:
         raise ValueError(search.refusal())
+    chosen = predictor.most_resident(chosen, search.limit)
     beside = {name: predictor.predicted(plainer) for name, plainer in plainer_by_dimension(chosen.settings).items()}
     return TrainingPlan(
         chosen, search.limit, plain, list(search.predictions.values()), subject.loss, beside, search.strategies(),

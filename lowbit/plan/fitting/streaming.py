@@ -36,8 +36,9 @@ class Streaming:
     cuda: bool
 
     @classmethod
-    def of(cls, model: nn.Module, device: torch.device) -> Streaming:
-        return cls(tuple(blocks_of(model)), device.type == "cuda")
+    def of(cls, model: nn.Module, device: torch.device, resident: int) -> Streaming:
+        """Return the streaming of all blocks but the first ``resident`` ones."""
+        return cls(tuple(blocks_of(model)[resident:]), device.type == "cuda")
 
     def applied(self, usage: Estimate) -> Estimate:
         """Return ``usage``, an estimate of forward and backward without an optimizer, with streamed blocks."""
