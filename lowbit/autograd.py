@@ -1,4 +1,5 @@
-"""Gradients of ops: straight-through for fake_quantize, with dequantized operands for matmuls and convolutions.
+"""Gradients of ops: straight-through for fake_quantize, with dequantized operands for matmuls and convolutions, of
+rms_norm, swiglu and rotary by their own ops.
 
 All gradients can be differentiated again; arguments without a gradient raise RuntimeError if they require one.
 
@@ -21,7 +22,14 @@ from lowbit.backends.registry import forced, use_backend
 from lowbit.ops import OPS
 from lowbit.ops.conv import Conv, window
 from lowbit.ops.linear import weight_scales
-from lowbit.torch_private import below_autograd, functorch_level, graph_task, single_level_function
+from lowbit.reference.fused import GELU
+from lowbit.torch_private import (
+    below_autograd,
+    functorch_level,
+    graph_task,
+    single_level_function,
+    single_level_functions,
+)
 
 __all__ = ["backend_now", "bias_gradient", "first_order", "in_backward", "on_backend", "transformed", "uncompiled"]
 
@@ -224,6 +232,88 @@ def _decoded(saved: Sequence[Tensor], scheme: str | None, cols: int, dtype: torc
     return y
 
 
+# -- rms_norm, swiglu, rotary ------------------------------------------------------------------------------------------
+def _norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    call = OPS["rms_norm"].args(*inputs)
+    ctx.set_materialize_grads(False)
+    ctx.backend, ctx.offset, ctx.wants_weight = forced(), call.offset, _wanted(call.weight)
+    ctx.save_for_backward(call.x, call.weight, output[1])
+
+
+def _norm_backward(ctx: Any, grad: Tensor | None, grad_rstd: Tensor | None) -> tuple[Tensor | None, ...]:
+    """``rstd`` has a gradient for second derivatives, in which it is an argument of ``rms_norm_backward``."""
+    x, weight, rstd = ctx.saved_tensors
+    grad_x = grad_weight = None
+    if grad is not None:
+        with on_backend(ctx.backend):
+            grad_x, grad_weight = torch.ops.lowbit.rms_norm_backward(
+                grad, x, weight, rstd, ctx.offset, ctx.wants_weight
+            )
+    if grad_rstd is not None:
+        more = ((-grad_rstd * rstd**3 / x.shape[-1])[..., None] * x.float()).to(x.dtype)
+        grad_x = more if grad_x is None else grad_x + more
+    return _grads("rms_norm", x=grad_x, weight=grad_weight if ctx.wants_weight else None)
+
+
+def _gradients_of_norm(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: int) -> tuple[Tensor, ...]:
+    """``rms_norm_backward`` in torch's ops."""
+    normed, factors = x.float() * rstd[..., None], weight.float() + offset
+    scaled = grad.float() * factors
+    grad_x = (scaled - normed * (scaled * normed).mean(-1, keepdim=True)) * rstd[..., None]
+    return grad_x.to(x.dtype), (grad.float() * normed).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+
+
+def _swiglu_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    call = OPS["swiglu"].args(*inputs)
+    ctx.backend, ctx.activation = forced(), call.activation
+    ctx.save_for_backward(call.gate, call.up)
+
+
+def _swiglu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    gate, up = ctx.saved_tensors
+    with on_backend(ctx.backend):
+        grad_gate, grad_up = torch.ops.lowbit.swiglu_backward(grad, gate, up, ctx.activation)
+    return _grads("swiglu", gate=grad_gate, up=grad_up)
+
+
+def _gradients_of_swiglu(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, ...]:
+    """``swiglu_backward`` in torch's ops."""
+    d, g = grad.float(), gate.float()
+    a, b = (1.0, 0.0) if activation == "silu" else GELU[:2]
+    s = torch.sigmoid(g * (a + b * g * g))
+    slope = s + g * s * (1 - s) * (a + 3 * b * g * g)
+    return (d * up.float() * slope).to(gate.dtype), (d * g * s).to(up.dtype)
+
+
+def _second_setup(name: str, tensors: int, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Saves the leading arguments, which are tensors."""
+    call = OPS[name].args(*inputs)
+    ctx.option = call[tensors]  # the offset, or the activation
+    ctx.count = 1 if name == "rms_norm_backward" and not call.weight_grad else 2
+    ctx.save_for_backward(*call[:tensors])
+
+
+def _second_backward(name: str, formula: Callable[..., tuple[Tensor, ...]], ctx: Any, *grads: Tensor) -> Any:
+    """Second derivatives: of ``formula``, which is the op in torch's ops."""
+    tensors = ctx.saved_tensors
+    pull: Any = torch.func.vjp(lambda *given: formula(*given, ctx.option)[: ctx.count], *tensors)[1]
+    names = OPS[name].args._fields[: len(tensors)]
+    return _grads(name, **dict(zip(names, pull(grads[: ctx.count]), strict=True)))
+
+
+def _rotary_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    call = OPS["rotary"].args(*inputs)
+    _refuse("rotary", cos=call.cos, sin=call.sin)
+    ctx.backend, ctx.interleaved = forced(), call.interleaved
+    ctx.save_for_backward(call.cos, call.sin)
+
+
+def _rotary_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    cos, sin = ctx.saved_tensors
+    with on_backend(ctx.backend):
+        return _grads("rotary", x=torch.ops.lowbit.rotary(grad, cos, -sin, ctx.interleaved))
+
+
 # -- registration ------------------------------------------------------------------------------------------------------
 def _differentiable(name: str, setup: Callable[..., None], backward: Callable[..., Any]) -> None:
     """Registers the gradient of an op as a kernel of the Autograd key, which supports transforms of torch.func.
@@ -249,7 +339,8 @@ def _differentiable(name: str, setup: Callable[..., None], backward: Callable[..
         if torch.is_grad_enabled():
             for value in args:
                 if isinstance(value, Tensor) and value.requires_grad:
-                    return function.apply(*spec.args(*args))
+                    with single_level_functions() if transformed() else nullcontext():
+                        return function.apply(*spec.args(*args))
         return forward(*args)
 
     _library.impl(name, kernel, "Autograd")
@@ -261,3 +352,11 @@ _differentiable("fake_quantize_backward", _mask_setup, _mask_backward)
 _differentiable("scaled_mm", _mm_setup, _mm_backward)
 _differentiable("linear", partial(_weight_setup, "linear"), _linear_backward)
 _differentiable("conv", partial(_weight_setup, "conv"), _conv_backward)
+_differentiable("rms_norm", _norm_setup, _norm_backward)
+_differentiable("swiglu", _swiglu_setup, _swiglu_backward)
+_differentiable("rotary", _rotary_setup, _rotary_backward)
+for _name, _tensors, _formula in (
+    ("rms_norm_backward", 4, _gradients_of_norm),
+    ("swiglu_backward", 3, _gradients_of_swiglu),
+):
+    _differentiable(_name, partial(_second_setup, _name, _tensors), partial(_second_backward, _name, _formula))

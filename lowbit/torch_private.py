@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._autograd import DeviceType
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -83,6 +84,7 @@ __all__ = [
     "set_gradient_hooks",
     "set_local_part",
     "single_level_function",
+    "single_level_functions",
     "storage_holders",
     "transforms_tensors",
     "with_version_of",
@@ -138,6 +140,12 @@ def before_backward(tensor: Tensor, run: Callable[[Any], object]) -> None:
 def single_level_function() -> type:
     """The base of ``torch.autograd.Function`` for a single level of autograd, which torch.func does not transform."""
     return torch.autograd.function._SingleLevelFunction
+
+
+def single_level_functions() -> AbstractContextManager[None]:
+    """A context in which transforms of torch.func accept such functions."""
+    context: AbstractContextManager[None] = enable_single_level_autograd_function()
+    return context
 
 
 def gradient_hooks(param: Tensor) -> dict[int, Any]:

@@ -93,6 +93,8 @@ def test_guards_skip_autograd_and_subclasses():
     with private.below_autograd():
         assert not (x * 2).requires_grad
     assert hasattr(private.single_level_function(), "apply")
+    with private.single_level_functions():
+        pass
 
 
 def test_fake_tensors_refuse_addresses_and_modes_are_left():

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "common/fused.h"
 #include "common/optim.h"
 #include "common/params.h"
 #include "common/scales.h"
@@ -160,6 +161,20 @@ struct RowKernels {
     // The sum of squares of n numbers as integers in steps of 1 / scale; and what each adds to its own sum.
     int64_t (*square_sum)(const float* x, int64_t n, double scale);
     void (*add_squares)(const float* x, int64_t n, const double* scales, int64_t* sums);
+    // On fp32 numbers, by docs/numerics.md section 15. The sum of n terms, which are replaced; sums[i] += terms[i], and
+    // += a[i] * b[i].
+    float (*sum_terms)(float* terms, int64_t n);
+    void (*add_terms)(const float* terms, int64_t n, float* sums);
+    void (*add_products)(const float* a, const float* b, int64_t n, float* sums);
+    // x * rstd * weight; and (scaled - normed * share) * rstd.
+    void (*norm)(const float* x, const float* weight, float rstd, int64_t n, float* out);
+    void (*norm_gradient)(const float* scaled, const float* normed, float share, float rstd, int64_t n, float* out);
+    // activation(gate) * up, and the gradients of both.
+    void (*gated)(Activation activation, const float* gate, const float* up, int64_t n, float* out);
+    void (*gated_gradient)(Activation activation, const float* grad, const float* gate, const float* up, int64_t n,
+                           float* grad_gate, float* grad_up);
+    // The first 2 * pairs of x, rotated.
+    void (*rotate)(const float* x, const float* cos, const float* sin, int64_t pairs, bool interleaved, float* out);
     // Whole groups of eight codes to and from `bits` bytes.
     void (*pack)(const uint8_t* codes, int64_t groups, int bits, uint8_t* out);
     void (*unpack)(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes);

@@ -28,6 +28,8 @@ inline void store(void* p, T v) {
 }
 inline U splat(uint32_t x) { return U{} + x; }
 inline F splat(float x) { return (F)splat(bits_of(x)); }
+inline U patterns_of(F v) { return (U)v; }
+inline F numbers_of(U bits) { return (F)bits; }
 // A constant that stays in a register: else GCC makes it anew in every block.
 inline U held(uint32_t x) {
     U v = splat(x);
@@ -108,6 +110,7 @@ inline auto dispatch(Dtype dtype, Function function) {
 #include "cpu/optim/step.inl"
 #include "cpu/optim/sums.inl"
 #include "cpu/optim/weights.inl"
+#include "cpu/fused/fused.inl"
 
 // -- noise (section 7)
 // -------------------------------------------------------------------------------------------------
@@ -197,6 +200,7 @@ void unpack(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes) {
     row_kernels_scalar().unpack(packed + g * bits, groups - g, bits, codes + 8 * g);
 }
 
-constexpr RowKernels kTable{encode,      in_range,    quotients,   slopes,     decode,      block_stats, column_stats,
-                            finite_amax, make_scales, read_scales, product,    noise,       step,        widen,
-                            narrow,      join24,      split24,     square_sum, add_squares, pack,        unpack};
+constexpr RowKernels kTable{encode,      in_range,    quotients,     slopes,       decode,      block_stats, column_stats,
+                            finite_amax, make_scales, read_scales,   product,      noise,       step,        widen,
+                            narrow,      join24,      split24,       square_sum,   add_squares, sum_terms,   add_terms,
+                            add_products, norm,       norm_gradient, gated, gated_gradient, rotate, pack, unpack};

@@ -10,14 +10,27 @@
 namespace lowbit::cpu {
 namespace {
 
-// What the rules of optimizers are written on.
+// What the rules of optimizers and gates are written on: vectors of one lane.
 #define LOWBIT_INLINE
+constexpr int kLanes = 1;
 using F = float;
+using U = uint32_t;
+using I = int32_t;
+template <class T>
+inline T load(const float* p) {
+    return *p;
+}
+inline void store(float* p, F x) { *p = x; }
+inline U patterns_of(F x) { return bits_of(x); }
+inline F numbers_of(U bits) { return float_of(bits); }
+inline F larger(F a, F b) { return a > b ? a : b; }
+inline F smaller(F a, F b) { return a < b ? a : b; }
 inline F splat(float x) { return x; }
 inline F root(F x) { return std::sqrt(x); }
 inline F one_nan(F x) { return x == x ? x : float_of(kNan); }
 #include "cpu/optim/rules.inl"
 #include "cpu/optim/sums.inl"
+#include "cpu/fused/fused.inl"
 
 // Calls f(read), where read(i) is the fp32 bits of element i.
 template <class F>
@@ -289,10 +302,11 @@ void unpack(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes) {
 }  // namespace
 
 const RowKernels& row_kernels_scalar() {
-    static constexpr RowKernels table{encode,       in_range,    quotients,   slopes,      decode,  block_stats,
-                                      column_stats, finite_amax, make_scales, read_scales, product, noise,
-                                      step,         widen,       narrow,      join24,      split24, square_sum,
-                                      add_squares,  pack,        unpack};
+    static constexpr RowKernels table{encode,      in_range,     quotients,   slopes,      decode,        block_stats,
+                                      column_stats, finite_amax, make_scales, read_scales, product,       noise,
+                                      step,        widen,        narrow,      join24,      split24,       square_sum,
+                                      add_squares, sum_terms,    add_terms,   add_products, norm,         norm_gradient,
+                                      gated,       gated_gradient, rotate,    pack,        unpack};
     return table;
 }
 

@@ -31,6 +31,14 @@ inline void* at_run(const Results& x, const Run& run) {
     return advance(x.data, run.row * x.stride + run.begin, x.dtype);
 }
 
+// The numbers of a run in fp32, where they lie or in `room`.
+inline const float* numbers_at(const RowKernels& kernels, const Values& x, const Run& run, float* room) {
+    const void* given = at_run(x, run);
+    if (x.dtype == Dtype::kFloat32) return static_cast<const float*>(given);
+    kernels.widen(given, x.dtype, run.count, room);
+    return room;
+}
+
 // A matrix whose rows follow each other in memory is one row, which costs less than many short ones: `strides` are
 // those of what is read and written beside codes, random bits among them.
 inline Shape joined(Shape shape, std::initializer_list<int64_t> strides, int bits = 8) {

@@ -11,7 +11,7 @@ from torch import Tensor
 from lowbit import formats, reference, scaling
 from lowbit.backends import composed
 from lowbit.backends.registry import Impl
-from lowbit.ops import codec, matmul, optim, rotation
+from lowbit.ops import codec, fused, matmul, optim, rotation
 from lowbit.ops import quantize as q
 from lowbit.ops.spec import Numerics, as_rows, matrix_shape
 from lowbit.tensor import packing
@@ -157,6 +157,32 @@ def _hadamard(outs: tuple[Tensor, ...], call: rotation.Hadamard) -> None:
     outs[0].copy_(y if call.axis == 1 else y.t())
 
 
+def _rms_norm(outs: tuple[Tensor, ...], call: fused.RMSNorm) -> None:
+    _fill(outs, reference.rms_norm(call.x, call.weight, call.eps, call.offset))
+
+
+def _rms_norm_backward(outs: tuple[Tensor, ...], call: fused.RMSNormBackward) -> None:
+    grads = reference.rms_norm_backward(call.grad, call.x, call.weight, call.rstd, call.offset, fused.ROWS)
+    _fill(outs, grads if call.weight_grad else grads[:1])
+
+
+def _swiglu(outs: tuple[Tensor, ...], call: fused.Swiglu) -> None:
+    outs[0].copy_(reference.swiglu(*call))
+
+
+def _swiglu_backward(outs: tuple[Tensor, ...], call: fused.SwigluBackward) -> None:
+    _fill(outs, reference.swiglu_backward(*call))
+
+
+def _rotary(outs: tuple[Tensor, ...], call: fused.Rotary) -> None:
+    outs[0].copy_(reference.rotary(*call))
+
+
+def _fill(outs: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> None:
+    for out, result in zip(outs, results, strict=False):
+        out.copy_(result)
+
+
 _RUN: dict[str, Callable[[tuple[Tensor, ...], Any], None]] = {
     "encode": _encode,
     "decode": _decode,
@@ -174,6 +200,11 @@ _RUN: dict[str, Callable[[tuple[Tensor, ...], Any], None]] = {
     "optimizer_step": _optimizer_step,
     "square_sums": _square_sums,
     "hadamard": _hadamard,
+    "rms_norm": _rms_norm,
+    "rms_norm_backward": _rms_norm_backward,
+    "swiglu": _swiglu,
+    "swiglu_backward": _swiglu_backward,
+    "rotary": _rotary,
 }
 
 _ROWS = tuple(

@@ -6,6 +6,7 @@ from typing import Any
 
 from lowbit.backends import registry
 from lowbit.functional.codec import decode, encode, pack, unpack
+from lowbit.functional.fused import rms_norm, rotary, swiglu
 from lowbit.functional.layers import linear
 from lowbit.functional.matmul import scaled_mm
 from lowbit.functional.optim import adamw_
@@ -48,4 +49,7 @@ _EXPLAINED: dict[str, tuple[Any, ...]] = {
     "scaled_mm": (scaled_mm,),
     "linear": (linear,),
     "optimizer_step": (adamw_,),
+    "rms_norm": (rms_norm,),
+    "swiglu": (swiglu,),
+    "rotary": (rotary,),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lowbit import formats
-from lowbit.ops import codec, conv, dual, grouped, linear, matmul, optim, packed, quantize, rotation
+from lowbit.ops import codec, conv, dual, fused, grouped, linear, matmul, optim, packed, quantize, rotation
 from lowbit.ops.spec import Cost, Numerics, OpSpec
 
 __all__ = ["OPS", "Cost", "Numerics", "OpSpec"]
@@ -13,7 +13,7 @@ __all__ = ["OPS", "Cost", "Numerics", "OpSpec"]
 #: Every operation, by name.
 OPS: dict[str, OpSpec] = {
     spec.name: spec
-    for module in (codec, quantize, dual, matmul, grouped, linear, packed, conv, optim, rotation)
+    for module in (codec, quantize, dual, matmul, grouped, linear, packed, conv, optim, rotation, fused)
     for spec in module.SPECS
 }
 

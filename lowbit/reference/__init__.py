@@ -20,6 +20,7 @@ from lowbit.reference.codec import (
     to_bits,
     unpack,
 )
+from lowbit.reference.fused import rms_norm, rms_norm_backward, rotary, swiglu, swiglu_backward
 from lowbit.reference.matmul import MIN_INTEGER_BLOCK, SEGMENT, Operand, integer_segments, scaled_mm
 from lowbit.reference.optim import Moment, optimizer_step, split24, weight
 from lowbit.reference.quantizers import dequantize, divide, fake_quantize_backward, quantize, quantize_static
@@ -71,12 +72,17 @@ __all__ = [
     "quantize",
     "quantize_static",
     "require_subnormals",
+    "rms_norm",
+    "rms_norm_backward",
+    "rotary",
     "scale_value",
     "scaled_mm",
     "signs",
     "split24",
     "spread",
     "square_sums",
+    "swiglu",
+    "swiglu_backward",
     "to_bits",
     "unpack",
     "weight",

@@ -31,7 +31,7 @@ def _adamw(p: Tensor, g: Tensor, moments: list[Tensor], factors: Sequence[float]
     decay, mix, keep, mix_square, correction, eps, rate = factors
     m, r = moments
     m = m + (g - m) * mix
-    r = _root((r * r) * keep + (g * g) * mix_square)
+    r = root((r * r) * keep + (g * g) * mix_square)
     return p * decay - (m / (r * correction + eps)) * rate, [m, r]
 
 
@@ -84,7 +84,7 @@ def optimizer_step(
     )
 
 
-def _root(x: Tensor) -> Tensor:
+def root(x: Tensor) -> Tensor:
     """The correctly rounded square root. torch's fp32 sqrt is not on all devices; via fp64 it is."""
     return x.double().sqrt().float()
 

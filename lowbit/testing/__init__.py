@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lowbit.testing import codec, conv, dual, grouped, linear, matmul, optim, packed, quantize, rotation
+from lowbit.testing import codec, conv, dual, fused, grouped, linear, matmul, optim, packed, quantize, rotation
 from lowbit.testing.inputs import Workload
 
 __all__ = ["SAMPLES", "WORKLOADS", "Workload"]
 
-_MODULES = (codec, quantize, dual, matmul, grouped, linear, packed, conv, optim, rotation)
+_MODULES = (codec, quantize, dual, matmul, grouped, linear, packed, conv, optim, rotation, fused)
 
 SAMPLES: dict[str, Callable[[str], Iterator[Any]]] = {
     name: make for module in _MODULES for name, make in module.SAMPLES.items()

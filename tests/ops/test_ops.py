@@ -399,7 +399,7 @@ def test_explain_knows_every_op_that_has_a_public_function():
     inner = {
         "global_scale", "block_range", "quantize_static", "fake_quantize_backward", "linear_packed", "conv",
         "square_sums", "scaled_grouped_mm", "hadamard", "transpose", "quantize_both",
-        "quantize_global",
+        "quantize_global", "rms_norm_backward", "swiglu_backward",
     }  # fmt: skip
     with pytest.raises(ValueError, match="unknown op 'global_scale'; expected one of") as caught:
         lb.explain("global_scale")

@@ -19,14 +19,6 @@ double scale_of(int32_t exponent) {
     return scale;
 }
 
-// The numbers of a run in fp32, where they lie or in `room`.
-const float* numbers_at(const RowKernels& kernels, const Values& x, const Run& run, float* room) {
-    const void* given = at_run(x, run);
-    if (x.dtype == Dtype::kFloat32) return static_cast<const float*>(given);
-    kernels.widen(given, x.dtype, run.count, room);
-    return room;
-}
-
 // Calls f(run, numbers) over some rows.
 template <class F>
 void for_numbers(const Values& x, int64_t cols, int64_t first_row, int64_t last_row, const F& f) {
