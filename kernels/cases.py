@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 
 from lowbit import formats, scaling
-from lowbit.kernels import convolutions, dual_launch, launch, products, scaled_products
+from lowbit.kernels import convolutions, dual_launch, fused_launch, launch, products, scaled_products
 from lowbit.kernels.spec import Launch
 from lowbit.ops import OPS
 from lowbit.ops.conv import Conv
 from lowbit.ops.dual import QuantizeBoth
+from lowbit.ops.fused import ACTIVATIONS, RMSNorm, RMSNormBackward, Rotary, Swiglu, SwigluBackward
 from lowbit.ops.grouped import ScaledGroupedMM, has_rows_of_its_own, product
 from lowbit.ops.matmul import ScaledMM
 from lowbit.ops.optim import FLOAT_STATES, RULES, STATE_SCHEME
@@ -293,11 +294,30 @@ def _step_cases() -> Iterator[Case]:
         yield Case(f"{rule} {' '.join(moments)}", made, index < 4)
 
 
+def _fused_cases() -> Iterator[Case]:
+    dtypes = (torch.bfloat16, torch.float32, torch.float16)
+    for index, dtype in enumerate(dtypes):
+        x, grad, fast = meta(512, 4096, dtype=dtype), meta(512, 4096, dtype=dtypes[index - 1]), index == 0
+        weight, rstd = meta(4096, dtype=dtypes[index - 2]), meta(512, dtype=torch.float32)
+        yield Case(f"rms_norm {dtype}", fused_launch.rms_norm(RMSNorm(x, weight, 1e-6, index % 2), x, rstd), fast)
+        call = RMSNormBackward(grad, x, weight, rstd, index % 2)
+        yield Case(f"rms_norm_backward {dtype}", fused_launch.rms_norm_backward(call, x, weight), fast)
+        for activation in ACTIVATIONS:
+            quick = fast and activation == "silu"
+            yield Case(f"swiglu {activation} {dtype}", fused_launch.swiglu(Swiglu(x, x, activation), x), quick)
+            gates = SwigluBackward(grad, x, x, activation)
+            yield Case(f"swiglu_backward {activation} {dtype}", fused_launch.swiglu_backward(gates, x, x), quick)
+        heads, table = meta(2, 32, 512, 128, dtype=dtype), meta(512, 48, dtype=dtypes[index - 2])
+        for interleaved in (False, True):
+            rotary = Rotary(heads, table, table, interleaved)
+            yield Case(f"rotary {interleaved} {dtype}", fused_launch.rotary(rotary, heads), fast and not interleaved)
+
+
 @cache
 def cases() -> list[Case]:
     """Every case: kernels x formats of the table, schemes of the samples, and options."""
     makers = (
         _codec_cases, _scheme_cases, _rotation_cases, _both_cases, _step_cases, _product_cases, _coded_cases,
-        _coded_experts, _grouped_cases, _conv_cases,
+        _coded_experts, _grouped_cases, _conv_cases, _fused_cases,
     )  # fmt: skip
     return [case for make in makers for case in make()]

@@ -25,7 +25,7 @@ from lowbit import (
 )
 from lowbit.backends import composed, replay
 from lowbit.backends.registry import Impl, matmul_precision
-from lowbit.ops import codec, conv, dual, grouped, matmul, optim, rotation
+from lowbit.ops import codec, conv, dual, fused, grouped, matmul, optim, rotation
 from lowbit.ops import quantize as q
 from lowbit.ops.spec import Numerics, as_rows, matrix_shape
 
@@ -259,6 +259,17 @@ def _optimizer_step(outs: tuple[Tensor, ...], call: optim.OptimizerStep) -> None
     start(launches, param.device)
 
 
+@cache
+def _fused() -> Any:
+    from lowbit.kernels import fused_launch
+
+    return fused_launch
+
+
+def _run_fused(op: str, outs: tuple[Tensor, ...], call: Any) -> None:
+    start(getattr(_fused(), op)(call, *outs), call[0].device)
+
+
 #: The lowest compute capability with bf16 tensor cores, which the kernels use.
 OLDEST_DEVICE = (8, 0)
 
@@ -299,6 +310,14 @@ def _supports_hadamard(call: rotation.Hadamard) -> str | None:
 
 def _supports_both(call: dual.QuantizeBoth) -> str | None:
     return _fits(call.x) or cast(str | None, _dual().supports(call))
+
+
+def _supports_norm(call: fused.RMSNorm) -> str | None:
+    return _fits(call.x) or cast(str | None, _fused().supports_norm(call))
+
+
+def _supports_norm_backward(call: fused.RMSNormBackward) -> str | None:
+    return _fits(call.x) or cast(str | None, _fused().supports_norm_backward(call))
 
 
 def _fits_cols(call: Any) -> str | None:
@@ -366,6 +385,11 @@ _ROWS: dict[str, tuple[Callable[[tuple[Tensor, ...], Any], None], Callable[[Any]
     "optimizer_step": (_optimizer_step, _fits_first),
     "hadamard": (_hadamard, _supports_hadamard),
     "quantize_both": (_quantize_both, _supports_both),
+    "rms_norm": (partial(_run_fused, "rms_norm"), _supports_norm),
+    "rms_norm_backward": (partial(_run_fused, "rms_norm_backward"), _supports_norm_backward),
+    "swiglu": (partial(_run_fused, "swiglu"), _fits_first),
+    "swiglu_backward": (partial(_run_fused, "swiglu_backward"), _fits_first),
+    "rotary": (partial(_run_fused, "rotary"), _fits_first),
 }
 
 #: Operands that are not exact in bf16 are split into bf16 terms.

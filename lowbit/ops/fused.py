@@ -160,10 +160,10 @@ def _check_rotary(call: Rotary) -> None:
     )
 
 
-def leading_strides(table: Tensor, dims: int) -> list[int]:
-    """The strides of all axes of ``cos`` or ``sin`` but the last, of ``dims`` axes: 0 where the table is broadcast."""
+def leading_strides(table: Tensor) -> list[int]:
+    """The strides of three axes before the last of ``x``, ``cos`` or ``sin``: 0 of axes along which it is broadcast."""
     strides = [0 if size == 1 else stride for size, stride in zip(table.shape, table.stride(), strict=True)][:-1]
-    return [0] * (dims - len(strides)) + strides
+    return [0] * (3 - len(strides)) + strides
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

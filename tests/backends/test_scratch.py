@@ -23,9 +23,12 @@ from lowbit.testing.matmul import make_call
 
 pytestmark = pytest.mark.skipif(not triton.INTERPRETED, reason="Triton's kernels are not interpreted here")
 
-HOLDING = ("scaled_mm", "linear", "scaled_grouped_mm", "conv", "quantize_global", "quantize_both", "hadamard")
+HOLDING = (
+    "scaled_mm", "linear", "scaled_grouped_mm", "conv", "quantize_global", "quantize_both", "hadamard",
+    "rms_norm_backward",
+)  # fmt: skip
 #: Of which samples are many and slow to interpret.
-EVERY = {"scaled_mm": 401, "linear": 401, "scaled_grouped_mm": 97, "conv": 149}
+EVERY = {"scaled_mm": 401, "linear": 401, "scaled_grouped_mm": 97, "conv": 149, "rms_norm_backward": 3}
 
 
 @pytest.fixture(scope="module")
