@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from lowbit.functional.arguments import refuse_tangents
 from lowbit.op_calls import call
@@ -33,6 +34,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, offset: int = 0) -> T
 
     Source: Zhang, Sennrich, arXiv 1910.07467.
     """
+    if has_torch_function((x, weight)):
+        return handle_torch_function(rms_norm, (x, weight), x, weight, eps=eps, offset=offset)
     refuse_tangents("rms_norm", x, weight)
     return cast(Tensor, call("rms_norm", x, weight, eps, offset)[0])
 
@@ -57,6 +60,8 @@ def swiglu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
 
     Source: Shazeer, arXiv 2002.05202.
     """
+    if has_torch_function((gate, up)):
+        return handle_torch_function(swiglu, (gate, up), gate, up, activation=activation)
     refuse_tangents("swiglu", gate, up)
     return cast(Tensor, call("swiglu", gate, up, activation))
 

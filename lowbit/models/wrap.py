@@ -36,10 +36,12 @@ class Wrapper:
 
     Attributes:
         outermost: whether it stays outside of wrappers, and of assigned forwards, that come later.
+        innermost: whether it stays inside of all others: it may compute without the forward.
         prefix: prefix of the name of the module's class.
     """
 
     outermost: ClassVar[bool] = False
+    innermost: ClassVar[bool] = False
     prefix: ClassVar[str] = ""
 
     def __call__(self, module: Any, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +54,7 @@ _Wrapper = TypeVar("_Wrapper", bound=Wrapper)
 def wrap(module: nn.Module, wrapper: Wrapper) -> None:
     """Call ``wrapper`` instead of ``module.forward``."""
     stack = _stack(module)
-    position = len(stack) if wrapper.outermost else _inner(stack)
+    position = len(stack) if wrapper.outermost else 0 if wrapper.innermost else _inner(stack)
     _put(module, (*stack[:position], wrapper, *stack[position:]))
 
 

@@ -2,6 +2,7 @@
 
 from lowbit.train.activations import compress_activations_, uncompress_activations_
 from lowbit.train.attention import TrainMultiheadAttention
+from lowbit.train.fused import fuse_layers_, unfuse_layers_
 from lowbit.train.linear import TrainLinear
 from lowbit.train.loss_scale import LossScaler
 from lowbit.train.mixed import mixed_, unmixed_
@@ -21,6 +22,7 @@ __all__ = [
     "convert_",
     "dpo_loss",
     "find_nonfinite",
+    "fuse_layers_",
     "group_advantages",
     "grpo_loss",
     "kto_loss",
@@ -29,6 +31,7 @@ __all__ = [
     "prepare_",
     "state",
     "uncompress_activations_",
+    "unfuse_layers_",
     "unmixed_",
     "watch",
 ]

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lowbit.autograd import backend_now, first_order, on_backend, transformed
-from lowbit.functional import quantize
+from lowbit.functional import quantize, rms_norm, swiglu
 from lowbit.models.check import check_model
 from lowbit.models.wrap import Wrapper, unwrap_all, wrap, wrapper_of
 from lowbit.report import Report, report_on
@@ -45,6 +45,7 @@ FUNCTIONS = frozenset(
         F.layer_norm, F.rms_norm, F.group_norm,
         F.silu, F.gelu, F.mish, F.softplus, F.elu, F.hardswish,
         torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__,
+        rms_norm, swiglu,
         torch.pow, Tensor.pow, Tensor.__pow__, torch.square, Tensor.square,
     }
 )  # fmt: skip
