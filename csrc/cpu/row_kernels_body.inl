@@ -107,10 +107,10 @@ inline auto dispatch(Dtype dtype, Function function) {
 #include "cpu/quantize/scales.inl"
 #include "cpu/quantize/stats.inl"
 // And these in terms of them.
+#include "cpu/fused/fused.inl"
 #include "cpu/optim/step.inl"
 #include "cpu/optim/sums.inl"
 #include "cpu/optim/weights.inl"
-#include "cpu/fused/fused.inl"
 
 // -- noise (section 7)
 // -------------------------------------------------------------------------------------------------
@@ -200,7 +200,8 @@ void unpack(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes) {
     row_kernels_scalar().unpack(packed + g * bits, groups - g, bits, codes + 8 * g);
 }
 
-constexpr RowKernels kTable{encode,      in_range,    quotients,     slopes,       decode,      block_stats, column_stats,
-                            finite_amax, make_scales, read_scales,   product,      noise,       step,        widen,
-                            narrow,      join24,      split24,       square_sum,   add_squares, sum_terms,   add_terms,
-                            add_products, norm,       norm_gradient, gated, gated_gradient, rotate, pack, unpack};
+constexpr RowKernels kTable{encode,       in_range,       quotients,   slopes,       decode,  block_stats,
+                            column_stats, finite_amax,    make_scales, read_scales,  product, noise,
+                            step,         widen,          narrow,      join24,       split24, square_sum,
+                            add_squares,  sum_terms,      add_terms,   add_products, norm,    norm_gradient,
+                            gated,        gated_gradient, rotate,      pack,         unpack};

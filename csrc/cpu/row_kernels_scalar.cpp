@@ -28,9 +28,9 @@ inline F smaller(F a, F b) { return a < b ? a : b; }
 inline F splat(float x) { return x; }
 inline F root(F x) { return std::sqrt(x); }
 inline F one_nan(F x) { return x == x ? x : float_of(kNan); }
+#include "cpu/fused/fused.inl"
 #include "cpu/optim/rules.inl"
 #include "cpu/optim/sums.inl"
-#include "cpu/fused/fused.inl"
 
 // Calls f(read), where read(i) is the fp32 bits of element i.
 template <class F>
@@ -302,11 +302,11 @@ void unpack(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes) {
 }  // namespace
 
 const RowKernels& row_kernels_scalar() {
-    static constexpr RowKernels table{encode,      in_range,     quotients,   slopes,      decode,        block_stats,
-                                      column_stats, finite_amax, make_scales, read_scales, product,       noise,
-                                      step,        widen,        narrow,      join24,      split24,       square_sum,
-                                      add_squares, sum_terms,    add_terms,   add_products, norm,         norm_gradient,
-                                      gated,       gated_gradient, rotate,    pack,        unpack};
+    static constexpr RowKernels table{encode,       in_range,       quotients,   slopes,       decode,  block_stats,
+                                      column_stats, finite_amax,    make_scales, read_scales,  product, noise,
+                                      step,         widen,          narrow,      join24,       split24, square_sum,
+                                      add_squares,  sum_terms,      add_terms,   add_products, norm,    norm_gradient,
+                                      gated,        gated_gradient, rotate,      pack,         unpack};
     return table;
 }
 

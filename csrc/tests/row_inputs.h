@@ -74,5 +74,7 @@ void test_scales(const char* isa, const RowKernels& kernels);
 void test_noise_and_packing(const char* isa, const RowKernels& kernels);
 void test_step(const char* isa, const RowKernels& kernels, const Input& params, const Input& grads);
 void test_weights(const char* isa, const RowKernels& kernels, const Input& in);
+// Of norms, gates and rotations (row_fused_test.cpp).
+void test_fused(const char* isa, const RowKernels& kernels, const Input& in);
 
 }  // namespace lowbit::cpu::test

@@ -244,6 +244,7 @@ int main(int argc, char** argv) {
         }
         for (const Input& in : inputs) test_stats(name.c_str(), kernels, in);
         for (const Input& in : inputs) test_weights(name.c_str(), kernels, in);
+        for (const Input& in : inputs) test_fused(name.c_str(), kernels, in);
         for (const Input& params : inputs) {
             for (const Input& grads : inputs) test_step(name.c_str(), kernels, params, grads);
         }

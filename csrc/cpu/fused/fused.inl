@@ -85,9 +85,8 @@ void gate_gradient_loop(const float* grad, const float* gate, const float* up, i
 
 void gated_gradient(Activation activation, const float* grad, const float* gate, const float* up, int64_t n,
                     float* grad_gate, float* grad_up) {
-    activation == Activation::kSilu
-        ? gate_gradient_loop<Activation::kSilu>(grad, gate, up, n, grad_gate, grad_up)
-        : gate_gradient_loop<Activation::kGeluTanh>(grad, gate, up, n, grad_gate, grad_up);
+    activation == Activation::kSilu ? gate_gradient_loop<Activation::kSilu>(grad, gate, up, n, grad_gate, grad_up)
+                                    : gate_gradient_loop<Activation::kGeluTanh>(grad, gate, up, n, grad_gate, grad_up);
 }
 
 // -- rotations --------------------------------------------------------------------------------------------------------
