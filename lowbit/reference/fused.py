@@ -13,7 +13,7 @@ __all__ = [
     "rotary", "sum_terms", "swiglu", "swiglu_backward",
 ]  # fmt: skip
 
-#: fp32 nearest 1 / ln 2; ln 2 to 16 bits, and the fp32 nearest the rest.
+#: fp32 nearest 1 / ln 2; the multiple of 2^-16 nearest ln 2, and the fp32 nearest the rest.
 LOG2_E = float.fromhex("0x1.715476p+0")
 HIGH_LN2 = float.fromhex("0x1.62e4p-1")
 LOW_LN2 = float.fromhex("0x1.7f7d1cp-20")

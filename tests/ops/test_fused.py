@@ -352,3 +352,12 @@ def test_what_does_not_fit_is_refused():
     ):  # fmt: skip
         with pytest.raises(error, match=words):
             run()
+
+
+def test_transforms_of_torch_func_accept_the_other_ops_with_gradients():
+    """They go through the same registration."""
+    x, w = numbers(4, 32), numbers(8, 32, seed=1)
+    for function in (lambda x: lb.fake_quantize(x, "int8:row"), lambda x: lb.scaled_mm(x, lb.quantize(w, "int8:row"))):
+        leaf = x.clone().requires_grad_()
+        (wanted,) = torch.autograd.grad(function(leaf).sin().sum(), leaf)
+        assert_same_bits(torch.func.grad(lambda x, f=function: f(x).sin().sum())(x), wanted)
