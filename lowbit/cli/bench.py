@@ -49,6 +49,7 @@ class Suite(str, Enum):
     fit = "fit"
     adapters = "adapters"
     plans = "plans"
+    finetune = "finetune"
     evidence = "evidence"
     distributed = "distributed"
     gpu_kernels = "kernels"
@@ -68,6 +69,7 @@ def bench(
             "technique. handwritten: everything on a hand-written transformer. claims: common "
             "statements, measured. fit: plans within a budget. adapters: plans with LoRA adapters. plans: plans for "
             "large models on GPUs that this machine lacks. "
+            "finetune: SmolLM2 fine-tuned within memory limits, next to other programs. "
             "training: memory and time per training recipe. "
             "evidence: final losses with paired seeds. distributed: compressed gradients on two "
             "processes. kernels: GPU kernels, compiled without a GPU. host: host time of a layer on a GPU. qat, "
@@ -86,8 +88,8 @@ def bench(
     text: Annotated[
         Path | None,
         typer.Option(
-            help="Suites generation, gguf and engines: a UTF-8 text file. Default of engines: the documentation in "
-            "this Python.",
+            help="Suites generation, gguf, finetune and engines: a UTF-8 text file. Default of engines: the "
+            "documentation in this Python.",
             show_default=False,
         ),
     ] = None,
@@ -116,22 +118,27 @@ def bench(
         raise ValueError(
             f"--device expects cpu, or for the suite 'memory' cuda or h200, got {device!r} for {suite.value!r}"
         )
-    if text is None if suite in (Suite.generation, Suite.gguf) else text is not None and suite is not Suite.engines:
+    needs_text = suite in (Suite.generation, Suite.gguf, Suite.finetune)
+    if text is None if needs_text else text is not None and suite is not Suite.engines:
         raise ValueError(
-            f"--text is required by the suites 'generation' and 'gguf', and an option of 'engines', got {text} for "
-            f"{suite.value!r}"
+            f"--text is required by the suites 'generation', 'gguf' and 'finetune', and an option of 'engines', got "
+            f"{text} for {suite.value!r}"
         )
     if (calibration_text is None) == (suite is Suite.gguf):
         raise ValueError(f"--calibration-text is required by the suite 'gguf' only, got {calibration_text}")
     if cache is not None and suite is not Suite.gpu_kernels:
         raise ValueError(f"--cache applies only to the suite 'kernels', got {cache} for {suite.value!r}")
     if suite is not Suite.ops:
-        options: dict[str, Any] = {"only": only} if only and suite in (Suite.evidence, Suite.engines) else {}
-        if (only and not options) or (quick and suite is not Suite.gpu_kernels) or list_only or json:
+        selects = suite in (Suite.evidence, Suite.engines, Suite.finetune)
+        options: dict[str, Any] = {"only": only} if only and selects else {}
+        is_short = suite in (Suite.gpu_kernels, Suite.finetune)
+        if (only and not selects) or (quick and not is_short) or list_only or json:
             raise ValueError(
-                f"--list and --json apply to the suite 'ops', --quick to 'ops' and 'kernels', --only to 'ops', "
-                f"'evidence' and 'engines'; leave them out for {suite.value!r}"
+                f"--list and --json apply to the suite 'ops', --quick to 'ops', 'kernels' and 'finetune', --only to "
+                f"'ops', 'evidence', 'engines' and 'finetune'; leave them out for {suite.value!r}"
             )
+        if suite is Suite.finetune:
+            options["quick"] = quick
         if suite is Suite.gpu_kernels:
             options = {"cache_directory": cache or directory / "kernels", "workers": workers, "quick": quick}
         if suite is Suite.memory:

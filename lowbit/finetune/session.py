@@ -30,7 +30,7 @@ from lowbit.plan.settings import TrainingSettings
 from lowbit.train import convert_, unmixed_
 from lowbit.user_warnings import warn
 
-__all__ = ["STATE", "History", "Session", "TuneConfig", "add_adapters", "first_batch"]
+__all__ = ["STATE", "History", "Session", "TuneConfig", "add_adapters", "first_batch", "held_out_loss"]
 
 #: File name of a run's state.
 STATE = "checkpoint.pt"
@@ -202,24 +202,10 @@ class Session:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         nn.utils.clip_grad_norm_(parameters, self.config.clip)
 
-    @torch.no_grad()
     def _evaluate(self) -> None:
-        """Append the mean held-out loss per token, of the rows of a micro-batch at a time."""
-        count = min(self.config.eval_rows, len(self.held_out["input_ids"]))
         size = -(-self.config.rows // self.run.settings.micro_batches)
-        chosen = torch.linspace(0, len(self.held_out["input_ids"]) - 1, count).round().long()
-        total, tokens = 0.0, 0
-        self.model.eval()
-        for index in chosen.split(size):
-            part = {name: values[index] for name, values in self.held_out.items()}
-            number = int((part["labels"][:, 1:] != IGNORED).sum())
-            if number:
-                total += float(self.model(**_on(self.model, part)).loss) * number
-                tokens += number
-        self.model.train()
-        if not tokens:
-            raise ValueError("no held-out token is trained on; give more documents, or --held-out FILE")
-        self.history.held_out.append((self.step, total / tokens))
+        loss = held_out_loss(self.model, self.held_out, self.config.eval_rows, size)
+        self.history.held_out.append((self.step, loss))
 
     # -- files ---------------------------------------------------------------------------------------------------------
     def save(self) -> None:
@@ -276,6 +262,35 @@ class Session:
         model.config.use_cache = True
         model.eval().save_pretrained(directory)
         tokenizer.save_pretrained(directory)
+
+
+@torch.no_grad()
+def held_out_loss(model: Any, rows: Batch, most: int, size: int) -> float:
+    """The mean loss per token of at most ``most`` rows, evenly spaced, in nats.
+
+    Args:
+        model: A causal model of transformers. It is in training mode afterwards.
+        rows: The rows.
+        most: The most rows.
+        size: Rows of a forward pass.
+
+    Raises:
+        ValueError: No token is trained on.
+    """
+    count = min(most, len(rows["input_ids"]))
+    chosen = torch.linspace(0, len(rows["input_ids"]) - 1, count).round().long()
+    total, tokens = 0.0, 0
+    model.eval()
+    for index in chosen.split(size):
+        part = {name: values[index] for name, values in rows.items()}
+        number = int((part["labels"][:, 1:] != IGNORED).sum())
+        if number:
+            total += float(model(**_on(model, part)).loss) * number
+            tokens += number
+    model.train()
+    if not tokens:
+        raise ValueError("no held-out token is trained on; give more documents, or --held-out FILE")
+    return total / tokens
 
 
 def rows_of(model: Any, documents: list[Document]) -> type[Packed] | type[Padded]:
