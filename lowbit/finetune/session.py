@@ -25,6 +25,7 @@ from lowbit.finetune.texts import Document
 from lowbit.interrupts import Interrupted, stop_on_signals
 from lowbit.memory import rss
 from lowbit.plan import TrainingPlan
+from lowbit.plan.adapters import lora_config
 from lowbit.plan.fitting.run import Run
 from lowbit.plan.settings import TrainingSettings
 from lowbit.train import convert_, unmixed_
@@ -106,13 +107,12 @@ class History:
 
 def add_adapters(model: nn.Module, rank: int, seed: int = 0) -> nn.Module:
     """A model of peft with LoRA adapters of ``rank`` on all Linears but the head; the base is frozen."""
-    try:
-        import peft
-    except ImportError:
-        raise ImportError("adapters need peft; pip install peft") from None
+    config = lora_config(rank)
+    config.target_modules, config.task_type = "all-linear", "CAUSAL_LM"
+    from peft import get_peft_model
+
     torch.manual_seed(seed)
-    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    adapted: nn.Module = peft.get_peft_model(model, config)
+    adapted: nn.Module = get_peft_model(model, config)
     return adapted
 
 

@@ -28,7 +28,7 @@ from lowbit.nn.linear import QuantLinear
 from lowbit.recipes import layer_recipes
 from lowbit.torch_private import is_fake
 
-__all__ = ["RANK", "adapters_in", "add_adapters_", "has_frozen_matrices", "quantize_base_", "rank_of"]
+__all__ = ["RANK", "adapters_in", "add_adapters_", "has_frozen_matrices", "lora_config", "quantize_base_", "rank_of"]
 
 #: The default rank, and the quotient of ``lora_alpha`` and rank.
 RANK, _ALPHA = 16, 2
@@ -78,7 +78,19 @@ def rank_of(adapters: int | str) -> int:
     """Return the rank of adapters of ``TrainingSettings``."""
     if isinstance(adapters, int):
         return adapters
-    return int(_config(adapters).r)
+    return int(lora_config(adapters).r)
+
+
+def lora_config(adapters: int | str) -> Any:
+    """Return the LoraConfig of adapters of ``TrainingSettings``, for a rank with an alpha of twice the rank.
+
+    Raises:
+        ImportError: peft is not installed.
+    """
+    config = _peft().LoraConfig
+    if isinstance(adapters, int):
+        return config(r=adapters, lora_alpha=_ALPHA * adapters)
+    return config(**deepcopy(json.loads(adapters)))
 
 
 def add_adapters_(model: nn.Module, adapters: int | str) -> None:
@@ -95,7 +107,7 @@ def add_adapters_(model: nn.Module, adapters: int | str) -> None:
     peft = _peft()
     if has_adapters(model):
         raise ValueError(f"this {type(model).__name__} already has adapters; plan for it without adapters=")
-    config = _config(adapters)
+    config = lora_config(adapters)
     _split_(model)
     if config.target_modules in (None, "all-linear"):
         config.target_modules = set(_targets(model))
@@ -150,13 +162,6 @@ def save_adapters(model: nn.Module, directory: Path) -> None:
     config.inference_mode = True
     config.base_model_name_or_path = getattr(model, "name_or_path", None) or None
     config.save_pretrained(directory)
-
-
-def _config(adapters: int | str) -> Any:
-    config = _peft().LoraConfig
-    if isinstance(adapters, int):
-        return config(r=adapters, lora_alpha=_ALPHA * adapters)
-    return config(**deepcopy(json.loads(adapters)))
 
 
 def _targets(model: nn.Module) -> Iterator[str]:
