@@ -36,7 +36,7 @@ COMBINATIONS = {
     ),
     "base recipe": Combination(
         "a quantized base", "a training recipe such as fp8", "both quantize the frozen layers",
-        "use one of them", raises=False,
+        "use one of them",
     ),
     "fused loss fully_shard": Combination(
         "lb.memory.fuse_loss_ of a hand-written model", "fully_shard",
@@ -145,8 +145,8 @@ COMBINATIONS = {
         "estimate with the plain optimizer, and subtract its states (by_kind has their bytes)",
     ),
     "memory strategy": Combination(
-        "lowbit train --memory", "--strategy, several processes", "it plans a run in one process",
-        "train in one process, without torchrun; lowbit fit --gpus plans runs in several processes",
+        "lowbit train --memory without MODEL", "--strategy, several processes", "it plans a run in one process",
+        "train in one process, without torchrun; lowbit train MODEL and lowbit fit --gpus plan for several",
     ),
     "tail strategy": Combination(
         "lowbit train --tail", "--strategy, several processes", "it changes the training state in the last steps",

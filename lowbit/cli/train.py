@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from lowbit.cli.console import errors, out, print_error, print_json
+from lowbit.cli.console import errors, out, print_json
+from lowbit.cli.processes import lock, make_writable, needs_torchrun, process_group
 from lowbit.cli.tune import ADAPTERS, HELD_OUT, MODEL_HELP, OF_MODEL, TEXT, refuse_options, set_options, tune_command
 from lowbit.combinations import refusal
-from lowbit.demo import experiment, planned, report, torchrun
+from lowbit.demo import experiment, planned, report
 from lowbit.demo.config import OUTSIDE, TrainConfig
 from lowbit.demo.data import Corpus
 from lowbit.demo.explain import HEAD, SAYS, Held, held, one_by_one, written
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.demo.loop import PROFILED, Trainer
-from lowbit.demo.torchrun import STRATEGIES
 from lowbit.dist_utils import launched
-from lowbit.files import exclusive
+from lowbit.distributed import torchrun
+from lowbit.distributed.torchrun import STRATEGIES
 from lowbit.interrupts import Interrupted
 from lowbit.machine import float_precision
 from lowbit.plan import TrainingPlan
@@ -86,9 +84,6 @@ _STRATEGY = f"Sharding strategy of the processes started by torchrun: {', '.join
 _TIMEOUT = "Seconds that a process waits for the other processes before the run fails."
 _WATCH = "Every N steps, record the quantization error of each layer and operand; 0: never."
 
-#: Seconds between a SIGTERM outside of training and the end of the process.
-_GRACE = 2.0
-
 
 def train(
     context: typer.Context,
@@ -137,15 +132,18 @@ def train(
     Ctrl-C finishes the step and saves; --resume continues, bit-identical to an uninterrupted run. Start it with
     torchrun to train on several processes.
     """
-    if model is not None:
-        tune_command(context, model, text, held_out)
-        return
-    refuse_options(context, OF_MODEL, "applies to lowbit train MODEL; the demo's text is --data")
+    if model is None:
+        refuse_options(context, OF_MODEL, "applies to lowbit train MODEL; the demo's text is --data")
     if strategy is not None and not launched():
-        raise ValueError(_needs_torchrun(f"--strategy {strategy}"))
+        raise ValueError(needs_torchrun(f"--strategy {strategy}"))
+    if model is not None:
+        device = torchrun.device()
+        with process_group(timeout, device) if launched() else nullcontext():
+            tune_command(context, model, text, held_out, device)
+        return
     if strategy is None and launched() and int(os.environ["WORLD_SIZE"]) > 1:
         strategy = "ddp"
-    with _process_group(timeout) if launched() else nullcontext():
+    with process_group(timeout, torch.device("cpu")) if launched() else nullcontext():
         precisions = tuple(dict.fromkeys(precision or (float_precision(), "fp8")))
         outside = next((name for name in precisions if name in OUTSIDE), float_precision())
         settings = experiment.RunSettings(
@@ -177,46 +175,6 @@ def train(
 train.__doc__ = f"{train.__doc__}\n{EPILOG}"
 
 
-def _needs_torchrun(subject: str) -> str:
-    return (
-        f"{subject} needs several processes; start them with torchrun --nproc-per-node 2 -m lowbit train and the same "
-        "options"
-    )
-
-
-@contextmanager
-def _process_group(timeout: float) -> Iterator[None]:
-    """Join the processes that torchrun started; only the first prints. An error ends the process.
-
-    An error that all processes raise is printed once.
-    """
-    before = signal.signal(signal.SIGTERM, _end_soon)
-    is_news: Callable[[Exception], bool] = lambda _: True  # until the group exists
-    try:
-        with torchrun.joined(timeout) as is_news:
-            for console in (out, errors):
-                console.quiet = torchrun.rank() > 0
-            yield
-    except typer.Exit:
-        raise
-    except Exception as error:
-        errors.quiet = False
-        if is_news(error):
-            print_error(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # sys.exit could hang or abort: threads of the group may wait for a lost process
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _end_soon(*_: object) -> None:
-    """End this process after a delay: torchrun sends SIGTERM when a process fails, and this one may know the cause."""
-    timer = threading.Timer(_GRACE, os._exit, (128 + signal.SIGTERM,))
-    timer.daemon = True
-    timer.start()
-
-
 def _demo(settings: experiment.RunSettings, directory: Path, resume: bool, overwrite: bool, json: bool) -> None:
     """Train, save and report. Only the first process writes to ``directory``."""
     warning = report.without_plots()
@@ -226,14 +184,8 @@ def _demo(settings: experiment.RunSettings, directory: Path, resume: bool, overw
     if not resume:
         experiment.check(settings, corpus, directory)
     with ExitStack() as locks:
-        torchrun.first(lambda: _lock(directory, locks), "whether another run has the directory")
+        torchrun.first(lambda: lock(directory, locks), "whether another run has the directory")
         _run_locked(settings, corpus, directory, resume, overwrite, json)
-
-
-def _lock(directory: Path, locks: ExitStack) -> None:
-    """Keep other runs out of ``directory``. Raises BlockingIOError if another run writes to it, or OSError."""
-    _make_writable(directory)
-    locks.enter_context(exclusive(directory, "lowbit train --out"))
 
 
 def _run_locked(
@@ -295,7 +247,7 @@ def _require_free(settings: experiment.RunSettings, directory: Path, overwrite: 
         ValueError: A run would be overwritten without ``overwrite``, or files that lowbit train did not write.
         OSError: The directory is not writable.
     """
-    _make_writable(directory)
+    make_writable(directory)
     if not (directory / "settings.json").exists():
         _require_no_files(settings, directory)
         return
@@ -304,20 +256,6 @@ def _require_free(settings: experiment.RunSettings, directory: Path, overwrite: 
         finished = (directory / "report.md").exists()
         state, resume = ("a finished", "") if finished else ("an unfinished", "--resume to continue it, ")
         raise ValueError(f"{directory} holds {state} run; add {resume}--overwrite to start over, or pass another --out")
-
-
-def _make_writable(directory: Path) -> None:
-    """Create ``directory`` and write to it. Raises OSError if that fails."""
-    if directory.is_file():
-        raise NotADirectoryError(f"{directory} is a file; pass a directory with --out")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise type(error)(
-            f"cannot write to {directory} ({error.strerror}); pass another directory with --out"
-        ) from None
 
 
 def _require_no_files(settings: experiment.RunSettings, directory: Path) -> None:
@@ -339,7 +277,7 @@ def _resumed(context: typer.Context, requested: experiment.RunSettings, director
     """The saved settings. Raises ValueError if an option of the command line differs from them."""
     saved = experiment.RunSettings.load(directory)
     if saved.strategy is not None and not launched():
-        raise ValueError(_needs_torchrun(f"the run in {directory}, with --strategy {saved.strategy},"))
+        raise ValueError(needs_torchrun(f"the run in {directory}, with --strategy {saved.strategy},"))
     if saved.strategy is None and requested.strategy is not None:
         raise ValueError(f"the run in {directory} has one process; resume with lowbit train --resume, without torchrun")
     options = set_options(context) - {"directory", "resume", "overwrite", "json", "timeout"}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,27 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from lowbit.cli.console import errors, out, print_json
 from lowbit.cli.models import MODEL as PATHS
 from lowbit.cli.models import Dtype, cast_, load, load_float
+from lowbit.cli.processes import lock
 from lowbit.convert.engine import quantized_layers
-from lowbit.demo import torchrun
-from lowbit.files import exclusive, read_json, write_json
+from lowbit.dist_utils import processes
+from lowbit.distributed import torchrun
+from lowbit.distributed.checkpoint import remove
+from lowbit.files import read_json, shown, write_json
 from lowbit.finetune import report
-from lowbit.finetune.session import STATE, Session, TuneConfig, add_adapters, first_batch
+from lowbit.finetune.session import (
+    SHARED_STATE,
+    STATE,
+    Session,
+    TuneConfig,
+    add_adapters,
+    check_pairs,
+    first_batch,
+)
 from lowbit.finetune.texts import Document, read, split
 from lowbit.interop import tokenizer_of
 from lowbit.interrupts import Interrupted
-from lowbit.plan import TrainingPlan, fit
+from lowbit.machine import float_precision
+from lowbit.plan import TECHNIQUES, TrainingPlan, fit
 from lowbit.plan.fitting.choices import words
 from lowbit.progress import bar as planning_bar
 from lowbit.sizes import amount, budget_in
@@ -45,24 +58,86 @@ ADAPTERS = "With MODEL: train LoRA adapters of this rank, also on a quantized mo
 OF_MODEL = ("text", "held_out", "adapters")
 _WITH_MODEL = {
     "model", *OF_MODEL, "directory", "memory", "resume", "overwrite", "json", "steps", "batch", "length", "lr", "seed",
-    "eval_every", "save_every",
+    "eval_every", "save_every", "precision", "watch", "tail", "strategy", "timeout",
 }  # fmt: skip
 
+#: Options that are settings of the training, by their names in ``TuneConfig``.
+_CONFIG = {
+    "rows": "batch",
+    **{
+        name: name
+        for name in ("steps", "length", "lr", "seed", "adapters", "eval_every", "save_every", "watch", "tail")
+    },
+}
 
-def tune_command(context: typer.Context, model: Path, text: Path | None, held_out: Path | None) -> None:
-    """Fine-tune ``model``; options that are not set have the defaults of ``TuneConfig``."""
+
+@dataclass(frozen=True)
+class Asked:
+    """A run that is asked for.
+
+    Attributes:
+        model: Path of the model.
+        text: File to train on.
+        held_out: File for the held-out loss; None: a part of ``text``.
+        config: Settings of the training.
+        memory: Budget of a step in each process, for a plan; None: no plan.
+        strategy: Sharding strategy; None: one process, or the choice of a plan.
+        directory: Directory of the results.
+    """
+
+    model: Path
+    text: Path
+    held_out: Path | None
+    config: TuneConfig
+    memory: str | None
+    strategy: str | None
+    directory: Path
+
+    def values(self) -> dict[str, Any]:
+        """The settings that a resumed run must have, as JSON values."""
+        return {
+            "model": str(self.model.resolve()), "text": str(self.text.resolve()), "memory": self.memory,
+            "held_out": None if self.held_out is None else str(self.held_out.resolve()), "strategy": self.strategy,
+            "config": asdict(self.config),
+        }  # fmt: skip
+
+
+def tune_command(
+    context: typer.Context, model: Path, text: Path | None, held_out: Path | None, device: torch.device
+) -> None:
+    """Fine-tune ``model`` on ``device``; options that are not set have the defaults of ``TuneConfig``."""
     refuse_options(context, sorted(context.params.keys() - _WITH_MODEL), "applies to the demo, not to MODEL")
     if text is None:
         raise ValueError(f"lowbit train {model} expects --text FILE: UTF-8 text, .jsonl, or token ids")
-    names = {
-        "batch": "rows",
-        **{name: name for name in ("steps", "length", "lr", "seed", "adapters", "eval_every", "save_every")},
-    }
-    config = TuneConfig(**{names[name]: context.params[name] for name in set_options(context) & names.keys()})
-    params = context.params
-    directory = params["directory"] if "directory" in set_options(context) else Path("out/train")
-    flags = {name: params[name] for name in ("resume", "overwrite", "json")}
-    tune(model, text, held_out, config, params["memory"], directory, **flags)
+    params, given = context.params, set_options(context)
+    values = {name: params[option] for name, option in _CONFIG.items() if option in given}
+    precisions = params["precision"] or [None]
+    if len(precisions) > 1:
+        raise ValueError(f"--precision is given {len(precisions)} times; MODEL is trained once, so give one")
+    config = TuneConfig(precision=precisions[0], outside=float_precision(), **values)
+    memory, strategy = params["memory"], params["strategy"]
+    if memory is not None:
+        budget_in(memory, "--memory")  # raises before the model is loaded
+        _check_precision(config.precision)
+    if strategy is not None and strategy not in torchrun.STRATEGIES:
+        raise ValueError(f"--strategy must be one of {', '.join(torchrun.STRATEGIES)}, got {shown(strategy)}")
+    if strategy is None and memory is None and processes() > 1:
+        strategy = "ddp"
+    directory = params["directory"] if "directory" in given else Path("out/train")
+    asked = Asked(model, text, held_out, config, memory, strategy, directory)
+    check_pairs(config, planned=memory is not None, shared=processes() > 1)
+    with ExitStack() as locks:
+        torchrun.first(lambda: lock(directory, locks), "whether another run has the directory")
+        tune(asked, device, **{name: params[name] for name in ("resume", "overwrite", "json")})
+
+
+def _check_precision(precision: str | None) -> None:
+    """Raise ValueError for a precision that plans do not know."""
+    known = [row.name for row in TECHNIQUES["precision"]]
+    if precision is not None and precision not in known:
+        raise ValueError(
+            f"--precision {precision} with --memory: plans know {', '.join(known)}; give one of them, or drop --memory"
+        )
 
 
 def set_options(context: typer.Context) -> set[str]:
@@ -80,39 +155,33 @@ def refuse_options(context: typer.Context, names: Iterable[str], why: str) -> No
 
 
 def tune(
-    model: Path, text: Path, held_out: Path | None, config: TuneConfig, memory: str | None, directory: Path, *,
-    resume: bool = False, overwrite: bool = False, json: bool = False,
-) -> None:  # fmt: skip
-    """Fine-tune ``model`` on ``text`` and write the result to ``directory``.
+    asked: Asked, device: torch.device, *, resume: bool = False, overwrite: bool = False, json: bool = False
+) -> None:
+    """Fine-tune a model and write the result to a directory. All processes call it, and the first one writes.
 
     Raises:
-        ValueError: The model, the text or the budget does not fit, or ``directory`` has another run.
+        ValueError: The model, the text or the budget does not fit, or the directory has another run.
     """
-    if memory is not None:
-        budget_in(memory, "--memory")  # raises before the model is loaded
-    directory.mkdir(parents=True, exist_ok=True)
-    with exclusive(directory, "lowbit train --out"):
-        request = {
-            "model": str(model.resolve()), "text": str(text.resolve()), "memory": memory,
-            "held_out": None if held_out is None else str(held_out.resolve()), "config": asdict(config),
-        }  # fmt: skip
-        _check_directory(directory, request, resume, overwrite)
-        tokenizer = tokenizer_of(model)
-        documents = read(text, tokenizer)
-        train, held = (
-            (documents, read(held_out, tokenizer)) if held_out is not None else split(documents, config.length)
-        )
-        trained = _model(model, config).to("cuda" if torch.cuda.is_available() else "cpu")
-        plan = None if memory is None else _planned(trained, train, config, memory, directory / PLAN)
-        write_json(directory / SETTINGS, request)
-        session = Session(trained, train, held, config, directory, plan)
-        if resume:
-            session.load()
-        _run(session)
-        if config.adapters:
-            trained.save_pretrained(directory / ADAPTER)
-        session.write_model(directory / MODEL, tokenizer)
-        path = report.write(session, directory, torchrun.command(sys.argv[1:]))
+    config, directory = asked.config, asked.directory
+    request = asked.values()
+    torchrun.first(lambda: _check_directory(directory, request, resume, overwrite), "whether the directory is free")
+    tokenizer = tokenizer_of(asked.model)
+    documents = read(asked.text, tokenizer)
+    train, held = (
+        (documents, read(asked.held_out, tokenizer)) if asked.held_out is not None else split(documents, config.length)
+    )
+    torchrun.share(config.rows)
+    trained = _model(asked.model, config).to(device)
+    plan = None if asked.memory is None else _planned(trained, train, asked)
+    torchrun.first(lambda: write_json(directory / SETTINGS, request), "whether the settings are written")
+    session = Session(trained, train, held, config, directory, plan, asked.strategy)
+    if resume:
+        session.load()
+    _run(session)
+    session.write_model(directory / MODEL, tokenizer, directory / ADAPTER if config.adapters else None)
+    if torchrun.rank() > 0:
+        return
+    path = report.write(session, directory, torchrun.command(sys.argv[1:]))
     if json:
         print_json(report.numbers(session))
         return
@@ -145,8 +214,9 @@ def _check_directory(directory: Path, request: dict[str, Any], resume: bool, ove
     elif not overwrite:
         raise ValueError(f"{directory} holds a run; add --resume to continue it, or --overwrite to start over")
     else:
-        for name in (STATE, PLAN):
+        for name in (STATE, PLAN, *report.WATCHED):
             (directory / name).unlink(missing_ok=True)
+        remove(directory / SHARED_STATE)
 
 
 def _model(path: Path, config: TuneConfig) -> Any:
@@ -162,15 +232,22 @@ def _model(path: Path, config: TuneConfig) -> Any:
     return add_adapters(model, config.adapters, config.seed).train()
 
 
-def _planned(model: Any, train: list[Document], config: TuneConfig, memory: str, path: Path) -> TrainingPlan:
-    """The saved plan, or a new one, printed to standard error."""
-    if path.exists():
+def _planned(model: Any, train: list[Document], asked: Asked) -> TrainingPlan:
+    """The saved plan, or a new one for this number of processes, printed to standard error."""
+    assert asked.memory is not None
+    path, config = asked.directory / PLAN, asked.config
+    if torchrun.first(path.exists, "whether there is a plan"):
         plan = TrainingPlan.load(path)
     else:
+        require = [name for name in (config.precision, asked.strategy) if name is not None]
         with planning_bar("planning") as progress:
-            plan = fit(model, first_batch(model, train, config), memory, progress=progress)
-        plan.save(path)
-    peak = f"predicted peak {amount(plan.peak_bytes)} of {amount(plan.budget)}"
+            plan = fit(
+                model, first_batch(model, train, config), asked.memory, require=require, gpus=processes(),
+                progress=progress,
+            )  # fmt: skip
+        torchrun.first(lambda: plan.save(path), "whether the plan is saved")
+    each = " in each process" if processes() > 1 else ""
+    peak = f"predicted peak {amount(plan.peak_bytes)} of {amount(plan.budget)}{each}"
     errors.print(f"{words(plan.settings)}; {peak}", soft_wrap=True)
     return plan
 

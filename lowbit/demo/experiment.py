@@ -20,15 +20,16 @@ from torch import nn
 
 from lowbit.combinations import refusal
 from lowbit.convert import model_bytes, prepack_, quantize_
-from lowbit.demo import optimizers, tokenizer, torchrun
+from lowbit.demo import optimizers, tokenizer
 from lowbit.demo.config import FLOATS, OUTSIDE, TrainConfig
 from lowbit.demo.data import Corpus
 from lowbit.demo.explain import Held
 from lowbit.demo.gpt import GPT, GPTConfig, generate
 from lowbit.demo.loop import SHARED_STATE, STATE, Trainer
 from lowbit.demo.step import evaluate
-from lowbit.demo.torchrun import STRATEGIES
+from lowbit.distributed import torchrun
 from lowbit.distributed.checkpoint import remove
+from lowbit.distributed.torchrun import STRATEGIES
 from lowbit.files import read_json, shown, write_json
 from lowbit.optim.shards import whole
 from lowbit.plan import TrainingPlan

@@ -10,7 +10,7 @@ import io
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,13 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowbit import distributed
-from lowbit.demo import torchrun
 from lowbit.demo.config import FLOATS, OUTSIDE, TrainConfig
 from lowbit.demo.data import Corpus
 from lowbit.demo.optimizers import find
 from lowbit.demo.step import arrange_, evaluate, loss_of, optimizer_of, update
-from lowbit.dist_utils import everywhere, gathered, processes
+from lowbit.dist_utils import processes
+from lowbit.distributed import STRATEGIES, shard_, torchrun
 from lowbit.distributed.checkpoint import saved
 from lowbit.files import read_checked, write_checked
 from lowbit.interrupts import Interrupted, stop_on_signals
@@ -42,7 +41,6 @@ from lowbit.train import (
     watch,
 )
 from lowbit.train.micro_batches import micro_batches
-from lowbit.user_warnings import warn
 
 __all__ = [
     "FLOATS",
@@ -111,8 +109,7 @@ class Trainer:
     ) -> None:
         self.model, self.corpus, self.config, self.plan, self.strategy = model, corpus, config, plan, strategy
         self.path, self._directory = directory / (STATE if strategy is None else SHARED_STATE), str(directory)
-        self._waits = torchrun.Waits("", "", "") if strategy is None else torchrun.waits_of(strategy)
-        self._share = slice(None) if strategy is None else torchrun.share(config.batch)
+        self._together = torchrun.Together(strategy, config.batch, self.path)
         self._settings = TrainingSettings() if plan is None else plan.settings
         self.prepared = arrange_(model, config)
         prepare_model_(model, self._settings)
@@ -123,7 +120,7 @@ class Trainer:
         self._called = model
         if strategy is not None:
             with torchrun.waiting("the broadcast of parameters"):
-                self._called, self.optimizer = distributed.shard_(model, self.optimizer, strategy)
+                self._called, self.optimizer = shard_(model, self.optimizer, strategy)
         self.scaler = LossScaler(enabled=config.floats == "fp16")
         #: Updates the training state of a recipe; None without a recipe, and in the tail.
         self.attached = None if config.recipe is None else state(model).attach(self.optimizer)
@@ -132,7 +129,7 @@ class Trainer:
         self.history = History()
         self.memory: Profile | None = None
         self._profiles = profile_memory or plan is not None
-        self.step = self._saved_step = 0
+        self.step = 0
 
     @property
     def saved(self) -> bool:
@@ -140,18 +137,7 @@ class Trainer:
         return torchrun.first(lambda: saved(self.path), "whether there is a state")
 
     def _waiting(self, collective: str) -> AbstractContextManager[None]:
-        """Context of a collective: if a process is lost, the error names the collective and the saved steps."""
-        if self.strategy is None or not collective:
-            return nullcontext()
-        state = f"{self._saved_step} steps are saved in {self.path}" if self._saved_step else "no step is saved yet"
-        return torchrun.waiting(f"{collective} in step {self.step}", f"{state}; ")
-
-    def _anywhere(self, stopped: bool) -> bool:
-        """Whether any process received a signal, so that all processes stop after the same step."""
-        if self.strategy is None:
-            return stopped
-        with self._waiting("the all-reduce that agrees on going on"):
-            return not everywhere(not stopped)
+        return self._together.waiting(collective, self.step)
 
     def run(self, on_step: Callable[[Trainer], None] = lambda _: None) -> History:
         """Train until ``config.steps``, and call ``on_step`` after each step.
@@ -171,12 +157,14 @@ class Trainer:
                 else:
                     self._train_step()
                 on_step(self)
-                stop = self._anywhere(stopped())  # once per step: a signal during a save stops after the next step
+                stop = self._together.anywhere(
+                    stopped(), self.step
+                )  # once per step: a signal during a save stops after the next step
                 if stop or self.step % self.config.save_every == 0 or self.step == self.config.steps:
                     self.save()
                 if stop:
                     break
-            stop = self._anywhere(stopped())
+            stop = self._together.anywhere(stopped(), self.step)
         if stop:
             raise Interrupted(self.step, self.path)
         return self.history
@@ -197,7 +185,7 @@ class Trainer:
         if self.step >= config.tail_begins:
             self._begin_tail()
         batch = self.corpus.batch(self.step, config.batch, config.context, config.seed)
-        inputs_BT, targets_BT = (part[self._share] for part in batch)
+        inputs_BT, targets_BT = (part[self._together.share] for part in batch)
 
         def recompute() -> Tensor:
             scaled: Tensor = self.scaler.scale(loss_of(self.model, inputs_BT, targets_BT))
@@ -206,12 +194,12 @@ class Trainer:
         with offloading(self._settings, self._directory):
             parts = micro_batches((inputs_BT, targets_BT), self._settings.micro_batches)
             losses = [self._backward(inputs, targets, weight) for (inputs, targets), weight in parts]
-        self.history.train.append(self._mean(sum(losses)))
+        self.history.train.append(self._together.mean(sum(losses), self.step))
         if config.floats != "fp16" and not math.isfinite(self.history.train[-1]):  # before the update
             self._fail(f"the loss at step {self.step} is {self.history.train[-1]}", recompute)
         for group in self.optimizer.param_groups:
             group["lr"] = config.lr_at(self.step) * find(config.optimizer).lr
-        with self._waiting(self._waits.update):
+        with self._waiting(self._together.waits.update):
             update(self.model, self.optimizer, self.scaler, config.clip)
         skipped = self.scaler.skipped > self.history.skipped
         self.history.skipped = self.scaler.skipped
@@ -227,23 +215,15 @@ class Trainer:
 
     def _backward(self, inputs_BT: Tensor, targets_BT: Tensor, weight: float) -> float:
         """Forward and backward of a micro-batch; returns its weighted loss."""
-        with self._waiting(self._waits.forward):
+        with self._waiting(self._together.waits.forward):
             loss = weight * loss_of(self._called, inputs_BT, targets_BT)
-        with self._waiting(self._waits.backward):
+        with self._waiting(self._together.waits.backward):
             torch.autograd.backward(self.scaler.scale(loss))
         return loss.item()
 
-    def _mean(self, loss: float) -> float:
-        """The loss of the whole batch, of which each process has an equal share."""
-        if self.strategy is None:
-            return loss
-        with self._waiting("the all-gather of losses"):
-            losses = gathered(torch.tensor(loss, dtype=torch.float64))
-        return sum(map(float, losses)) / len(losses)
-
     def _held_out_loss(self) -> float:
         """The held-out loss in the run's precision, with the rows of a micro-batch at a time; not distributed."""
-        with self._waiting(self._waits.forward):
+        with self._waiting(self._together.waits.forward):
             return evaluate(self.model, self.windows, -(-self.config.batch // self._settings.micro_batches))
 
     def _fail(self, problem: str, recompute: Callable[[], Any]) -> NoReturn:
@@ -257,7 +237,7 @@ class Trainer:
 
     def _find_nonfinite(self, recompute: Callable[[], Any]) -> object:
         """The first tensor that is not finite, of the first process that has one."""
-        if self.strategy is not None and distributed.STRATEGIES[self.strategy].gathered:
+        if self.strategy is not None and STRATEGIES[self.strategy].gathered:
             return None  # the search stops in the middle of a step, and other processes would wait for its collectives
         causes: list[object] = [find_nonfinite(self.model, recompute)]
         if processes() > 1:
@@ -300,15 +280,11 @@ class Trainer:
 
     def _save_together(self) -> None:
         try:
-            with self._waiting("the checkpoint"):
-                distributed.save(
-                    self.path, self._called, self.optimizer, scaler=self.scaler, processes=processes(), **self._values()
-                )
+            self._together.save(self._called, self.optimizer, scaler=self.scaler, **self._values())
         except torchrun.Lost:
             raise
         except RuntimeError as error:
             raise RuntimeError(f"{self.path}: {self._unsaved(error, 'the checkpoint')}") from error
-        self._saved_step = self.step
 
     def _unsaved(self, reason: object, size: str) -> str:
         before = "the state that was saved before it is whole" if saved(self.path) else "none was saved before it"
@@ -336,14 +312,7 @@ class Trainer:
                 this run is.
         """
         if self.strategy is not None:
-            with self._waiting("the checkpoint"):
-                state = distributed.load(self.path, self._called, self.optimizer, scaler=self.scaler)
-            self._check(state)
-            if state["processes"] != processes():
-                warn(
-                    f"{self.path} was saved by {state['processes']} processes, and {processes()} continue: gradients "
-                    f"are summed in another order, and random bits differ, so the run is not bit-identical"
-                )
+            state = self._together.load(self._called, self.optimizer, self._check, scaler=self.scaler)
             self._continue(state)
             return
         if not self.path.exists():
@@ -375,7 +344,6 @@ class Trainer:
     def _continue(self, state: dict[str, Any]) -> None:
         self.step, self.history = state["step"], History(**state["history"])
         self.history.held_out = [(step, loss) for step, loss in self.history.held_out]
-        self._saved_step = self.step
 
     def _restore(self, state: dict[str, Any]) -> None:
         self._check(state)

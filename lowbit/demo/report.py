@@ -21,7 +21,6 @@ from lowbit.files import write_atomically
 from lowbit.machine import provenance
 from lowbit.sizes import share_changed
 from lowbit.tables import markdown
-from lowbit.train.watch_rows import HEAD, NUMBERS, written
 from lowbit.train.watcher import Watch
 
 if TYPE_CHECKING:
@@ -297,19 +296,10 @@ def _blocks(names: Iterable[str]) -> set[int]:
 
 
 def _cast_errors(run: Trainer, watch: Watch, plots: bool) -> list[str]:
-    """The section of a watched run: a plot, and the ten casts with the lowest SQNR in the last watched step."""
-    precision, worst = run.config.precision, watch.worst(10)
-    data, plot = watch_paths(Path(), precision)
-    return [
-        f"## Quantization error of the {precision} run",
-        "",
-        *([f"![SQNR and underflow of each layer and operand]({plot.as_posix()})", ""] if plots else []),
-        markdown(HEAD, map(written, worst), numbers=NUMBERS),
-        "",
-        f"The lowest SQNR in step {worst[0].step}. All layers and operands, every {watch.every} steps, are in "
-        f"[{data.as_posix()}]({data.as_posix()}).",
-        "",
-    ]
+    """The section of a watched run."""
+    precision = run.config.precision
+    data, plot = (path.as_posix() for path in watch_paths(Path(), precision))
+    return watch.section(f"Quantization error of the {precision} run", data, plot if plots else None)
 
 
 def _recipes(rows: list[Measurement], outside: str) -> str:

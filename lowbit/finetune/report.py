@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lowbit.dist_utils import processes
 from lowbit.files import write_atomically
 from lowbit.finetune.session import Session
 from lowbit.machine import provenance
@@ -14,7 +15,10 @@ from lowbit.plan.fitting.choices import words
 from lowbit.sizes import amount
 from lowbit.tables import markdown
 
-__all__ = ["numbers", "write"]
+__all__ = ["WATCHED", "numbers", "write"]
+
+#: The files of a watched run: all rows, and their plot.
+WATCHED = ("watch.json", "watch.png")
 
 
 def numbers(session: Session) -> dict[str, Any]:
@@ -36,15 +40,23 @@ def numbers(session: Session) -> dict[str, Any]:
 def write(session: Session, directory: Path, command: str) -> Path:
     """Write ``report.md``, and ``losses.png`` if matplotlib is installed. Returns the report's path."""
     history, config, plan = session.history, session.config, session.plan
-    if find_spec("matplotlib") is not None:
+    plots = find_spec("matplotlib") is not None
+    if plots:
         _plot(session, directory / "losses.png")
+    watch = session.watch if session.watch is not None and session.watch.rows else None
+    if watch is not None:
+        watch.to_json(directory / WATCHED[0])
+        if plots:
+            watch.plot(directory / WATCHED[1])
     rows = [
         ("trained", f"adapters of rank {config.adapters}" if config.adapters else "all weights"),
+        ("precision", _precision(session)),
+        ("processes", "1" if (strategy := session.together.strategy) is None else f"{processes()}, {strategy}"),
         ("steps", f"{session.step} of {config.rows} x {config.length} tokens"),
         ("held-out loss before", f"{history.held_out[0][1]:.4f}"),
         ("held-out loss after", f"{history.held_out[-1][1]:.4f}"),
         ("tokens/s", f"{session.tokens_per_second:,.0f}"),
-        ("largest memory of the process", amount(history.peak_bytes)),
+        ("largest memory of the first process", amount(history.peak_bytes)),
     ]
     if plan is not None:
         rows += [
@@ -56,12 +68,21 @@ def write(session: Session, directory: Path, command: str) -> Path:
     lines = [
         "# Fine-tuning\n", markdown(("", "value"), rows), "",
         *(["![losses](losses.png)\n"] if (directory / "losses.png").exists() else []),
-        "## Held-out loss\n", markdown(("steps", "nats per token"), losses),
-        "\n## How it was made\n", *(f"- {key}: {value}" for key, value in provenance(command).items()),
+        "## Held-out loss\n", markdown(("steps", "nats per token"), losses), "",
+        *([] if watch is None else watch.section("Quantization error", WATCHED[0], WATCHED[1] if plots else None)),
+        "## How it was made\n", *(f"- {key}: {value}" for key, value in provenance(command).items()),
     ]  # fmt: skip
     path = directory / "report.md"
     write_atomically(path, lambda file: file.write("\n".join(lines).encode() + b"\n"))
     return path
+
+
+def _precision(session: Session) -> str:
+    """The precision in words."""
+    config, settings = session.config, session.run.settings
+    name = settings.recipe or settings.precision or "fp32"
+    tail = f", and {config.outside} from step {config.tail_begins} on" if config.tail_begins < config.steps else ""
+    return f"{name}{tail}"
 
 
 def _plot(session: Session, path: Path) -> None:

@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["accumulation_weights", "largest_part", "micro_batches", "samples"]
+from lowbit.dist_utils import exchange_device, gathered, processes
+
+__all__ = ["accumulation_weights", "largest_part", "micro_batches", "samples", "share_of_targets"]
 
 #: The targets of a batch: its key (an index in a tuple), or a function of the batch.
 Targets = str | int | Callable[[Any], Tensor]
@@ -97,12 +99,39 @@ def accumulation_weights(
     by_process = _by_process(sum(counts), model)
     if not any(by_process):
         return [1 / len(counts)] * len(counts)
+    _check_processes(by_process)
+    return [count * len(by_process) / sum(by_process) for count in counts]
+
+
+def share_of_targets(batch: Any, targets: Targets, ignore_index: int = -100) -> float:
+    """Return the targets of this process's batch, relative to the mean over processes.
+
+    Weighted by it, gradients that are averaged over processes are those of the mean loss of all batches. All processes
+    call it; a single process has 1.
+
+    Args:
+        batch: This process's batch.
+        targets: as for ``micro_batches``.
+        ignore_index: as for ``micro_batches``.
+
+    Raises:
+        ValueError: some processes have targets, and others have none.
+        TypeError: the targets are not a tensor.
+    """
+    count = torch.tensor(_counts([batch], targets, ignore_index), device=exchange_device() if processes() > 1 else None)
+    by_process = [float(one) for one in gathered(count)]
+    if not any(by_process):
+        return 1.0
+    _check_processes(by_process)
+    return float(count) * len(by_process) / sum(by_process)
+
+
+def _check_processes(by_process: list[float]) -> None:
     if not all(by_process):
         raise ValueError(
             f"memory.micro_batches: expected targets in every process, got {[int(n) for n in by_process]} by rank; "
             f"give each rank a batch with targets, or skip the step on all ranks"
         )
-    return [count * len(by_process) / sum(by_process) for count in counts]
 
 
 def _with_weights(pieces: list[Any], weights: list[float], model: nn.Module | None) -> Iterator[tuple[Any, float]]:
@@ -200,8 +229,8 @@ def _by_process(count: float, model: nn.Module | None) -> list[float]:
             f"memory.micro_batches: expected a model with no_sync and process_group, such as DistributedDataParallel, "
             f"got {type(model).__name__}; leave model out if no gradients are exchanged"
         )
-    gathered = torch.zeros(dist.get_world_size(group), dtype=torch.float64, device=next(model.parameters()).device)
-    gathered[dist.get_rank(group)] = count
-    dist.all_reduce(gathered, group=group)
-    counts: list[float] = gathered.tolist()
+    counted = torch.zeros(dist.get_world_size(group), dtype=torch.float64, device=next(model.parameters()).device)
+    counted[dist.get_rank(group)] = count
+    dist.all_reduce(counted, group=group)
+    counts: list[float] = counted.tolist()
     return counts

@@ -22,7 +22,7 @@ from lowbit.formats import Format
 from lowbit.functional import decode, unpack
 from lowbit.functional.rotation import signed_hadamard
 from lowbit.recipes import Cast
-from lowbit.tables import aligned
+from lowbit.tables import aligned, markdown
 from lowbit.tensor.quantized import Quantized
 from lowbit.torch_private import functorch_level
 from lowbit.train.linear import TrainLayer
@@ -184,6 +184,26 @@ class Watch:
             for pairs in (asdict(row).items() for row in self.rows)
         ]
         write_json(Path(path), {"every": self.every, "rows": rows})
+
+    def section(self, title: str, data: str, plot: str | None) -> list[str]:
+        """Return the lines of a Markdown section: a plot, and the ten casts with the lowest SQNR in the last step.
+
+        Args:
+            title: title of the section.
+            data: link to the file of ``to_json``.
+            plot: link to the file of ``plot``, or None.
+        """
+        worst = self.worst(10)
+        return [
+            f"## {title}",
+            "",
+            *([] if plot is None else [f"![SQNR and underflow of each layer and operand]({plot})", ""]),
+            markdown(HEAD, map(written, worst), numbers=NUMBERS),
+            "",
+            f"The lowest SQNR in step {worst[0].step}. All layers and operands, every {self.every} steps, are in "
+            f"[{data}]({data}).",
+            "",
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rows and the step, to resume later."""

@@ -21,13 +21,13 @@ from typer.testing import CliRunner
 
 from lowbit.cli import app
 from lowbit.cli import train as train_command
-from lowbit.demo import torchrun
 from lowbit.demo.data import Corpus
 from lowbit.demo.experiment import RunSettings
 from lowbit.demo.gpt import GPT
 from lowbit.demo.loop import History, TrainConfig, Trainer
 from lowbit.demo.step import arrange_, loss_of, optimizer_of, update
-from lowbit.demo.torchrun import STRATEGIES
+from lowbit.distributed import torchrun
+from lowbit.distributed.torchrun import STRATEGIES
 from lowbit.interrupts import Interrupted
 from lowbit.train import LossScaler
 
@@ -218,7 +218,7 @@ def test_a_way_and_a_run_with_one_are_refused_without_torchrun_and_say_how_to_st
 
 def test_a_run_of_one_process_is_not_gone_on_with_by_several(tmp_path, monkeypatch):
     RunSettings().save(tmp_path)
-    monkeypatch.setattr(train_command, "_process_group", lambda timeout: nullcontext())
+    monkeypatch.setattr(train_command, "process_group", lambda timeout, device: nullcontext())
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused = CliRunner().invoke(app, ["train", "--out", str(tmp_path), "--resume"])

@@ -46,7 +46,7 @@ from lowbit.plan.subject import Subject
 from lowbit.plan.techniques import techniques
 from lowbit.sizes import budget_in
 from lowbit.tiled.causal_loss import has_causal_loss
-from lowbit.train.micro_batches import micro_batches
+from lowbit.train.micro_batches import micro_batches, share_of_targets
 from lowbit.user_warnings import warn
 
 __all__ = ["Planned", "Run"]
@@ -112,15 +112,17 @@ class Run:
         """Take one optimizer step on a batch, in the micro-batches of the settings.
 
         Micro-batches are weighted by their rows, or by their ``labels`` other than -100 if the model computes the
-        loss. If memory runs out, the run restores the state before the step, adds the next of ``FALLBACKS``, warns,
-        and repeats the step. It also restores that state if a step fails otherwise before the optimizer step. A batch
-        larger than the planned one causes a warning. ``apply_(model, adapt=False)`` turns restoring and repeating off.
+        loss; so are the batches of several processes. If memory runs out, the run restores the state before the step,
+        adds the next of ``FALLBACKS``, warns, and repeats the step. It also restores that state if a step fails
+        otherwise before the optimizer step. A batch larger than the planned one causes a warning.
+        ``apply_(model, adapt=False)`` turns restoring and repeating off.
 
         Args:
             batch: Tensors in any nesting, as the model or the loss takes them.
 
         Returns:
-            The mean loss of the batch before the step.
+            The mean loss of the batch before the step. With several processes, the mean of what they return is that of
+            all their batches.
 
         Raises:
             RuntimeError: If memory runs out and no fallback is left; the state is then that before the step. Also if
@@ -161,7 +163,7 @@ class Run:
             ValueError: For a batch that cannot be split.
         """
         self._compare(batch)
-        return self._offloading(micro_batches(batch, self.settings.micro_batches, targets=self._targets(batch)))
+        return self._offloading(self._weighted(batch))
 
     def refit(self, budget: str | int, batch: Any = None) -> Predicted:
         """Continue within another budget, smaller or larger.
@@ -256,8 +258,7 @@ class Run:
 
     def _attempt(self, batch: Any) -> float:
         total = 0.0
-        parts = micro_batches(batch, self.settings.micro_batches, targets=self._targets(batch))
-        for number, (part, weight) in enumerate(self._offloading(parts), 1):
+        for number, (part, weight) in enumerate(self._offloading(self._weighted(batch)), 1):
             of = f"of micro-batch {number} of {self.settings.micro_batches}"
             self._at = f"forward {of}"
 
@@ -270,6 +271,13 @@ class Run:
 
             total += accumulate(self.model, part, loss, self._loss is not usual_loss).item()
         return total
+
+    def _weighted(self, batch: Any) -> Iterator[tuple[Any, float]]:
+        """The micro-batches of a batch with their weights, which the processes average."""
+        targets = self._targets(batch)
+        share = 1.0 if targets is None or self.settings.gpus == 1 else share_of_targets(batch, targets)
+        parts = micro_batches(batch, self.settings.micro_batches, targets=targets)
+        return ((part, weight * share) for part, weight in parts)
 
     def _offloading(self, parts: Iterator[tuple[Any, float]]) -> Iterator[tuple[Any, float]]:
         """Yield the micro-batches, with activations offloaded as planned."""

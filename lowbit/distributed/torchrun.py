@@ -1,7 +1,4 @@
-"""The process group of a demo run under ``torchrun``, and errors for lost processes.
-
-The demo runs on the CPU, so the group's backend is gloo.
-"""
+"""Training runs of ``lowbit train`` under ``torchrun``: their process group, and errors for lost processes."""
 
 from __future__ import annotations
 
@@ -11,22 +8,29 @@ import shlex
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.rendezvous import rendezvous
 
-from lowbit import distributed
-from lowbit.dist_utils import launched, processes
+from lowbit.dist_utils import everywhere, gathered, launched, processes
+from lowbit.distributed import checkpoint
+from lowbit.distributed.strategies import STRATEGIES as ROWS
+from lowbit.user_warnings import warn
 
 __all__ = [
     "STRATEGIES",
     "TIMEOUT",
     "Lost",
+    "Together",
     "Waits",
     "command",
+    "device",
     "first",
     "joined",
     "rank",
@@ -54,7 +58,7 @@ class Waits(NamedTuple):
 
 def waits_of(strategy: str) -> Waits:
     """The collectives of a row of ``lowbit.distributed.STRATEGIES``."""
-    row = distributed.STRATEGIES[strategy]
+    row = ROWS[strategy]
     if not row.parameters:
         update = "the all-gather of parameters" if row.states else "the all-reduce of magnitudes"
         reduce = "the reduce-scatter of gradients" if row.gradients else "the all-reduce of gradients"
@@ -64,8 +68,8 @@ def waits_of(strategy: str) -> Waits:
     return Waits(gather, backward, "the all-reduce of the norm of gradients")
 
 
-#: The strategies of ``lowbit.distributed`` that a run supports. The demo has no groups of processes.
-STRATEGIES = tuple(name for name, row in distributed.STRATEGIES.items() if not row.one_process and not row.grouped)
+#: The strategies of ``lowbit.distributed`` that a run supports. Runs have no groups of processes.
+STRATEGIES = tuple(name for name, row in ROWS.items() if not row.one_process and not row.grouped)
 
 
 class Lost(RuntimeError):
@@ -77,9 +81,20 @@ def rank() -> int:
     return dist.get_rank() if processes() > 1 else 0
 
 
+def device() -> torch.device:
+    """The device of this process: its own GPU, or the CPU if there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) if launched() else torch.cuda.current_device())
+
+
 @contextmanager
-def joined(timeout: float) -> Iterator[Callable[[Exception], bool]]:
+def joined(timeout: float, target: torch.device) -> Iterator[Callable[[Exception], bool]]:
     """Join the process group, in which collectives wait at most ``timeout`` seconds.
+
+    Args:
+        timeout: The seconds.
+        target: The device of the model: the backend is gloo for a CPU, and NCCL beside it for a GPU.
 
     Yields:
         A function of an error: whether this process is the first one to report it.
@@ -102,7 +117,11 @@ def joined(timeout: float) -> Iterator[Callable[[Exception], bool]]:
             return True
         return reports == 1
 
-    dist.init_process_group("gloo", store=store, rank=number, world_size=count, timeout=wait)
+    backend = "gloo"
+    if target.type == "cuda":
+        torch.cuda.set_device(target)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=wait)
     yield is_news
     gc.collect()  # free models first: DDP's reducer waits forever if it outlives its group
     dist.destroy_process_group()  # not after an error: it could wait for a lost process
@@ -167,6 +186,82 @@ def waiting(collective: str, state: str = "") -> Iterator[None]:
             f"another process {event}; {state}start the same command with --resume"
             + (", with a longer --timeout if that process was only slow" if timed_out else "")
         ) from error
+
+
+class Together:
+    """What the processes of a run do together.
+
+    Attributes:
+        strategy: The sharding strategy; None for a run of one process, in which nothing waits.
+        path: Directory of the state that all processes save.
+        waits: The collectives of a step.
+        share: This process's sequences of a batch.
+
+    Args:
+        strategy: As the attribute.
+        batch: Sequences of a batch.
+        path: As the attribute.
+
+    Raises:
+        ValueError: The processes do not divide the batch.
+    """
+
+    def __init__(self, strategy: str | None, batch: int, path: Path) -> None:
+        self.strategy, self.path = strategy, path
+        self.waits = Waits("", "", "") if strategy is None else waits_of(strategy)
+        self.share = slice(None) if strategy is None else share(batch)
+        self._saved_step = 0
+
+    def waiting(self, collective: str, step: int) -> AbstractContextManager[None]:
+        """Context of a collective: if a process is lost, the error names the collective and the saved steps."""
+        if self.strategy is None or not collective:
+            return nullcontext()
+        saved = self._saved_step
+        state = f"{saved} steps are saved in {self.path}" if saved else "no step is saved yet"
+        return waiting(f"{collective} in step {step}", f"{state}; ")
+
+    def anywhere(self, stopped: bool, step: int) -> bool:
+        """Whether any process received a signal, so that all processes stop after the same step."""
+        if self.strategy is None:
+            return stopped
+        with self.waiting("the all-reduce that agrees on going on", step):
+            return not everywhere(not stopped)
+
+    def mean(self, loss: float, step: int) -> float:
+        """The loss of the whole batch, of which each process has an equal share."""
+        if self.strategy is None:
+            return loss
+        with self.waiting("the all-gather of losses", step):
+            losses = gathered(torch.tensor(loss, dtype=torch.float64))
+        return sum(map(float, losses)) / len(losses)
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, **more: Any) -> None:
+        """Write one state of all processes; ``more`` as for ``lowbit.distributed.save``. Raises RuntimeError."""
+        with self.waiting("the checkpoint", step):
+            checkpoint.save(self.path, model, optimizer, processes=processes(), step=step, **more)
+        self._saved_step = step
+
+    def load(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, check: Callable[[dict[str, Any]], None], **more: Any
+    ) -> dict[str, Any]:
+        """Load the state, and return its values; warn if another number of processes saved it.
+
+        Args:
+            model: The model.
+            optimizer: Its optimizer.
+            check: Raises an error for the values of another run.
+            more: As for ``lowbit.distributed.load``.
+        """
+        with self.waiting("the checkpoint", 0):
+            values = checkpoint.load(self.path, model, optimizer, **more)
+        check(values)
+        if values["processes"] != processes():
+            warn(
+                f"{self.path} was saved by {values['processes']} processes, and {processes()} continue: gradients "
+                f"are summed in another order, and random bits differ, so the run is not bit-identical"
+            )
+        self._saved_step = values["step"]
+        return values
 
 
 def command(arguments: Sequence[str]) -> str:
