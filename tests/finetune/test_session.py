@@ -1,6 +1,6 @@
 """Fine-tuning runs: stopped and resumed, with adapters, within a budget, and from the command line."""
 
-import json
+import copy
 import os
 import signal
 from dataclasses import replace
@@ -11,35 +11,14 @@ from typer.testing import CliRunner
 
 import lowbit as lb
 from lowbit.cli import app
+from lowbit.combinations import refusal
 from lowbit.finetune import Session, TuneConfig, add_adapters, read, split
-from lowbit.finetune.session import first_batch
+from lowbit.finetune.session import first_batch, held_out_loss
 from lowbit.interrupts import Interrupted
 
 transformers = pytest.importorskip("transformers", minversion="5")
-tokenizers = pytest.importorskip("tokenizers")
 
 CONFIG = TuneConfig(steps=4, rows=2, length=16, lr=1e-2, warmup=1, eval_every=2, save_every=2)
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """A Hugging Face model with a byte-level tokenizer, and a text next to it."""
-    path = tmp_path_factory.mktemp("model")
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    backend = tokenizers.Tokenizer(
-        tokenizers.models.BPE({letter: i for i, letter in enumerate(["<e>", *alphabet])}, [])
-    )
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>").save_pretrained(path)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=257, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, eos_token_id=0, bos_token_id=None,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
-    rows = [{"prompt": f"{a} plus {b} is ", "completion": f"{a + b}."} for a in range(12) for b in range(12)]
-    (path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return path
 
 
 def session_of(directory, tmp_path, config=CONFIG, recipe=None, budget=None):
@@ -125,14 +104,107 @@ def test_the_command_writes_a_model_that_others_load(adapters, directory, tmp_pa
     assert again.exit_code and "holds a run" in str(again.output) + str(again.exception)
 
 
+TAIL, WATCH = (refusal(name, "train") for name in ("tail memory", "watch memory"))
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--text", "x.txt", "--precision", "fp8"], "--precision applies to the demo"),
+        (["--text", "x.txt", "--layers", "2"], "--layers applies to the demo"),
         ([], "expects --text"),
         (["--text", "missing.txt"], "missing.txt does not exist"),
+        (["--text", "x.txt", "--precision", "fp8", "--precision", "bf16"], "MODEL is trained once"),
+        (["--text", "x.txt", "--precision", "fp16"], "bf16 needs no loss scaling"),
+        (["--text", "x.txt", "--precision", "int8-weight-only"], "int8-weight-only"),
+        (["--text", "x.txt", "--watch", "5"], "watch needs a precision that is a training recipe"),
+        (
+            ["--text", "x.txt", "--precision", "bf16", "--tail", "0.5"],
+            "tail needs a precision that is a training recip",
+        ),
+        (
+            ["--text", "x.txt", "--precision", "fp8", "--tail", "0.5", "--memory", "1GiB"],
+            refusal("tail memory", "train"),
+        ),
+        (
+            ["--text", "x.txt", "--precision", "fp8", "--watch", "5", "--memory", "1GiB"],
+            refusal("watch memory", "train"),
+        ),
+        (["--text", "x.txt", "--precision", "mxfp4", "--memory", "1GiB"], "plans know fp32, as loaded, bf16, fp8"),
+        (["--text", "x.txt", "--strategy", "zero1"], "torchrun --nproc-per-node 2 -m lowbit train"),
     ],
 )
 def test_options_that_do_not_apply_are_refused(options, reason, directory, tmp_path):
     result = CliRunner().invoke(app, ["train", str(directory), "--out", str(tmp_path), *options])
     assert result.exit_code and reason in str(result.output) + str(result.exception)
+
+
+# -- precisions --------------------------------------------------------------------------------------------------------
+FP8 = replace(CONFIG, precision="fp8", outside="fp32", steps=6, save_every=3)
+
+
+def test_watching_changes_no_bit_and_records_the_casts_of_the_watched_steps(directory, tmp_path):
+    plain, watched = (session_of(directory, tmp_path / str(every), replace(FP8, watch=every)) for every in (0, 3))
+    assert plain.train().train == watched.train().train
+    rows = watched.watch.rows
+    assert {row.step for row in rows} == {0, 3} and all(torch.equal(a, b) for a, b in zip(
+        state(plain).values(), state(watched).values(), strict=True))  # fmt: skip
+    fp8 = {row.layer for row in rows if row.role == "output.a" and row.cast.startswith("fp8_e4m3")}
+    assert len(fp8) == 2 * 7, "each Linear of two blocks, and not the head"
+
+
+def test_the_tail_computes_without_the_recipe(directory, tmp_path):
+    """The oracle takes the weights and states at the start of the tail, and goes on in plain fp32 by torch."""
+    session = session_of(directory, tmp_path, replace(FP8, tail=0.5))
+    before = {}
+
+    def note(now):
+        if now.step == 3:
+            before.update(model=state(now), optimizer=copy.deepcopy(now.run.optimizer.state_dict()))
+
+    losses = session.train(note).train
+    model = transformers.LlamaForCausalLM.from_pretrained(directory).train()
+    names = dict(model.named_parameters())
+    model.load_state_dict({name: value for name, value in before["model"].items() if name in names}, strict=False)
+    model.tie_weights()
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    optimizer.load_state_dict(before["optimizer"])
+    for step in range(3, 6):
+        for group in optimizer.param_groups:
+            group["lr"] = FP8.lr_at(step)
+        loss = model(**session.rows.batch(step, FP8.rows), use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), FP8.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert losses[step] == pytest.approx(loss.item(), rel=1e-6)
+    full = session_of(directory, tmp_path / "full", FP8).train().train
+    assert full[:4] != losses[:4] or full[4:] != losses[4:]
+
+
+@pytest.mark.parametrize("stop_at", [2, 4])
+def test_a_run_with_watch_and_tail_resumes_with_the_same_bits(stop_at, directory, tmp_path):
+    config = replace(FP8, watch=2, tail=0.5)
+    whole = session_of(directory, tmp_path / "whole", config)
+    whole.train()
+    stopped = session_of(directory, tmp_path / "stopped", config)
+    with pytest.raises(Interrupted):
+        stopped.train(lambda now: os.kill(os.getpid(), signal.SIGINT) if now.step == stop_at else None)
+    resumed = session_of(directory, tmp_path / "stopped", config)
+    resumed.load()
+    assert resumed.train() == replace(
+        whole.history, seconds=resumed.history.seconds, peak_bytes=resumed.history.peak_bytes
+    )
+    assert all(torch.equal(value, state(whole)[name]) for name, value in state(resumed).items())
+    assert resumed.watch.rows == whole.watch.rows
+
+
+@pytest.mark.parametrize("adapters", [0, 4])
+def test_a_recipe_trains_and_leaves_a_plain_model(adapters, directory, tmp_path):
+    config = replace(FP8, steps=30, adapters=adapters, precision="fp8-block", outside="bf16")
+    session = session_of(directory, tmp_path, config)
+    losses = session.train().held_out
+    assert losses[-1][1] < losses[0][1] - 0.5
+    session.write_model(tmp_path / "model", transformers.AutoTokenizer.from_pretrained(directory))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert {type(layer).__name__ for layer in model.modules() if "Linear" in type(layer).__name__} == {"Linear"}
+    assert held_out_loss(model, session.held_out, 32, 2) == pytest.approx(losses[-1][1], abs=0.05)
