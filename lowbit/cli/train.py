@@ -61,13 +61,15 @@ EPILOG = """
 
 `lowbit train SmolLM2-135M --text chats.jsonl --adapters 16` — LoRA adapters, on the model as it is
 
+`torchrun --nproc-per-node 2 -m lowbit train SmolLM2-135M --text notes.txt --strategy zero3` — on two processes
+
 `lowbit train --resume` — continue after Ctrl-C; the result is bit-identical to an uninterrupted run
 """
 
 _MODEL, _TRAIN = GPTConfig(), TrainConfig()
 _PRECISION = (
     "fp32, bf16, fp16 or a training recipe. Repeatable: one run each. By default fp8, and bf16 (fp32 on CPUs without "
-    "bf16)."
+    "bf16). With MODEL: one, by default fp32, with --memory the choice of the plan."
 )
 _OPTIMIZER = (
     "Optimizer, such as adamw8bit or lion4bit. By default adamw for fp32, bf16 and fp16, adamw8bit for recipes."
@@ -78,9 +80,13 @@ _TAIL = "Fraction of the steps, at the end, that runs with recipes compute in bf
 _PROFILE = "Profile the memory of one step per run: a table, memory.json and memory.png."
 _MEMORY = (
     "Memory budget for a training step, such as 1GiB or 60% of plain training. Each run then follows a plan that "
-    "chooses checkpointing, micro-batches, bits of the optimizer states (unless --optimizer is set) and offload."
+    "chooses checkpointing, micro-batches, bits of the optimizer states (unless --optimizer is set) and offload. With "
+    "MODEL on several processes: of each process."
 )
-_STRATEGY = f"Sharding strategy of the processes started by torchrun: {', '.join(STRATEGIES)}. By default ddp."
+_STRATEGY = (
+    f"Sharding strategy of the processes started by torchrun: {', '.join(STRATEGIES)}. By default ddp, with MODEL and "
+    "--memory the choice of the plan."
+)
 _TIMEOUT = "Seconds that a process waits for the other processes before the run fails."
 _WATCH = "Every N steps, record the quantization error of each layer and operand; 0: never."
 

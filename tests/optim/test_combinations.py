@@ -18,6 +18,8 @@ from lowbit.cli import app
 from lowbit.combinations import COMBINATIONS, refusal
 from lowbit.demo.config import TrainConfig
 from lowbit.demo.experiment import RunSettings
+from lowbit.finetune import Session, TuneConfig, add_adapters
+from lowbit.finetune.session import check_pairs
 
 
 def network():
@@ -207,17 +209,33 @@ def fused_and_sharded(tmp_path, group):
     sharded(torch.ones(2, 64))
 
 
+def recipe_on_a_quantized_base(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 64, "n_embd": 64, "n_layer": 1, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape))
+    lb.quantize_(model, "nf4")
+    Session(add_adapters(model, 2), [], [], TuneConfig(precision="fp8"), tmp_path)
+
+
+def fine_tuning(planned=False, shared=False, **values):
+    def run(tmp_path):
+        check_pairs(TuneConfig(precision="fp8", **values), planned=planned, shared=shared)
+
+    return run
+
+
 RUNS = {
     "fused loss fully_shard": (fused_and_sharded,),
     "checkpoint func": tuple(map(func, FUNC)),
     "tied blocks": TIED,
+    "base recipe": (recipe_on_a_quantized_base,),
     "memory strategy": (settings(memory="60%", strategy="ddp"),),
-    "tail strategy": (settings(tail=0.5, strategy="zero1"),),
-    "watch strategy": (settings(watch=1, strategy="ddp"),),
+    "tail strategy": (settings(tail=0.5, strategy="zero1"), fine_tuning(shared=True, tail=0.5)),
+    "watch strategy": (settings(watch=1, strategy="ddp"), fine_tuning(shared=True, watch=1)),
     "profile strategy": (settings(profile_memory=True, strategy="zero3"),),
     "checkpointing memory": (settings(checkpointing=True, memory="60%"),),
-    "tail memory": (settings(tail=0.5, memory="60%"),),
-    "watch memory": (settings(watch=1, memory="60%"),),
+    "tail memory": (settings(tail=0.5, memory="60%"), fine_tuning(planned=True, tail=0.5)),
+    "watch memory": (settings(watch=1, memory="60%"), fine_tuning(planned=True, watch=1)),
     "explain memory": (explain,),
     "in_backward ddp": (ddp,),
     "in_backward processes": (whole,),
