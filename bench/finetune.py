@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lowbit.bench.finetune_ways import LENGTH, PLANNED, RANK, ROWS, WAYS, Way, config_of
+from lowbit.bench.finetune_ways import LENGTH, LIBRARIES, RANK, ROWS, WAYS, Way, config_of
 from lowbit.bench.fit_steps import answer, started
 from lowbit.evaluate import models
 from lowbit.evaluate.loaders import decoded_gguf
@@ -77,11 +77,11 @@ class _Bench:
         """The answer of a process of ``finetune_ways``."""
         question = {
             "task": task, "way": way.name, "model": str(self.model), "text": str(self.text.resolve()),
-            "config": asdict(config_of(way, steps, self.about["eval_rows"])), "limit": None, "plan": None,
+            "config": asdict(config_of(way, steps, self.about["eval_rows"])), "budget": None, "plan": None,
             "variant": 0, **arguments,
         }  # fmt: skip
         process = started("finetune_ways", [question], MALLOC)
-        if process.returncode < 0 and question["limit"] is not None:
+        if process.returncode < 0 and question["budget"] is not None:
             return {"fits": False, "why": "memory ran out in a library, which ended the process"}
         return answer(process)
 
@@ -95,35 +95,35 @@ class _Bench:
         """A way within a budget: a plan of lowbit, or the first variant of others that runs."""
         if way.package is not None and find_spec(way.package) is None:
             return {"fits": False, "why": f"{way.package} is not installed"}
-        limit = mib << 20
-        return self._planned(way, limit) if not way.variants else self._of_others(way, limit)
+        budget = mib << 20
+        return self._planned(way, budget) if not way.variants else self._of_others(way, budget)
 
-    def _planned(self, way: Way, limit: int) -> dict[str, Any]:
-        plan = self.ask("plan", way, self.steps, limit=limit)
+    def _planned(self, way: Way, budget: int) -> dict[str, Any]:
+        plan = self.ask("plan", way, self.steps, budget=budget)
         if not plan["fits"]:
             return plan
         known = {name: plan[name] for name in ("settings", "predicted")}
         same = self._same(way, plan["settings"])
-        return {**known, **(same or self.ask("measure", way, self.steps, limit=limit, plan=plan["plan"]))}
+        return {**known, **(same or self.ask("measure", way, self.steps, budget=budget, plan=plan["plan"]))}
 
-    def _of_others(self, way: Way, limit: int) -> dict[str, Any]:
+    def _of_others(self, way: Way, budget: int) -> dict[str, Any]:
         reasons = {}
         for number, variant in enumerate(way.variants):
             same = self._same(way, variant.name)
             if same is not None:
                 return {"settings": variant.name, **same}
-            found = self._tried(way, number, limit)
+            found = self._tried(way, number, budget)
             if found["fits"]:
-                found = self.ask("measure", way, self.steps, limit=limit, variant=number)
+                found = self.ask("measure", way, self.steps, budget=budget, variant=number)
             if found["fits"]:
                 return {"settings": variant.name, **found}
             reasons[variant.name] = found["why"]
         return {"fits": False, "why": f"memory ran out with each of {len(reasons)} variants", "reasons": reasons}
 
-    def _tried(self, way: Way, number: int, limit: int) -> dict[str, Any]:
+    def _tried(self, way: Way, number: int, budget: int) -> dict[str, Any]:
         """A few steps. A variant that fails for another reason than memory does not run."""
         try:
-            return self.ask("measure", way, TRIED, limit=limit, variant=number)
+            return self.ask("measure", way, TRIED, budget=budget, variant=number)
         except RuntimeError as error:
             return {"fits": False, "why": str(error).strip().splitlines()[-1][-300:]}
 
@@ -132,8 +132,9 @@ class _Bench:
         for mib in BUDGETS:
             record = self.records.get(_name(way, mib))
             if record is not None and record.get("fits") and record["settings"] == settings:
-                kept = ("fits", "peak", "seconds", "processor_seconds", "held_out")
-                return {**{key: record[key] for key in kept}, "measured_within": record.get("measured_within", mib)}
+                kept = ("fits", "peak", "seconds", "processor_seconds", "held_out", "before", "ended")
+                same = {key: record[key] for key in kept if key in record}
+                return {**same, "measured_within": record.get("measured_within", mib)}
         return None
 
 
@@ -188,8 +189,9 @@ def _write_page(bench: _Bench, directory: Path) -> Path:
         f"- commits of the measurements: {', '.join(f'{commit} ({count})' for commit, count in commits.items())}",
         f"\nSmolLM2-135M-Instruct in bf16, {bench.steps} steps of {ROWS} x {LENGTH} tokens of {bench.text.name}, on "
         f"all weights or on adapters of rank {RANK}. Rows, learning rates and clipping are the same everywhere; the "
-        f"last twentieth of the text is held out. A process may hold the budget above what it holds before the model "
-        f"is loaded (RLIMIT_DATA), once the model is prepared. lowbit plans for {PLANNED:.0%} of it. Others run "
+        f"last twentieth of the text is held out. A process may hold the budget, and {amount(LIBRARIES)} "
+        f"for libraries, above what it holds before the model is loaded; the limit (RLIMIT_DATA) is set once the model "
+        f"is prepared. lowbit plans for the budget. Others run "
         f"the first of their variants that the limit allows, from the fastest to the one with the least memory. "
         f"Measured is the largest resident memory of the process, with pages of files. Settings that are the "
         f"same as within a smaller budget are measured once.\n",
@@ -232,9 +234,10 @@ def _table(records: dict[str, dict[str, Any]]) -> str:
             if not record["fits"]:
                 rows.append((way.name, amount(mib << 20), f"does not run: {record['why']}", *[""] * 5))
                 continue
-            loss = _loss(records, way, record)
+            loss, settings, ended = _loss(records, way, record), record["settings"], record.get("ended")
             rows.append((
-                way.name, amount(mib << 20), record["settings"],
+                way.name, amount(mib << 20),
+                settings if ended in (None, settings) else f"{settings}; memory ran out, went on with: {ended}",
                 amount(record["predicted"]) if "predicted" in record else "", amount(record["peak"]),
                 f"{_speed(record):,.0f}", f"{record['processor_seconds']:.1f}",
                 "" if loss is None else f"{loss:+.4f}",

@@ -28,13 +28,14 @@ from lowbit.plan import TrainingPlan
 from lowbit.plan.fitting.choices import words
 from lowbit.plan.ladder.limits import LIMITS
 
-__all__ = ["LENGTH", "PLANNED", "RANK", "ROWS", "WAYS", "Variant", "Way", "config_of"]
+__all__ = ["LENGTH", "LIBRARIES", "RANK", "ROWS", "WAYS", "Variant", "Way", "config_of"]
 
 #: Rank of the adapters, rows per step, and tokens per row.
 RANK, ROWS, LENGTH = 16, 4, 256
 
-#: Part of the limit that a plan gets. Libraries need the rest, such as kernels that oneDNN generates for a shape.
-PLANNED = 0.92
+#: Bytes that a process may allocate above the budget: libraries keep memory that no allocator of tensors counts, such
+#: as kernels that oneDNN generates for a shape, and their buffers.
+LIBRARIES = 64 << 20
 
 #: Called after each step.
 OnStep = Callable[[], None]
@@ -45,11 +46,12 @@ class Prepared(NamedTuple):
 
     Attributes:
         train: Trains it, and calls the function after each step.
-        losses: The held-out losses after training, and before it if they were measured.
+        results: The held-out losses after training, and before it if they were measured. For runs of lowbit also the
+            settings at the end, which differ from the plan's if memory ran out.
     """
 
     train: Callable[[OnStep], object]
-    losses: Callable[[], dict[str, float]]
+    results: Callable[[], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -189,11 +191,11 @@ def _by_plan(job: Job, plan: TrainingPlan | None) -> Prepared:
     """A model that lowbit trains; without a plan in plain fp32."""
     session = Session(job.load(), job.documents, job.held_out, job.config, job.scratch, plan)
 
-    def losses() -> dict[str, float]:
+    def results() -> dict[str, Any]:
         (_, before), *_, (_, after) = session.history.held_out
-        return {"before": before, "held_out": after}
+        return {"before": before, "held_out": after, "ended": words(session.run.settings)}
 
-    return Prepared(lambda on_step: session.train(lambda _: on_step()), losses)
+    return Prepared(lambda on_step: session.train(lambda _: on_step()), results)
 
 
 def _by_trainer(job: Job, variant: Variant) -> Prepared:
@@ -232,10 +234,10 @@ def _by_trainer(job: Job, variant: Variant) -> Prepared:
         )  # fmt: skip
         WithRates(model, arguments, train_dataset=Rows(), callbacks=[Count()]).train()
 
-    def losses() -> dict[str, float]:
+    def results() -> dict[str, Any]:
         return {"held_out": held_out_loss(model, Packed(job.held_out, LENGTH).all(), config.eval_rows, 1)}
 
-    return Prepared(train, losses)
+    return Prepared(train, results)
 
 
 def _prepared(job: Job, way: Way, number: int, plan: TrainingPlan | None) -> Prepared:
@@ -265,7 +267,7 @@ def _narrow(job: Job, scratch: Path) -> Job:
 
 
 def _measured(question: dict[str, Any], way: Way, scratch: Path) -> dict[str, Any]:
-    """Train within ``question["limit"]`` bytes above what the process holds before the model is loaded.
+    """Train within ``question["budget"]`` and ``LIBRARIES`` above what the process holds before the model is loaded.
 
     A step of a narrow model runs first, so that one-time allocations of libraries and threads are not counted. The
     model is loaded without a limit, which counts its bytes later.
@@ -285,9 +287,8 @@ def _measured(question: dict[str, Any], way: Way, scratch: Path) -> dict[str, An
     gc.collect()
     trim()
     limits.reset()
-    room = nullcontext() if question["limit"] is None else limits.within(
-        counted + question["limit"] - limits.counted()
-    )  # fmt: skip
+    budget = question["budget"]
+    room = nullcontext() if budget is None else limits.within(counted + budget + LIBRARIES - limits.counted())
     try:
         with room:
             prepared.train(lambda: times.append((time.perf_counter(), time.process_time())))
@@ -299,7 +300,7 @@ def _measured(question: dict[str, Any], way: Way, scratch: Path) -> dict[str, An
     seconds, processor = (
         (last - first) / max(1, len(times) - 1) for first, last in zip(times[0], times[-1], strict=True)
     )
-    return {"fits": True, "peak": peak, "seconds": seconds, "processor_seconds": processor, **prepared.losses()}
+    return {"fits": True, "peak": peak, "seconds": seconds, "processor_seconds": processor, **prepared.results()}
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -309,11 +310,11 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _planned(question: dict[str, Any], way: Way, scratch: Path) -> dict[str, Any]:
-    """A plan for the part ``PLANNED`` of the limit, or the reason why there is none."""
+    """A plan for the budget, or the reason why there is none."""
     job = _job(question, scratch)
     model = job.load()
     try:
-        plan = lb.fit(model, first_batch(model, job.documents, job.config), int(PLANNED * question["limit"]))
+        plan = lb.fit(model, first_batch(model, job.documents, job.config), question["budget"])
     except ValueError as error:
         return {"fits": False, "why": str(error)}
     return {"fits": True, "settings": words(plan.settings), "predicted": plan.peak_bytes, "plan": plan.as_dict()}

@@ -294,10 +294,36 @@ def _record(line: str) -> tuple[str | None, dict[str, Any]]:
 
 
 # -- bytes with a checksum ---------------------------------------------------------------------------------------------
-def write_checked(path: Path, payload: bytes) -> None:
-    """Writes ``payload`` after its checksum, atomically. Raises OSError."""
-    head = _MAGIC + hashlib.sha256(payload).hexdigest().encode() + b"\n"
-    write_atomically(path, lambda file: (file.write(head), file.write(payload)))
+class _Hashed:
+    """A file that passes on what is written to it, and hashes it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.hash = file, hashlib.sha256()
+
+    def write(self, piece: Any) -> int:
+        self.hash.update(piece)
+        return self._file.write(piece)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def write_checked(path: Path, write: Callable[[Any], object]) -> None:
+    """Writes a file with ``write``, piece by piece, after its checksum, atomically. Raises OSError."""
+
+    def written(file: BinaryIO) -> None:
+        file.write(_head(hashlib.sha256()))
+        payload = _Hashed(file)
+        write(payload)
+        file.seek(0)
+        file.write(_head(payload.hash))
+
+    write_atomically(path, written)
+
+
+def _head(digest: Any) -> bytes:
+    name: str = digest.hexdigest()
+    return _MAGIC + name.encode() + b"\n"
 
 
 def read_checked(path: Path) -> bytes:
@@ -311,6 +337,6 @@ def read_checked(path: Path) -> bytes:
     with open(path, "rb") as file:
         head = file.read(len(_MAGIC) + 65)
         payload = file.read() if head.startswith(_MAGIC) else b""
-    if head != _MAGIC + hashlib.sha256(payload).hexdigest().encode() + b"\n":
+    if head != _head(hashlib.sha256(payload)):
         raise ValueError(f"{path} is damaged, or was not written by this version of lowbit")
     return payload

@@ -273,7 +273,7 @@ class Trainer:
         payload = io.BytesIO()
         torch.save(state, payload)
         try:
-            write_checked(self.path, payload.getvalue())
+            write_checked(self.path, lambda file: file.write(payload.getbuffer()))
         except OSError as error:
             size = f"{payload.tell():,} bytes"
             raise OSError(error.errno, self._unsaved(error.strerror, size), str(self.path)) from error

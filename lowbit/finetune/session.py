@@ -34,6 +34,7 @@ from lowbit.plan import TrainingPlan
 from lowbit.plan.adapters import lora_config
 from lowbit.plan.fitting.run import Run
 from lowbit.plan.settings import TrainingSettings
+from lowbit.tiled.causal_loss import losses_alone
 from lowbit.train import convert_, prepare_, state, uncompress_activations_, unmixed_, watch
 from lowbit.user_warnings import warn
 
@@ -312,15 +313,11 @@ class Session:
         if self.together.strategy is not None:
             self.together.save(self.run.model, self.run.optimizer, **self._values())
             return
-        payload = io.BytesIO()
-        torch.save(
-            {
-                **self._values(), "model": self._trained(), "optimizer": self.run.optimizer.state_dict(),
-                "random": torch.get_rng_state(), "watch": None if self.watch is None else self.watch.state_dict(),
-            },
-            payload,
-        )  # fmt: skip
-        write_checked(self.path, payload.getvalue())
+        values = {
+            **self._values(), "model": self._trained(), "optimizer": self.run.optimizer.state_dict(),
+            "random": torch.get_rng_state(), "watch": None if self.watch is None else self.watch.state_dict(),
+        }  # fmt: skip
+        write_checked(self.path, lambda file: torch.save(values, file))
 
     def _values(self) -> dict[str, Any]:
         """The values of a state that are not tensors."""
@@ -427,12 +424,13 @@ def held_out_loss(model: Any, rows: Batch, most: int, size: int) -> float:
     chosen = torch.linspace(0, len(rows["input_ids"]) - 1, count).round().long()
     total, tokens = 0.0, 0
     model.eval()
-    for index in chosen.split(size):
-        part = {name: values[index] for name, values in rows.items()}
-        number = int((part["labels"][:, 1:] != IGNORED).sum())
-        if number:
-            total += float(model(**_on(model, part)).loss) * number
-            tokens += number
+    with losses_alone(model):
+        for index in chosen.split(size):
+            part = {name: values[index] for name, values in rows.items()}
+            number = int((part["labels"][:, 1:] != IGNORED).sum())
+            if number:
+                total += float(model(**_on(model, part)).loss) * number
+                tokens += number
     model.train()
     if not tokens:
         raise ValueError("no held-out token is trained on; give more documents, or --held-out FILE")

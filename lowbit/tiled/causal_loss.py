@@ -6,7 +6,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowbit.memory.fake import answer_without_data
-from lowbit.models.wrap import Wrapper, plain_class, wrap, wrapper_of
+from lowbit.models.wrap import Wrapper, plain_class, wrap, wrapper_of, wrappers
 from lowbit.nn.base import full_name
 from lowbit.tiled.loss import linear_cross_entropy
 from lowbit.tiled.tied import Lookups, Tie, Ties, can_share
@@ -31,6 +31,7 @@ __all__ = [
     "fusible",
     "fusing_libraries",
     "has_causal_loss",
+    "losses_alone",
 ]
 
 #: The config entry that holds a model's soft cap of logits.
@@ -147,10 +148,11 @@ class _Fused(threading.local):
         softcap: The soft cap of the model's logits.
         weight: The last layer's weight.
         tie: Shares its gradient with embeddings; None before the first lookup.
+        in_eval: Whether models in eval mode return no logits either.
     """
 
     def __init__(self, plain: Callable[..., Tensor]) -> None:
-        self.plain, self.active, self.done = plain, False, False
+        self.plain, self.active, self.done, self.in_eval = plain, False, False, False
         self.hidden: Tensor | None = None
         self.softcap: float | None = None
         self.weight: Tensor | None = None
@@ -187,7 +189,7 @@ class FusedModel(CausalWrapper):
         arguments = inspect.signature(plain).bind_partial(module, *args, **kwargs).arguments if args else kwargs
         config = module.config.get_text_config()
         with _CAPPED if hasattr(config, _SOFTCAP) else nullcontext():
-            if not module.training or arguments.get("labels") is None:
+            if not (module.training or fused.in_eval) or arguments.get("labels") is None:
                 return forward(*args, **kwargs)
             head = module.get_output_embeddings()
             _require_plain(head)
@@ -229,6 +231,22 @@ class FusedEmbedding(CausalWrapper):
             return forward(*args, **kwargs)
         with Lookups(fused.weight, fused.tied):
             return forward(*args, **kwargs)
+
+
+@contextmanager
+def losses_alone(model: nn.Module) -> Iterator[None]:
+    """A context in which fused models inside ``model`` compute the loss of ``labels`` without logits in eval mode too.
+
+    By default a model in eval mode returns its logits, which may be its largest tensor.
+    """
+    entries = [entry.fused for module in model.modules() for entry in wrappers(module) if isinstance(entry, FusedModel)]
+    for fused in entries:
+        fused.in_eval = True
+    try:
+        yield
+    finally:
+        for fused in entries:
+            fused.in_eval = False
 
 
 def _loss(

@@ -69,10 +69,8 @@ def test_a_checkpoint_that_no_run_wrote_is_one_message(corpus, checkpoint, tmp_p
     trainer.path.write_bytes(whole)
     state = torch.load(io.BytesIO(read_checked(trainer.path)), weights_only=True)
     change(state)
-    payload = io.BytesIO()
-    torch.save(state, payload)
     other = made(corpus, tmp_path, steps=2)
-    write_checked(other.path, payload.getvalue())
+    write_checked(other.path, lambda file: torch.save(state, file))
     with pytest.raises(ValueError, match=r"checkpoint.pt is (no checkpoint of this run .*|of another run)"):
         other.load()
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import lowbit as lb
 from lowbit.cli import app
 from lowbit.combinations import refusal
+from lowbit.files import write_checked
 from lowbit.finetune import Session, TuneConfig, add_adapters, read, split
 from lowbit.finetune.session import first_batch, held_out_loss
 from lowbit.interrupts import Interrupted
@@ -208,3 +209,42 @@ def test_a_recipe_trains_and_leaves_a_plain_model(adapters, directory, tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert {type(layer).__name__ for layer in model.modules() if "Linear" in type(layer).__name__} == {"Linear"}
     assert held_out_loss(model, session.held_out, 32, 2) == pytest.approx(losses[-1][1], abs=0.05)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+def test_a_held_out_loss_of_a_fused_model_needs_no_logits(directory):
+    """Logits of 24 rows of 64 tokens are 24 x 64 x 257 fp32 numbers, more than all other tensors of the forward."""
+    model = transformers.LlamaForCausalLM.from_pretrained(directory)
+    ids = torch.randint(257, (24, 64), generator=torch.Generator().manual_seed(0))
+    rows = {"input_ids": ids, "labels": ids}
+    expected = held_out_loss(model, rows, 24, 24)
+    plain = lb.memory.allocated_peak(lambda: held_out_loss(model, rows, 24, 24), "cpu")
+    lb.memory.fuse_loss_(model)
+    fused = lb.memory.allocated_peak(lambda: held_out_loss(model, rows, 24, 24), "cpu")
+    assert held_out_loss(model, rows, 24, 24) == pytest.approx(expected, rel=1e-5)
+    assert plain - fused > ids.numel() * 257 * 4 / 2
+    with torch.no_grad():
+        assert model.eval()(**rows).logits.shape == (24, 64, 257), "as before the measurement"
+
+
+def test_a_state_is_written_without_a_copy_of_it_in_memory(directory, tmp_path, monkeypatch):
+    pieces = []
+
+    def note(path, write):
+        class File:
+            def write(self, piece):
+                pieces.append(len(piece))
+                return len(piece)
+
+            def flush(self):
+                pass
+
+        write(File())
+        write_checked(path, write)
+
+    monkeypatch.setattr("lowbit.finetune.session.write_checked", note)
+    session = session_of(directory, tmp_path)
+    session.train()
+    largest = max(value.nbytes for value in session.model.state_dict().values())
+    assert max(pieces) <= largest < sum(pieces) / 4
+    session_of(directory, tmp_path).load()
