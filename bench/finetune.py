@@ -251,11 +251,11 @@ def _table(records: dict[str, dict[str, Any]]) -> str:
 
 def _plot(records: dict[str, dict[str, Any]], path: Path) -> bool:
     """Plot speed and loss by budget, a line per way. False without matplotlib or measurements."""
-    lines = {
-        way: [(mib, record) for mib in BUDGETS if (record := records.get(_name(way, mib), {})).get("fits")]
+    lines = [
+        (way, [(mib, record) for mib in BUDGETS if (record := records.get(_name(way, mib), {})).get("fits")])
         for way in WAYS
-    }
-    if find_spec("matplotlib") is None or not any(lines.values()):
+    ]
+    if find_spec("matplotlib") is None or not any(points for _, points in lines):
         return False
     import matplotlib
 
@@ -263,7 +263,7 @@ def _plot(records: dict[str, dict[str, Any]], path: Path) -> bool:
     from matplotlib import pyplot
 
     figure, (speeds, losses) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    for way, points in lines.items():
+    for way, points in lines:
         if not points:
             continue
         style: dict[str, Any] = {
