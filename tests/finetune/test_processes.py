@@ -171,7 +171,7 @@ def train_by_plan(rank: int, model_path: str, directory: str) -> None:
     documents = split(read(path / "sums.jsonl", tokenizer), CONFIG.length)
     batch = first_batch(model, documents[0], CONFIG)
     assert batch["input_ids"].shape == (2, 16)
-    plan = lb.fit(model, batch, "95%", require=("fp32", "zero1"), gpus=2, progress=False)
+    plan = lb.fit(model, batch, "200%", require=("fp32", "adamw", "zero1"), gpus=2, progress=False)
     session = Session(model, *documents, CONFIG, root, plan)
     assert session.together.strategy == "zero1" == plan.settings.strategy
     history = session.train()
