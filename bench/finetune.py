@@ -104,7 +104,7 @@ class _Bench:
             return plan
         known = {name: plan[name] for name in ("settings", "predicted")}
         same = self._same(way, plan["settings"])
-        return {**known, **(same or self.ask("measure", way, self.steps, budget=budget, plan=plan["plan"]))}
+        return {**known, **(same or self._measured(way, self.steps, budget=budget, plan=plan["plan"]))}
 
     def _of_others(self, way: Way, budget: int) -> dict[str, Any]:
         reasons = {}
@@ -112,18 +112,19 @@ class _Bench:
             same = self._same(way, variant.name)
             if same is not None:
                 return {"settings": variant.name, **same}
-            found = self._tried(way, number, budget)
-            if found["fits"]:
-                found = self.ask("measure", way, self.steps, budget=budget, variant=number)
+            found = self._measured(way, min(TRIED, self.steps), budget=budget, variant=number)
+            if found["fits"] and self.steps > TRIED:
+                found = self._measured(way, self.steps, budget=budget, variant=number)
             if found["fits"]:
                 return {"settings": variant.name, **found}
             reasons[variant.name] = found["why"]
-        return {"fits": False, "why": f"memory ran out with each of {len(reasons)} variants", "reasons": reasons}
+        why = "; ".join(dict.fromkeys(reasons.values()))
+        return {"fits": False, "why": f"{why}, with each of {len(reasons)} variants", "reasons": reasons}
 
-    def _tried(self, way: Way, number: int, budget: int) -> dict[str, Any]:
-        """A few steps. A variant that fails for another reason than memory does not run."""
+    def _measured(self, way: Way, steps: int, **arguments: Any) -> dict[str, Any]:
+        """A run. One that fails for another reason than memory does not run either, and the page says why."""
         try:
-            return self.ask("measure", way, TRIED, budget=budget, variant=number)
+            return self.ask("measure", way, steps, **arguments)
         except RuntimeError as error:
             return {"fits": False, "why": str(error).strip().splitlines()[-1][-300:]}
 
