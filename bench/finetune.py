@@ -193,7 +193,8 @@ def _write_page(bench: _Bench, directory: Path) -> Path:
         f"last twentieth of the text is held out. A process may hold the budget, and {amount(LIBRARIES)} "
         f"for libraries, above what it holds before the model is loaded; the limit (RLIMIT_DATA) is set once the model "
         f"is prepared. lowbit plans for the budget. Others run "
-        f"the first of their variants that the limit allows, from the fastest to the one with the least memory. "
+        f"the first of their variants that the limit allows: fp32 before bf16, whole batches before parts, and parts "
+        f"before checkpointing. "
         f"Measured is the largest resident memory of the process, with pages of files. Settings that are the "
         f"same as within a smaller budget are measured once.\n",
         *(_references(records)),
