@@ -18,7 +18,12 @@ def gpt():
         return GPT(GPTConfig(layers=2, dim=64))
 
 
-def plan(budget="60%", **options):
+#: One technique in most dimensions, so that a plan takes few estimates.
+FEW = ("fp32", "adamw", "adamw8bit", "block", "own attention", "own loss", "activations in memory", "whole batch")
+
+
+def plan(budget="60%", require=(), **options):
+    options["require"] = (*FEW, *(require or ("memory", "weights in memory")))
     return lb.fit(gpt(), TOKENS, budget, progress=False, **options)
 
 

@@ -23,7 +23,8 @@ from lowbit.offload.streaming import Streamed
 from lowbit.plan import TECHNIQUES, Device, TrainingPlan
 from lowbit.plan.fitting import Run
 from lowbit.plan.fitting.choices import NOISE
-from lowbit.plan.fitting.predict import Predictor, _Line
+from lowbit.plan.fitting.line import Line
+from lowbit.plan.fitting.predict import Predictor
 from lowbit.plan.fitting.search import fits
 from lowbit.plan.settings import TrainingSettings
 from lowbit.plan.subject import Subject
@@ -107,7 +108,7 @@ def test_a_row_of_a_smaller_part_takes_no_less_time():
         return BlockTable(zeros + rows, zeros, np.zeros(3), zeros + seconds / 4, seconds, 10.0 + rows)
 
     for one, expected in ((0.3, {3: 0.5, 2: 0.4, 1: 0.3}), (0.01, {3: 0.45, 2: 0.3, 1: 0.15})):
-        line = _Line(8, table(8, 2.0), table(4, 0.5), table(4, 0.6), one / 0.6)
+        line = Line(8, table(8, 2.0), table(4, 0.5), table(4, 0.6), one / 0.6)
         assert line.at(1).seconds == 2.0 and line.at(2).seconds == 0.6
         for count, rows in ((3, 3), (4, 2), (8, 1)):
             part = line.at(count)

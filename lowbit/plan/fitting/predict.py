@@ -17,7 +17,6 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +29,7 @@ from lowbit.optim.offload import CHUNK_BYTES
 from lowbit.plan.checkpoints import Option, best, choices_of, peak_of
 from lowbit.plan.fitting.adapt import RANDOM_BYTES, copies_of_buffers
 from lowbit.plan.fitting.comparison import Comparison, compare, is_mean_of_cross_entropies
+from lowbit.plan.fitting.line import Line
 from lowbit.plan.fitting.link import DEFAULTS, exchange_seconds
 from lowbit.plan.fitting.rough import Rough, products_of, total
 from lowbit.plan.fitting.sharing import Sharing, share_
@@ -58,9 +58,6 @@ logger = logging.getLogger(__name__)
 #: Fewest rows for the comparison of precisions, if the batch has as many and may be split.
 _COMPARED_ROWS = 4
 
-#: The part of the saved bytes that may be independent of the rows.
-_FIXED = 0.01
-
 #: Fields that change no op of forward or backward.
 _APART = frozenset({"optimizer", "bits", "master", "offload_states", "offload_weights", "resident", "micro_batches"})
 _FIELDS = tuple(one.name for one in fields(TrainingSettings))
@@ -71,9 +68,6 @@ _OF_BASE = frozenset({"base", "adapters"})
 #: Number of estimates that are kept.
 _KEPT = 6
 
-#: The fields of a ``BlockTable`` that are seconds.
-_TIMES = frozenset({"seconds", "recomputation"})
-
 
 class Prediction(NamedTuple):
     """Predicted peak and time of a step. ``whole``: whether this step itself was estimated."""
@@ -83,72 +77,6 @@ class Prediction(NamedTuple):
     seconds: float
     peak_event: str = ""
     whole: bool = False
-
-
-@dataclass
-class _Line:
-    """Forward and backward of a micro-batch as a function of its rows.
-
-    It is known for the whole batch, for the first half, and for the second half, when gradients already exist.
-    ``single`` is the time of the ``least`` rows relative to half of the batch, since every op has a minimum time.
-
-    Bytes are interpolated between the whole and half of the batch. Times are interpolated between half of the batch and
-    the least rows; they are at least proportional to the rows, because fewer rows are not faster per row.
-    """
-
-    rows: int
-    whole: BlockTable
-    first: BlockTable | None = None
-    second: BlockTable | None = None
-    single: float = 0.0
-    least: int = 1
-
-    @property
-    def half_seconds(self) -> float:
-        """The time of half of the batch relative to the whole."""
-        return 0.5 if self.second is None else self.second.seconds / max(self.whole.seconds, 1e-12)
-
-    @property
-    def is_proportional(self) -> bool:
-        """Whether all that blocks save for backward is in proportion to the rows, and no codes of weights are."""
-        if self.first is None:
-            return True
-        return bool(np.all(np.abs(2 * self.first.kept - self.whole.kept) <= _FIXED * self.whole.kept))
-
-    def with_whole(self, whole: BlockTable) -> _Line:
-        """Return the line of a checkpointing policy with this table for the whole batch.
-
-        Bytes that do not depend on the rows, such as those of weights and gradients, are the same with every policy.
-        """
-        if self.first is None or self.second is None:
-            return _Line(self.rows, whole)
-        before, after = self.first, self.second
-
-        def half(field: str, at: BlockTable) -> Any:
-            if field in _TIMES:
-                return getattr(whole, field) * self.half_seconds
-            of_rows = getattr(self.whole, field) - getattr(before, field)  # of half of the rows, without checkpoints
-            fixed = getattr(before, field) - of_rows
-            return np.maximum(getattr(at, field) - of_rows + (getattr(whole, field) - fixed) / 2, 0.0)
-
-        first, second = (BlockTable(**{f.name: half(f.name, at) for f in fields(BlockTable)}) for at in (before, after))
-        first, second = (replace(table, peak=table.peak_of_parts) for table in (first, second))
-        return _Line(self.rows, whole, first, second, self.single, self.least)
-
-    def at(self, count: int) -> BlockTable:
-        """Return the table of one of ``count`` micro-batches."""
-        if count == 1 or self.first is None or self.second is None:
-            return self.whole
-        half, rows = -(-self.rows // 2), -(-self.rows // count)
-        below = (half - rows) / max(self.rows - half, 1)
-        above = (rows - self.least) / max(half - self.least, 1)
-        time = max(rows / half, self.single + (1 - self.single) * above)
-
-        def on_line(field: str) -> Any:
-            whole, first, second = (getattr(t, field) for t in (self.whole, self.first, self.second))
-            return second * time if field in _TIMES else np.maximum(second - below * (whole - first), 0.0)
-
-        return BlockTable(**{field.name: on_line(field.name) for field in fields(BlockTable)})
 
 
 @dataclass
@@ -170,7 +98,7 @@ class Predictor:
         self._tables: dict[Any, BlockTable] = {}
         self.blocks = blocks_of(self.model)
         self._weights = sum(p.nbytes for p in self.model.parameters())
-        self._lines: dict[tuple[TrainingSettings, str], _Line] = {}
+        self._lines: dict[tuple[TrainingSettings, str], Line] = {}
         self._steps: dict[TrainingSettings, Step] = {}
         self._streams: dict[tuple[TrainingSettings, int], int] = {}
         self._offloaded: dict[tuple[TrainingSettings, int], int] = {}
@@ -429,14 +357,14 @@ class Predictor:
             self._tables[with_count] = self._lines[key].at(settings.micro_batches)
         return self._tables[with_count]
 
-    def _line(self, arithmetic: TrainingSettings, policy: str) -> _Line:
+    def _line(self, arithmetic: TrainingSettings, policy: str) -> Line:
         checkpoint: Any = None if policy == KEEP else policy
         if policy != KEEP and POLICIES[policy].block is not None:
             checkpoint = (policy,) * len(self.blocks)
         settings = replace(arithmetic, checkpoint=checkpoint)
         whole = block_table(self._passed(settings, 1), self.blocks)
         if not self._splits:
-            return _Line(self.rows, whole)
+            return Line(self.rows, whole)
         plain = TrainingSettings()
         is_plain = arithmetic == plain and policy == KEEP
         if policy != KEEP:
@@ -448,13 +376,13 @@ class Predictor:
         first, second = (block_table(halves, self.blocks, part, timed=is_plain) for part in parts_of(halves))
         if is_plain:
             single = self._least_seconds(settings) / max(second.seconds, 1e-12)
-            return _Line(self.rows, whole, first, second, single, self.least)
+            return Line(self.rows, whole, first, second, single, self.least)
         # Fewer rows take about as much less time as in plain training.
         self._table(plain, KEEP)
         of_plain = self._lines[plain, KEEP]
         part = of_plain.half_seconds
         second = replace(second, seconds=whole.seconds * part, recomputation=whole.recomputation * part)
-        return _Line(self.rows, whole, first, second, of_plain.single, self.least)
+        return Line(self.rows, whole, first, second, of_plain.single, self.least)
 
     def _least_seconds(self, settings: TrainingSettings) -> float:
         """Return the seconds of a micro-batch of the fewest rows, when gradients already exist."""
