@@ -87,7 +87,7 @@ def environment(tmp_path_factory):
 def test_every_kernel_compiles_for_every_architecture(environment):
     """In a process of its own, because interpreted kernels cannot be compiled."""
     command = [sys.executable, "-m", "lowbit.kernels.aot", "--workers", "1"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
     compiled = dict(re.findall(r"sm_(\d+) (\d+)", done.stdout))
     assert set(compiled) == {str(a) for a in aot.ARCHITECTURES} and min(map(int, compiled.values())) >= 10
