@@ -111,9 +111,9 @@ def device_in(name: str | Device | None, who: str) -> Device | None:
     """
     if name is None or isinstance(name, Device):
         return name
-    found = _named(name)
-    if found is not None:
-        return found
+    row = _named(name)
+    if row is not None:
+        return row
     if str(name) in ("cpu", "cuda"):
         raise ValueError(
             f"{who}: device={str(name)!r} is not a row of lb.plan.DEVICES, such as 'rtx-4090'; leave it out for the "

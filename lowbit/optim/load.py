@@ -142,11 +142,11 @@ def _state(
         if before.kind != storage.kind:
             notes[f"states kept as {before.kind} are converted to {storage.kind}"] = None
         elif moment in loaded:
-            own = part.of_state(storage.shape)
-            stored = zeros(own, storage, name, device)
+            state_part = part.of_state(storage.shape)
+            stored = zeros(state_part, storage, name, device)
             for target, source in ((stored.codes, loaded[moment]), (stored.scale, loaded.get(f"{moment}_scale"))):
                 if target is not None:
-                    _copy(own, target, source, f"{moment} of {name}")
+                    _copy(state_part, target, source, f"{moment} of {name}")
             state.update(_entries(moment, stored))
             continue
         numbers = _numbers(loaded, moment, before, name, notes)

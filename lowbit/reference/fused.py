@@ -98,9 +98,9 @@ def exp(y: Tensor) -> Tensor:
     for c in reversed(POLYNOMIAL[:-1]):
         tail = tail * f + c
     near = (f + (f * f) * tail) + 1.0
-    whole = power.nan_to_num(0.0).long()
-    first = whole >> 1
-    return (near * _power_of_two(first)) * _power_of_two(whole - first)
+    exponent = power.nan_to_num(0.0).long()
+    first = exponent >> 1
+    return (near * _power_of_two(first)) * _power_of_two(exponent - first)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

@@ -62,8 +62,8 @@ def fuse_layers_(model: nn.Module, *, batch: Any = None, loss: Callable[[Any, An
         raise ValueError(
             "train.fuse_layers_: layers of this model are fused already; call lowbit.train.unfuse_layers_(model) first"
         )
-    found = {path: (module, wrapper) for path, module in model.named_modules() if (wrapper := _fused(module))}
-    if not found:
+    fusable = {path: (module, wrapper) for path, module in model.named_modules() if (wrapper := _fused(module))}
+    if not fusable:
         raise ValueError(
             f"train.fuse_layers_: expected RMSNorm layers or gated MLPs with silu or the tanh form of gelu, and "
             f"{type(model).__name__} has none; there is nothing to fuse"
@@ -71,9 +71,9 @@ def fuse_layers_(model: nn.Module, *, batch: Any = None, loss: Callable[[Any, An
     from lowbit.memory.kept import Kept  # memory imports this package
 
     kept = Kept(model, batch, loss)
-    for module, wrapper in found.values():
+    for module, wrapper in fusable.values():
         wrap(module, wrapper)
-    modules = {path: module for path, (module, _) in found.items()}
+    modules = {path: module for path, (module, _) in fusable.items()}
     return kept.told(report_on("train.fuse_layers_", model, modules, "fused"))
 
 
