@@ -163,6 +163,7 @@ def test_exporters_of_transformers(format, name, tmp_path):
     exported = exporter().export(model, dict(batch), options(quantizer=Quantizer(name, [batch])))
     if format == "openvino":
         lb.interop.openvino.compress(exported.program)
+        exported.to(config=lb.interop.openvino.EXACT)
         if name == "int4-weight-only:group32":
             constants = [node for node in exported.program.get_ordered_ops() if node.get_type_name() == "Constant"]
             types = [node.get_output_element_type(0).get_type_name() for node in constants]

@@ -50,8 +50,7 @@ def net(*sizes):
 
 def compiled(path):
     openvino = pytest.importorskip("openvino")
-    exact = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
-    return openvino.Core().compile_model(path, "CPU", exact)
+    return openvino.Core().compile_model(path, "CPU", lb.interop.openvino.EXACT)
 
 
 def export(model, format, directory, x):
