@@ -31,7 +31,7 @@ from lowbit.plan.ladder.limits import LIMITS
 __all__ = ["LENGTH", "LIBRARIES", "RANK", "ROWS", "WAYS", "Variant", "Way", "config_of"]
 
 #: Rank of the adapters, rows per step, and tokens per row.
-RANK, ROWS, LENGTH = 16, 4, 128
+RANK, ROWS, LENGTH = 16, 2, 128
 
 #: Bytes that a process may allocate above the budget: libraries keep memory that no allocator of tensors counts, such
 #: as kernels that oneDNN generates for a shape, and their buffers.
