@@ -34,6 +34,10 @@ SHOWN_OPTIMIZERS = {
     "`AdamW8bit`": "AdamW, 8 bits", "`AdamW4bit`": "AdamW, 4 bits",
     '`AdamW8bit`, bf16, `master="residual"`': "AdamW, 8 bits, bf16 weights, residual",
     '`AdamW8bit`, bf16, `master="stochastic"`': "AdamW, 8 bits, bf16 weights, stochastic",
+    "`Lion8bit`": "Lion, 8 bits", "`Lion4bit`": "Lion, 4 bits", "`Muon`, `bits=32`": "Muon, 32 bits",
+    "`GaLore8bit`, rank a quarter of the width": "GaLore, rank 32, int4 projection, 8 bits",
+    "`Apollo8bit`, rank a quarter of the width": "APOLLO, rank 32, 8 bits",
+    "`Apollo8bit`, rank 1 (APOLLO-mini)": "APOLLO-mini, 8 bits",
 }  # fmt: skip
 
 #: Rows of the README: weights, and learning rate of quantization-aware training in the record and in the table.

@@ -244,14 +244,18 @@ def _optimizer(bits: int, loss: float, least: float = 0.0, **options: Any) -> Te
     )  # fmt: skip
 
 
+#: Recorded losses of other optimizers; GaLore and APOLLO with a rank of a quarter of the width.
+_OTHER_LOSSES = {"lion8bit": 1.41, "lion4bit": 1.38, "galore8bit": 3.47, "apollo8bit": 1.19, "apollomini8bit": 2.04}
+
+
 def _other_optimizers() -> Iterator[Technique]:
-    """Yield the optimizers without a recorded loss, which plans therefore use only if they are required."""
+    """Yield the optimizers other than AdamW, which plans use only if they are required."""
     for family in (row.family for row in FAMILIES if row.family != TrainingSettings.optimizer):
         for bits in (8, 4):
-            changes = {"optimizer": family, "bits": bits}
+            changes, name = {"optimizer": family, "bits": bits}, f"{family}{bits}bit"
             yield Technique(
-                f"{family}{bits}bit", changes, f"{family} instead of AdamW, with states in {bits} bits", "own",
-                why_not=_preparation_error(changes), opt_in=True, acts="optimizer",
+                name, changes, f"{family} instead of AdamW, with states in {bits} bits", "own",
+                _OTHER_LOSSES.get(name, 0.0), why_not=_preparation_error(changes), opt_in=True, acts="optimizer",
             )  # fmt: skip
 
 

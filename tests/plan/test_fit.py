@@ -391,6 +391,11 @@ RECORDED = {
     "nvfp4": "nvfp4",
     "adamw8bit": "AdamW, 8 bits",
     "adamw4bit": "AdamW, 4 bits",
+    "lion8bit": "Lion, 8 bits",
+    "lion4bit": "Lion, 4 bits",
+    "galore8bit": "GaLore, rank 32, int4 projection, 8 bits",
+    "apollo8bit": "APOLLO, rank 32, 8 bits",
+    "apollomini8bit": "APOLLO-mini, 8 bits",
     "stochastic": "AdamW, 8 bits, bf16 weights, stochastic",
 }
 
