@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from math import isqrt
 from typing import Any, NamedTuple
 
@@ -290,19 +289,15 @@ def _each_document(call: AttentionCall, documents: Documents) -> Tensor:
 
 def _joined_documents(call: AttentionCall, documents: Documents) -> Tensor:
     """SDPA of each document, and their outputs joined, on any device."""
-    rows = [t.split(1) if len(documents.bounds) > 1 else (t,) for t in call[:3]]
-    outs = []
-    for bounds, *tensors in zip(documents.bounds, *rows, strict=True):
-        lengths = [stop - start for start, stop in pairwise(bounds)]
-        parts = zip(*(t.split(lengths, 2) for t in tensors), strict=True)
-        attended = (
-            F.scaled_dot_product_attention(
-                q, k, v, None, call.dropout, call.causal, scale=call.scale, enable_gqa=call.grouped
-            )
-            for q, k, v in parts
-        )
-        outs.append(torch.cat([out.transpose(1, 2) for out in attended], 1))
-    return torch.cat(outs).transpose(1, 2)
+    outs = [
+        F.scaled_dot_product_attention(
+            q, k, v, None, call.dropout, call.causal, scale=call.scale, enable_gqa=call.grouped
+        ).transpose(1, 2)
+        for q, k, v in documents.split(*call[:3])
+    ]
+    if len(documents.bounds) == 1:
+        return torch.cat(outs, 1).transpose(1, 2)
+    return torch.cat([out[0] for out in outs]).view(len(documents.bounds), -1, *outs[0].shape[2:]).transpose(1, 2)
 
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -325,9 +320,10 @@ class _Flash(torch.autograd.Function):
         out = _like(q)
         batch, heads, length, _ = q.shape
         log_sum = q.new_empty(batch, length, heads, dtype=sum_dtype(q.dtype)).transpose(1, 2)
-        for batches, positions in documents.runs():
-            place = (batches, slice(None), positions)
-            out[place], log_sum[place] = _flash(q[place], k[place], v[place], 0.0, causal, scale=scale)
+        for *inputs, part, part_sum in documents.split(q, k, v, out, log_sum):
+            found = _flash(*inputs, 0.0, causal, scale=scale)
+            part.copy_(found[0])
+            part_sum.copy_(found[1])
         ctx.save_for_backward(q, k, v, out, log_sum)
         ctx.documents, ctx.causal, ctx.scale = documents, causal, scale
         return out
@@ -337,12 +333,10 @@ class _Flash(torch.autograd.Function):
         refuse_second_order()
         saved = ctx.saved_tensors
         grads = [_like(t) for t in saved[:3]]
-        for batches, positions in ctx.documents.runs():
-            place = (batches, slice(None), positions)
-            parts = (t[place] for t in saved)
-            found = _flash_backward(grad[place], *parts, 0.0, ctx.causal, scale=ctx.scale)
-            for whole, part in zip(grads, found, strict=True):
-                whole[place] = part
+        for parts in ctx.documents.split(grad, *saved, *grads):
+            found = _flash_backward(*parts[:-3], 0.0, ctx.causal, scale=ctx.scale)
+            for whole, part in zip(parts[-3:], found, strict=True):
+                whole.copy_(part)
         return (*grads, None, None, None)
 
 

@@ -40,12 +40,12 @@ class Documents:
         """The most positions of a document."""
         return max((stop - start for row in self.bounds for start, stop in pairwise(row)), default=0)
 
-    def runs(self) -> Iterator[tuple[slice, slice]]:
-        """Yield the batches and the positions of each document."""
-        for index, row in enumerate(self.bounds):
-            batches = slice(index, index + 1) if len(self.bounds) > 1 else slice(None)
-            for start, stop in pairwise(row):
-                yield batches, slice(start, stop)
+    def split(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the parts of tensors ``[batch, heads, length, ...]`` for each document, views."""
+        rows = zip(*(t.split(1) if len(self.bounds) > 1 else (t,) for t in tensors), strict=True)
+        for bounds, row in zip(self.bounds, rows, strict=True):
+            lengths = [stop - start for start, stop in pairwise(bounds)]
+            yield from zip(*(t.split(lengths, 2) for t in row), strict=True)
 
     def around(self, batches: slice, positions: slice) -> slice:
         """Return the positions from the first to the last of all documents that have one of ``positions``."""
