@@ -29,6 +29,9 @@ _BUDGET = Budget(samples=3, seconds=20)
 class Sizes:
     """Loss: rows, features and classes. Attention: heads, head dim and lengths; torch's plain attention is measured up
     to the length ``plain``. Model: layers, vocabulary, and tokens per batch.
+
+    Many tokens: their number, features of a feed-forward part, classes of log-probabilities, and lengths of packed rows
+    with documents of about ``document`` tokens. What needs more than ``limit`` bytes by an estimate is left out.
     """
 
     rows: int = 2048
@@ -43,6 +46,12 @@ class Sizes:
     width: int = 576
     vocabulary: int = 49152
     tokens: tuple[int, int] = (2, 1024)
+    many: int = 32768
+    inner: int = 1536
+    many_classes: int = 16384
+    packed: tuple[int, ...] = (16384, 32768)
+    document: int = 1000
+    limit: int = 8 << 30
 
 
 # -- contenders --------------------------------------------------------------------------------------------------------
@@ -158,7 +167,7 @@ def models(sizes: Sizes, precision: str | None) -> dict[str, nn.Module]:
     config = LlamaConfig(
         vocab_size=sizes.vocabulary, hidden_size=sizes.width, intermediate_size=8 * sizes.width // 3,
         num_hidden_layers=sizes.layers, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True,
-        attn_implementation="eager",
+        max_position_embeddings=sizes.many, attn_implementation="eager",
     )  # fmt: skip
     model = LlamaForCausalLM(config).train()
     changes: dict[str, tuple[Callable[[Any], object], ...]] = {
@@ -192,6 +201,90 @@ def model_table(sizes: Sizes, precision: str | None) -> str:
     return markdown(("training", *_HEAD), _rows(steps), numbers=range(1, 4))
 
 
+# -- many tokens -------------------------------------------------------------------------------------------------------
+class _SwiGLU(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return down
+
+
+def feed_forward_table(sizes: Sizes) -> str:
+    plain = nn.ModuleDict({"mlp": _SwiGLU(sizes.width, sizes.inner)})
+    tiled = copy.deepcopy(plain, {id(p): p for p in plain.parameters()})
+    lb.memory.tile_(tiled, 2048, ["mlp"])
+    x = torch.randn(1, sizes.many, sizes.width, requires_grad=True)
+    leaves = (x, *plain.parameters())
+    steps: dict[str, Callable[[], object]] = {
+        "plain": lambda: torch.autograd.grad(plain["mlp"](x).sum(), leaves),
+        "tile_, 2048 rows": lambda: torch.autograd.grad(tiled["mlp"](x).sum(), leaves),
+    }
+    return markdown(("feed-forward part", *_HEAD), _rows(steps), numbers=range(1, 4))
+
+
+def log_probs_table(sizes: Sizes) -> str:
+    hidden = torch.randn(sizes.many, sizes.width, requires_grad=True)
+    weight = (torch.randn(sizes.many_classes, sizes.width) * sizes.width**-0.5).requires_grad_()
+    targets = torch.randint(sizes.many_classes, (sizes.many,))
+    steps = {
+        "log_softmax of logits": _step(_log_probs_of_logits, (hidden, weight), targets),
+        "linear_log_probs": _step(_log_probs_in_tiles, (hidden, weight), targets),
+    }
+    return markdown(("log-probabilities", *_HEAD), _rows(steps), numbers=range(1, 4))
+
+
+def batches(sizes: Sizes, length: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The same documents in one packed row of ``length`` tokens, and in padded rows of one document each."""
+    generator = torch.Generator().manual_seed(0)
+    lengths: list[int] = []
+    while (left := length - sum(lengths)) > 0:
+        drawn = torch.randint(sizes.document * 3 // 4, sizes.document * 5 // 4, (1,), generator=generator)
+        lengths.append(min(int(drawn), left))
+    ids = torch.randint(sizes.vocabulary, (length,), generator=generator)
+    places = torch.cat([torch.arange(size) for size in lengths])
+    labels = torch.where(places == 0, -100, ids)
+    packed = {"input_ids": ids[None], "labels": labels[None], "position_ids": places[None]}
+    documents = zip(ids.split(lengths), labels.split(lengths), strict=True)
+    columns = zip(*((part, targets, torch.ones_like(part)) for part, targets in documents), strict=True)
+    ids, labels, mask = (
+        nn.utils.rnn.pad_sequence(list(column), batch_first=True, padding_value=value)
+        for column, value in zip(columns, (0, -100, 0), strict=True)
+    )
+    return packed, {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def packing_steps(sizes: Sizes, length: int) -> dict[str, Callable[[], object]]:
+    """Training steps of a two-layer Llama with a fused loss that take no more than ``sizes.limit`` bytes."""
+    packed, padded = batches(sizes, length)
+    made = models(replace(sizes, layers=2), None)
+    contenders = {
+        "packed, SDPA with a mask": ("SDPA", packed),
+        "packed, attention_": ("attention_", packed),
+        "padded, SDPA": ("SDPA", padded),
+    }
+    steps: dict[str, Callable[[], object]] = {}
+    for name, (change, batch) in contenders.items():
+        model: Any = copy.deepcopy(made[change], {id(p): p for p in made[change].parameters()})
+        model.config.use_cache = False
+        lb.memory.fuse_loss_(model)
+        if lb.estimate(model, batch, optimizer=None).peak_bytes <= sizes.limit:
+            steps[name] = _training_step(model, batch)
+    return steps
+
+
+def _training_step(model: nn.Module, batch: dict[str, Tensor]) -> Callable[[], object]:
+    return lambda: torch.autograd.grad(model(**batch).loss, list(model.parameters()))
+
+
+def packing_table(sizes: Sizes) -> str:
+    rows = [(str(length), *row) for length in sizes.packed for row in _rows(packing_steps(sizes, length))]
+    return markdown(("tokens", "training", *_HEAD), rows, numbers=(0, 2, 3, 4))
+
+
 def run(directory: Path) -> Path:
     """Measure, and write ``memory_kit.md``."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -223,6 +316,16 @@ def run(directory: Path) -> Path:
         model_table(sizes, None),
         "\nIn bf16, by `mixed_`:\n",
         model_table(sizes, "bf16"),
+        f"\n## {sizes.many:,} tokens\n",
+        f"A SwiGLU feed-forward part, {sizes.width} x {sizes.inner} features:\n",
+        feed_forward_table(sizes),
+        f"\nLog-probabilities of {sizes.many:,} rows of {sizes.width} features, {sizes.many_classes:,} classes. The "
+        f"logits are {sizes.many * sizes.many_classes * 4 / 2**20:.0f} MiB.\n",
+        log_probs_table(sizes),
+        f"\nDocuments of about {sizes.document:,} tokens, packed into one row, or padded rows of one document each. "
+        f"Two layers of the Llama above with `fuse_loss_`. Times are beside the first one's of the same tokens. "
+        f"Rows that need more than {sizes.limit / 2**30:g} GiB by `lb.estimate` are left out.\n",
+        packing_table(sizes),
     ]
     path = directory / "memory_kit.md"
     path.write_text("\n".join(text) + "\n")

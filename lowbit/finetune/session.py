@@ -10,7 +10,7 @@ import io
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from lowbit.plan import TrainingPlan
 from lowbit.plan.adapters import lora_config
 from lowbit.plan.fitting.run import Run
 from lowbit.plan.settings import TrainingSettings
+from lowbit.tiled import attention_
 from lowbit.tiled.causal_loss import losses_alone
 from lowbit.train import convert_, prepare_, state, uncompress_activations_, unmixed_, watch
 from lowbit.user_warnings import warn
@@ -438,9 +439,19 @@ def held_out_loss(model: Any, rows: Batch, most: int, size: int) -> float:
 
 
 def rows_of(model: Any, documents: list[Document]) -> type[Packed] | type[Padded]:
-    """The class of rows: packed if the model keeps documents apart, or if there is one."""
+    """The class of rows: packed if the model keeps documents apart, or if there is one.
+
+    A model that keeps several apart gets ``lb.memory.attention_``, in place, if it supports that: attention then needs
+    no mask for them.
+    """
     vocab = int(model.config.get_text_config().vocab_size)
-    return Packed if len(documents) == 1 or keeps_documents_apart(model, vocab) else Padded
+    if len(documents) == 1:
+        return Packed
+    if not keeps_documents_apart(model, vocab):
+        return Padded
+    with suppress(ValueError):  # its attention is no choice of the config
+        attention_(model)
+    return Packed
 
 
 def first_batch(model: Any, documents: list[Document], config: TuneConfig) -> Batch:

@@ -1,4 +1,4 @@
-"""Attention whose memory grows linearly with sequence length.
+"""Attention whose memory grows linearly with sequence length, also of documents that share a row.
 
 Sources: Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory", arXiv 2112.05682; Dao et al., "FlashAttention",
 arXiv 2205.14135.
@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends import cuda
 
+from lowbit.autograd import uncompiled
 from lowbit.tables import aligned
+from lowbit.tiled.documents import Documents, documents_of
 from lowbit.tiled.products import TILE, product, slices, sum_dtype
 from lowbit.torch_private import is_fake
 
@@ -45,6 +47,7 @@ class AttentionCall(NamedTuple):
     Attributes:
         key_mask: A second mask, ``[batch, keys]``, bool or in the dtype of ``q``, without gradient.
         hides: Whether True in bool masks hides a key; otherwise True means that it takes part.
+        documents: Positions that attend only to each other; None: all do.
     """
 
     q: Tensor
@@ -58,6 +61,7 @@ class AttentionCall(NamedTuple):
     softcap: float | None
     dropout: float
     hides: bool = False
+    documents: Documents | None = None
 
     @property
     def grouped(self) -> bool:
@@ -80,12 +84,14 @@ def attention(
     softcap: float | None = None,
     dropout: float = 0.0,
     chunk: int | None = None,
+    documents: Tensor | None = None,
 ) -> Tensor:
     """``softmax(scale * q k^T + mask) v`` without allocating all scores.
 
-    torch's SDPA computes the call if one of its linear-memory kernels supports it (see ``attention_backends``).
-    Otherwise it is computed in tiles, with sums in fp32 or better. Forward then saves the output and each row's
-    log-sum-exp, and backward computes the scores again. Tiles that ``causal`` or ``window`` hides are skipped.
+    torch's SDPA computes the call if one of its linear-memory kernels supports it (see ``attention_backends``), with
+    ``documents`` one document at a time. Otherwise it is computed in tiles, with sums in fp32 or better. Forward then
+    saves the output and each row's log-sum-exp, and backward computes the scores again. Tiles that ``causal``,
+    ``window`` or ``documents`` hides are skipped.
 
     Args:
         q: ``[batch, heads, queries, dim]``, floating point. ``heads`` is a multiple of ``kv heads``; adjacent heads
@@ -103,6 +109,9 @@ def attention(
         dropout: Probability of zeroing an attention weight, also in evaluation.
         chunk: Compute in tiles of this many scores. By default a tile has at most 2^22 scores, and at most four times
             the elements of the largest input.
+        documents: Integers ``[batch, length]``, or ``[length]`` for every batch, of as many queries as keys. Positions
+            of one run of equal integers attend only to each other. Values are read, so ``torch.compile`` breaks its
+            graph here.
 
     Returns:
         ``[batch, heads, queries, value dim]`` in the dtype of the inputs. A query that attends to no key gives zeros.
@@ -110,17 +119,26 @@ def attention(
     Raises:
         ValueError: Shapes do not match or an option is out of range.
         TypeError: A dtype is not supported.
-        RuntimeError: Second-order gradients of tiles are requested, or dropout in tiles inside torch.compile.
+        RuntimeError: Second-order gradients of tiles or of documents are requested, or dropout in tiles inside
+            torch.compile.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return attend(AttentionCall(q, k, v, mask, None, causal, window, scale, softcap, dropout), chunk)
+    call = AttentionCall(q, k, v, mask, None, causal, window, scale, softcap, dropout)
+    return attend(call, chunk) if documents is None else _of_ids(call, documents, chunk)  # type: ignore[no-any-return]
+
+
+@uncompiled
+def _of_ids(call: AttentionCall, ids: Tensor, chunk: int | None) -> Tensor:
+    return attend(_with_documents(call, ids), chunk)
 
 
 def attend(call: AttentionCall, chunk: int | None = None) -> Tensor:
     """Like ``attention``, for any ``AttentionCall``."""
     _check(call, chunk)
-    call, device = cast_by_autocast(call), call.q.device.type
+    call, device = _simplified(cast_by_autocast(call)), call.q.device.type
     if chunk is None and _backends(call).chosen != _TILES:
+        if call.documents is not None:
+            return _each_document(call, call.documents)
         mask = call.mask if call.key_mask is None else call.key_mask[:, None, None, :]
         return F.scaled_dot_product_attention(
             call.q, call.k, call.v, mask, call.dropout, call.causal, scale=call.scale, enable_gqa=call.grouped
@@ -169,6 +187,7 @@ def attention_backends(
     scale: float | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
+    documents: Tensor | None = None,
 ) -> AttentionBackends:
     """Return the linear-memory backends for a call of ``attention``, and why others do not support it.
 
@@ -185,7 +204,9 @@ def attention_backends(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     call = AttentionCall(q, k, v, mask, None, causal, window, scale, softcap, dropout)
     _check(call, None)
-    return _backends(call)
+    if documents is not None:
+        call = _with_documents(call, documents)
+    return _backends(_simplified(call))
 
 
 def _backends(call: AttentionCall) -> AttentionBackends:
@@ -199,6 +220,15 @@ def _masked(call: AttentionCall) -> bool:
     return call.mask is not None or call.key_mask is not None
 
 
+def _simplified(call: AttentionCall) -> AttentionCall:
+    """Return the call without documents that are whole rows, and without a window that none of them exceeds."""
+    documents = call.documents
+    if documents is None:
+        return call
+    window = None if call.window is not None and call.window >= documents.longest else call.window
+    return call._replace(window=window, documents=None if documents.is_whole else documents)
+
+
 #: Calls that no SDPA kernel supports.
 _NOT_OF_SDPA: tuple[tuple[str, Callable[[AttentionCall], bool]], ...] = (
     ("has no window", lambda call: call.window is not None),
@@ -206,6 +236,7 @@ _NOT_OF_SDPA: tuple[tuple[str, Callable[[AttentionCall], bool]], ...] = (
     ("takes a mask or causal, not both", lambda call: call.causal and _masked(call)),
     ("takes one mask", lambda call: call.mask is not None and call.key_mask is not None),
     ("takes masks whose True takes part", lambda call: call.hides),
+    ("takes a mask or documents, not both", lambda call: call.documents is not None and _masked(call)),
 )
 #: Calls that the flash kernel for CPUs does not support. Source: ATen/native/transformers/sdp_utils_cpp.cpp.
 _NOT_OF_CPU_FLASH: tuple[tuple[str, Callable[[AttentionCall], bool]], ...] = (
@@ -248,6 +279,67 @@ _KERNELS: dict[str, dict[str, Callable[[AttentionCall], str | None]]] = {
 }
 
 
+# -- one document at a time --------------------------------------------------------------------------------------------
+def _each_document(call: AttentionCall, documents: Documents) -> Tensor:
+    """SDPA of each document."""
+    if call.q.device.type == "cpu":
+        return _Flash.apply(*call[:3], documents, call.causal, call.scale)  # type: ignore[no-any-return,no-untyped-call]
+    return _joined_documents(call, documents)
+
+
+def _joined_documents(call: AttentionCall, documents: Documents) -> Tensor:
+    """SDPA of each document, and their outputs joined, on any device."""
+    outs = [
+        F.scaled_dot_product_attention(
+            q, k, v, None, call.dropout, call.causal, scale=call.scale, enable_gqa=call.grouped
+        ).transpose(1, 2)
+        for q, k, v in documents.split(*call[:3])
+    ]
+    if len(documents.bounds) == 1:
+        return torch.cat(outs, 1).transpose(1, 2)
+    return torch.cat([out[0] for out in outs]).view(len(documents.bounds), -1, *outs[0].shape[2:]).transpose(1, 2)
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def _like(t: Tensor) -> Tensor:
+    """Return an empty tensor of the same shape, with heads after positions in memory."""
+    return torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+class _Flash(torch.autograd.Function):
+    """SDPA's kernel for CPUs, for each document. Arguments are q, k, v, documents, causal and scale.
+
+    Outputs and gradients have the strides that SDPA gives them: heads after positions.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Documents, causal: bool, scale: float) -> Tensor:
+        out = _like(q)
+        batch, heads, length, _ = q.shape
+        log_sum = q.new_empty(batch, length, heads, dtype=sum_dtype(q.dtype)).transpose(1, 2)
+        for *inputs, part, part_sum in documents.split(q, k, v, out, log_sum):
+            found = _flash(*inputs, 0.0, causal, scale=scale)
+            part.copy_(found[0])
+            part_sum.copy_(found[1])
+        ctx.save_for_backward(q, k, v, out, log_sum)
+        ctx.documents, ctx.causal, ctx.scale = documents, causal, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        refuse_second_order()
+        saved = ctx.saved_tensors
+        grads = [_like(t) for t in saved[:3]]
+        for parts in ctx.documents.split(grad, *saved, *grads):
+            found = _flash_backward(*parts[:-3], 0.0, ctx.causal, scale=ctx.scale)
+            for whole, part in zip(parts[-3:], found, strict=True):
+                whole.copy_(part)
+        return (*grads, None, None, None)
+
+
 # -- in tiles ----------------------------------------------------------------------------------------------------------
 class _Attention(torch.autograd.Function):
     """Arguments are those of ``AttentionCall``, then seed and chunk."""
@@ -287,7 +379,7 @@ def refuse_second_order() -> None:
     """Raise RuntimeError in a backward pass with ``create_graph=True``."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
-            "memory.attention in tiles has no gradients of gradients, and backward was called with "
+            "memory.attention in tiles or of documents has no gradients of gradients, and backward was called with "
             "create_graph=True; use softmax(q @ k.transpose(-2, -1)) @ v for them"
         )
 
@@ -320,11 +412,14 @@ class _Tiles:
                 for rows in slices(0, self.queries, self.side):
                     yield (batch_slice, head_slice), rows
 
-    def columns(self, rows: slice) -> Iterator[slice]:
+    def columns(self, box: _Box, rows: slice) -> Iterator[slice]:
         """Return the keys to which some query of ``rows`` attends."""
         start, stop = 0, self.keys
+        if self.call.documents is not None:
+            around = self.call.documents.around(box[0], rows)
+            start, stop = around.start, around.stop
         if self.call.window is not None:
-            start, stop = max(0, rows.start - self.call.window + 1), min(stop, rows.stop - 1 + self.call.window)
+            start, stop = max(start, rows.start - self.call.window + 1), min(stop, rows.stop - 1 + self.call.window)
         return slices(start, min(stop, rows.stop) if self.call.causal else stop, self.side)
 
     def rows_of(self, t: Tensor, box: _Box, rows: slice) -> Tensor:
@@ -362,6 +457,9 @@ class _Tiles:
             scores = self.masked(scores, self.mask_of(call.mask, box, rows, columns))
         if call.key_mask is not None:
             scores = self.masked(scores, call.key_mask[box[0], columns][:, None, None, None, :])
+        apart = None if call.documents is None else call.documents.apart(box[0], rows, columns)
+        if apart is not None:
+            scores.masked_fill_(apart[:, None, None], -torch.inf)
         hidden = self.hidden(rows, columns)
         return (scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)), slope
 
@@ -407,7 +505,7 @@ def _attend(tiles: _Tiles, box: _Box, rows: slice) -> tuple[Tensor, Tensor]:
     total = q.new_zeros(*q.shape[:-1], 1, dtype=tiles.sums)
     mixed = q.new_zeros(*q.shape[:-1], tiles.call.v.shape[-1], dtype=tiles.sums)
     highest = total - torch.inf
-    for columns in tiles.columns(rows):
+    for columns in tiles.columns(box, rows):
         part = (*box, columns)
         scores, _ = tiles.scores(box, rows, columns)
         maximum = torch.maximum(highest, scores.amax(-1, keepdim=True))
@@ -428,7 +526,7 @@ def _backward_of_rows(
     """Add the contribution of some queries to ``grads``, the wanted gradients of q, k, v and mask."""
     q_grad, k_grad, v_grad, mask_grad = grads
     q = tiles.rows_of(tiles.call.q, box, rows)
-    for columns in tiles.columns(rows):
+    for columns in tiles.columns(box, rows):
         part = (*box, columns)
         scores, slope = tiles.scores(box, rows, columns)
         weights = scores.sub_(log_sum[..., :1]).sub_(log_sum[..., 1:]).exp_()
@@ -476,6 +574,26 @@ def _check(call: AttentionCall, chunk: int | None) -> None:
             raise ValueError(f"{name}: {option} is positive, got {value}; leave it out for none")
     if not 0 <= call.dropout < 1:
         raise ValueError(f"{name}: dropout is from 0 to below 1, got {call.dropout}")
+
+
+def _with_documents(call: AttentionCall, ids: Tensor) -> AttentionCall:
+    """Return the call with the documents that ``ids`` numbers. Raise TypeError or ValueError if they do not fit."""
+    name, (batch, _, queries, _), keys = "memory.attention", call.q.shape, call.k.shape[2]
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(
+            f"{name}: expected documents of an integer dtype, got {ids.dtype}; number the documents of a row"
+        )
+    if queries != keys:
+        raise ValueError(
+            f"{name}: expected as many queries as keys with documents, got {queries} and {keys}; with a cache of keys "
+            f"give a mask instead"
+        )
+    if tuple(ids.shape) not in ((queries,), (1, queries), (batch, queries)) or not queries:
+        raise ValueError(
+            f"{name}: expected documents [{batch}, {queries}] or [{queries}] of at least one position, got "
+            f"{list(ids.shape)}; give the document of each position"
+        )
+    return call._replace(documents=documents_of(ids.to(call.q.device).reshape(-1, queries)))
 
 
 def cast_by_autocast(call: AttentionCall) -> AttentionCall:

@@ -22,7 +22,8 @@ from lowbit.memory.fake import answer_without_data
 from lowbit.memory.kept import Kept
 from lowbit.models.check import check_model
 from lowbit.report import Report, report_on
-from lowbit.tiled.attention_tiles import attention
+from lowbit.tiled.attention_tiles import AttentionCall, attend, attention
+from lowbit.tiled.lazy_mask import LazyMask, lazy_mask
 from lowbit.tiled.multihead import is_switched, multihead_layers, put_back, put_on
 
 __all__ = ["IMPLEMENTATION", "attends_without_scores", "attention_", "register", "register_mask", "unattention_"]
@@ -133,24 +134,38 @@ def unattention_(model: nn.Module) -> Report:
 
 
 def attends_without_scores(model: nn.Module, batch: Any) -> bool:
-    """Return whether ``attention_`` would avoid scores that ``model`` allocates for ``batch``. Runs a forward on fake
-    tensors.
+    """Return whether ``attention_`` would avoid scores, or a mask of that size, that ``model`` allocates for ``batch``.
+    Runs a forward on fake tensors.
 
     Hugging Face's ``"eager"`` allocates scores, and so does ``nn.MultiheadAttention`` if torch's kernels do not support
-    the call.
+    the call. Other attention of Hugging Face models allocates a mask if rows have several documents.
     """
-    if not any(_implementation(module) == "eager" for module in _choosing(model).values()):
-        allocates: list[bool] = []
+    before = {_implementation(module) for module in _choosing(model).values()}
+    if "eager" in before:
+        return answer_without_data(model, attention_, batch) is not None
+    allocates: list[bool] = []
 
-        def watch(copied: nn.Module) -> None:
-            for layer in multihead_layers(copied).values():
-                if not is_switched(layer):
-                    layer.register_forward_pre_hook(partial(_note_scores, allocates), with_kwargs=True)
+    def watch_layers(copied: nn.Module) -> None:
+        for layer in multihead_layers(copied).values():
+            if not is_switched(layer):
+                layer.register_forward_pre_hook(partial(_note_scores, allocates), with_kwargs=True)
 
-        answer_without_data(model, watch, batch)
-        if not any(allocates):
-            return False
-    return answer_without_data(model, attention_, batch) is not None
+    def watch_masks(copied: nn.Module) -> None:
+        attention_(copied)
+        for module in copied.modules():
+            module.register_forward_pre_hook(partial(_note_documents, allocates), with_kwargs=True)
+
+    answer_without_data(model, watch_layers, batch)
+    if any(allocates):
+        return answer_without_data(model, attention_, batch) is not None
+    if not before - {IMPLEMENTATION}:
+        return False
+    return answer_without_data(model, watch_masks, batch) is not None and any(allocates)
+
+
+def _note_documents(allocates: list[bool], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Append whether the call has a mask of documents."""
+    allocates.append(any(isinstance(value, LazyMask) for value in (*args, *kwargs.values())))
 
 
 def _note_scores(allocates: list[bool], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -214,8 +229,15 @@ def register(modeling: Any) -> None:
 
 
 def register_mask(masking: Any) -> None:
-    """Have ``transformers.masking_utils`` make the same bool masks for it as for torch's SDPA."""
-    masking.AttentionMaskInterface.register(IMPLEMENTATION, masking.sdpa_mask)
+    """Have ``transformers.masking_utils`` make the same bool masks for it as for torch's SDPA, those of packed rows
+    without values.
+    """
+    masking.AttentionMaskInterface.register(IMPLEMENTATION, partial(_mask, masking))
+
+
+def _mask(masking: Any, **options: Any) -> Tensor | None:
+    mask: Tensor | None = lazy_mask(masking, options)
+    return masking.sdpa_mask(**options) if mask is None else mask
 
 
 def _attend(
@@ -244,6 +266,11 @@ def _attend(
         mask = position_bias if mask is None else _added(position_bias, mask)
     causal = bool(causal) and attention_mask is None and query.shape[2] > 1
     scale, sinks, width = query.shape[-1] ** -0.5 if scaling is None else scaling, options.get("s_aux"), value.shape[-1]
+    if isinstance(mask, LazyMask) and sinks is None and query.shape[2] == key.shape[2] == mask.shape[-1]:
+        within = AttentionCall(
+            query, key, value, None, None, True, mask.window, scale, softcap, dropout, documents=mask.documents
+        )
+        return attend(within).transpose(1, 2).contiguous(), None
     if sinks is not None:
         query, key, value, mask = _with_sinks(query, key, value, mask, sinks / scale, causal)
         causal = False

@@ -138,7 +138,8 @@ def test_losses_and_attention_are_measured_beside_torchs(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     tiny = memory_kit.Sizes(
         rows=256, features=8, classes=30_000, dim=8, lengths=(256, 2048), plain=256, window=64, layers=1,
-        width=72, vocabulary=6000, tokens=(2, 400),
+        width=72, vocabulary=6000, tokens=(2, 400), many=4096, inner=192, many_classes=2000, packed=(512, 2048),
+        document=100, limit=80 << 20,
     )  # fmt: skip
     monkeypatch.setattr(memory_kit, "Sizes", lambda: tiny)
     monkeypatch.setattr(memory_kit, "_BUDGET", timing.Budget(1, 0.0, 0.1))
@@ -150,7 +151,8 @@ def test_losses_and_attention_are_measured_beside_torchs(tmp_path, monkeypatch):
     ]
     named = [(row[0], float(row[1])) for row in rows if len(row) == 4]
     count = len(memory_kit.losses())
-    losses, preference, models = dict(named[:count]), dict(named[count : count + 2]), named[count + 2 :]
+    losses, preference, models = dict(named[:count]), dict(named[count : count + 2]), named[count + 2 : -4]
+    feed_forward, log_probs = dict(named[-4:-2]), dict(named[-2:])
     assert list(losses) == list(memory_kit.losses())
     for peaks in (dict(models[: len(models) // 2]), dict(models[len(models) // 2 :])):  # in fp32, in bf16
         assert list(peaks) == ["eager attention", "eager attention, fuse_loss_", "SDPA", "attention_",
@@ -158,10 +160,15 @@ def test_losses_and_attention_are_measured_beside_torchs(tmp_path, monkeypatch):
         assert peaks["attention_, fuse_loss_"] == min(peaks.values()) < 0.8 * peaks["eager attention"]
     assert losses["linear_cross_entropy"] < losses["F.cross_entropy of logits"] / 1.5
     assert preference["linear_log_probs"] < preference["log_softmax of logits"] / 1.5
-    attentions = [row for row in rows if len(row) == 5]
-    assert [row[:2] for row in attentions] == [
-        [str(length), name] for length in tiny.lengths for name in memory_kit.attentions(tiny, length)
-    ]
+    assert feed_forward["tile_, 2048 rows"] < feed_forward["plain"] / 1.5
+    assert log_probs["linear_log_probs"] < log_probs["log_softmax of logits"] / 1.5
+    by_length = [row for row in rows if len(row) == 5]
+    attentions = [[str(length), name] for length in tiny.lengths for name in memory_kit.attentions(tiny, length)]
+    assert [row[:2] for row in by_length[: len(attentions)]] == attentions
+    packed = {(int(row[0]), row[1]): float(row[2]) for row in by_length[len(attentions) :]}
+    masked, without, padded = "packed, SDPA with a mask", "packed, attention_", "padded, SDPA"
+    assert list(packed) == [(512, masked), (512, without), (512, padded), (2048, without), (2048, padded)]
+    assert packed[512, without] < packed[512, masked] and packed[2048, without] < packed[2048, padded]
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from lowbit.files import write_checked
 from lowbit.finetune import Session, TuneConfig, add_adapters, read, split
 from lowbit.finetune.session import first_batch, held_out_loss
 from lowbit.interrupts import Interrupted
+from lowbit.tiled.lazy_mask import LazyMask
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -86,6 +87,24 @@ def test_a_recurrent_model_gets_rows_of_one_document(directory, tmp_path):
     assert losses[-1][1] < losses[0][1] - 0.5
 
 
+@pytest.mark.parametrize("adapters", [0, 2])
+def test_packed_rows_train_without_a_mask_to_the_losses_with_one(adapters, directory, tmp_path, monkeypatch):
+    config = replace(CONFIG, adapters=adapters)
+    without = session_of(directory, tmp_path / "without", config)
+    assert without.model.config._attn_implementation == "lowbit"
+    made = []
+    monkeypatch.setattr(LazyMask, "dense", lambda mask: made.append(mask))
+    found = without.train()
+    assert not made
+    monkeypatch.undo()
+    monkeypatch.setattr("lowbit.finetune.session.attention_", lambda model: None)
+    masked = session_of(directory, tmp_path / "with", config)
+    assert masked.model.config._attn_implementation == "sdpa"
+    expected = masked.train()
+    assert found.train == pytest.approx(expected.train, rel=1e-5)
+    assert dict(found.held_out) == pytest.approx(dict(expected.held_out), rel=1e-5)
+
+
 @pytest.mark.parametrize("adapters", ["0", "2"])
 def test_the_command_writes_a_model_that_others_load(adapters, directory, tmp_path):
     command = [
@@ -96,6 +115,7 @@ def test_the_command_writes_a_model_that_others_load(adapters, directory, tmp_pa
     result = runner.invoke(app, command)
     assert result.exit_code == 0, result.output
     assert "held-out loss:" in result.output and (tmp_path / "out/report.md").exists()
+    assert "lowbit" not in (tmp_path / "out/model/config.json").read_text()
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out/model")
     base = transformers.AutoModelForCausalLM.from_pretrained(directory)
     changed = [name for name, value in model.state_dict().items() if not torch.equal(value, base.state_dict()[name])]
