@@ -20,11 +20,13 @@ from torch import nn
 from lowbit.convert.maker import Allocated, Ruled
 from lowbit.convert.quantize import quantize_from
 from lowbit.convert.select import DEFAULT_SKIP
+from lowbit.distributed import torchrun
 from lowbit.files import write_atomically
 from lowbit.models.adapters import has_adapters
 from lowbit.models.output_layers import find_output_layers
 from lowbit.nn.attention import SplitMultiheadAttention
 from lowbit.nn.linear import QuantLinear
+from lowbit.optim.shards import whole
 from lowbit.recipes import layer_recipes
 from lowbit.torch_private import is_fake
 
@@ -148,6 +150,8 @@ def _moving_parameters() -> Iterator[None]:
 def save_adapters(model: nn.Module, directory: Path) -> None:
     """Write the adapters of ``model`` as files of peft, for ``peft.PeftModel.from_pretrained(base, directory)``.
 
+    With several processes, all call it, and the first one writes.
+
     Raises:
         ValueError: The model has none that ``add_adapters_`` added.
     """
@@ -155,13 +159,20 @@ def save_adapters(model: nn.Module, directory: Path) -> None:
     configs = getattr(model, "peft_config", None)
     if not has_adapters(model) or not isinstance(configs, dict):
         raise ValueError(f"run.save_adapters: this {type(model).__name__} has no adapters of the plan")
-    tensors = {f"{_PREFIX}{name}": value.contiguous() for name, value in peft.get_peft_model_state_dict(model).items()}
-    directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(directory / "adapter_model.safetensors", lambda file: file.write(save(tensors)))
+    named = peft.get_peft_model_state_dict(model)
+    tensors = {f"{_PREFIX}{name}": whole(value).contiguous() for name, value in named.items()}
     config = deepcopy(configs[_NAME])
     config.inference_mode = True
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)  # the same file in every run
     config.base_model_name_or_path = getattr(model, "name_or_path", None) or None
-    config.save_pretrained(directory)
+
+    def write() -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_atomically(directory / "adapter_model.safetensors", lambda file: file.write(save(tensors)))
+        config.save_pretrained(directory)
+
+    torchrun.first(write, "whether the adapters are written")
 
 
 def _targets(model: nn.Module) -> Iterator[str]:

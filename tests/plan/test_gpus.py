@@ -110,17 +110,17 @@ def test_exchanges_take_their_bytes_and_overlap_with_backward():
         ("zero3", 1.5, 0),
     ):
         settings = TrainingSettings(gpus=2, strategy=strategy)
-        assert exchange_seconds(settings, 10**9, 0.0, 1e9, overlaps=False) == pytest.approx(seconds + after)
+        assert exchange_seconds(settings, 10**9, 10**9, 0.0, 1e9, overlaps=False) == pytest.approx(seconds + after)
         parts = TrainingSettings(gpus=2, strategy=strategy, micro_batches=2)
-        assert exchange_seconds(parts, 10**9, 0.0, 1e9, overlaps=False) == pytest.approx(2 * seconds + after)
+        assert exchange_seconds(parts, 10**9, 10**9, 0.0, 1e9, overlaps=False) == pytest.approx(2 * seconds + after)
     ddp = TrainingSettings(gpus=2)
-    assert exchange_seconds(ddp, 10**9, 0.3, 1e9, overlaps=False) == pytest.approx(0.8), "backward is two thirds"
-    assert exchange_seconds(ddp, 10**9, 3.0, 1e9, overlaps=False) == 0
-    assert exchange_seconds(TrainingSettings(), 10**9, 0.0, 1e9, overlaps=False) == 0
+    assert exchange_seconds(ddp, 10**9, 10**9, 0.3, 1e9, overlaps=False) == pytest.approx(0.8), "backward is two thirds"
+    assert exchange_seconds(ddp, 10**9, 10**9, 3.0, 1e9, overlaps=False) == 0
+    assert exchange_seconds(TrainingSettings(), 10**9, 10**9, 0.0, 1e9, overlaps=False) == 0
     zero3 = TrainingSettings(gpus=2, strategy="zero3")
-    assert exchange_seconds(zero3, 10**9, 0.3, 1e9, overlaps=True) == pytest.approx(1.2)
+    assert exchange_seconds(zero3, 10**9, 10**9, 0.3, 1e9, overlaps=True) == pytest.approx(1.2)
     groups = TrainingSettings(gpus=4, strategy="hsdp", group_size=2)
-    assert exchange_seconds(groups, 10**9, 0.0, 1e9, overlaps=False) == pytest.approx(1.5 + 0.5)
+    assert exchange_seconds(groups, 10**9, 10**9, 0.0, 1e9, overlaps=False) == pytest.approx(1.5 + 0.5)
 
 
 def test_a_link_is_what_is_said():
