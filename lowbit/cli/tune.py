@@ -229,6 +229,8 @@ def _model(path: Path, config: TuneConfig) -> Any:
     model = load(path)
     if not quantized_layers(model):
         cast_(model, Dtype.fp32)
+    if getattr(model, "name_or_path", None) == "":
+        setattr(model, "name_or_path", str(path))  # peft writes it next to the adapters
     return add_adapters(model, config.adapters, config.seed).train()
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import lowbit as lb
+from lowbit.demo.gpt import GPT, GPTConfig
+from lowbit.integrations.peft import from_pretrained
+from lowbit.memory.rss import peak_bytes, reset_peak, resident_bytes
 from lowbit.plan.adapters import adapters_in
 from lowbit.plan.fitting import Run
+from lowbit.plan.fitting.choices import words
+from lowbit.plan.fitting.predict import Predictor
 from lowbit.plan.settings import TrainingSettings
+from lowbit.plan.subject import Subject
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -203,3 +212,87 @@ def test_two_processes_have_the_bits_and_files_of_one(name: str, root: Path, tmp
         saved = load_file(directory / "adapter_model.safetensors")
         assert saved.keys() == files.keys()
         assert all(torch.equal(value, files[key]) and value.dtype == files[key].dtype for key, value in saved.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_files_of_two_processes_load_with_peft(strategy: str, root: Path):
+    """``fp32`` onto the plain model; ``by hand, int8`` onto the quantized one, with a layer for each projection."""
+    found = torch.load(root / "found.pt", weights_only=True)
+    for name, recipe, load in (
+        ("fp32", None, peft.PeftModel.from_pretrained), ("nf4", "nf4", peft.PeftModel.from_pretrained),
+        ("by hand, int8", "int8-weight-only", from_pretrained),
+    ):  # fmt: skip
+        base = CASES[name][0]()
+        if recipe is not None:
+            lb.quantize_(base, recipe)
+        loaded = dict(load(base, root / name / strategy).named_parameters())
+        for key, value in found[name, strategy][1].items():
+            assert torch.equal(loaded[f"base_model.model.{key}"], value), f"{name}: {key}"
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+CONFIG = GPTConfig(vocab=2048, context=128, layers=3, heads=4, dim=512, hidden=1408)
+BATCH = torch.randint(2048, (4, 128), generator=torch.Generator().manual_seed(0))
+RANK = 64
+MEASURED = (
+    *(TrainingSettings(gpus=2, adapters=RANK, base="nf4", strategy=strategy) for strategy in STRATEGIES),
+    TrainingSettings(gpus=2, adapters=RANK, strategy="ddp"),
+    TrainingSettings(gpus=2, adapters=RANK, strategy="zero3"),
+    TrainingSettings(gpus=2, adapters=RANK, base="int8-weight-only", checkpoint="block", strategy="zero2"),
+    TrainingSettings(gpus=2, adapters=RANK, base=BASES["int4"], checkpoint="block", micro_batches=2, strategy="zero3"),
+    TrainingSettings(gpus=2, adapters=RANK, base=BASES["int4"], micro_batches=2, strategy="zero2-replicated"),
+    TrainingSettings(gpus=2, adapters=RANK, base="int8-weight-only", precision="bf16", strategy="zero1"),
+)
+
+
+def _held(settings: TrainingSettings) -> int:
+    """The most that the process holds in the third step, when all buckets exist."""
+    run = Run(GPT(CONFIG), settings, None, None, {"lr": 1e-3})
+    for _ in range(3):
+        gc.collect()
+        reset_peak()
+        run.step(BATCH)
+    return peak_bytes()
+
+
+def _measure(rank: int, path: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}/meet", rank=rank, world_size=2)
+    libc = ctypes.CDLL(None)
+    for option, value in ((-3, 1 << 16), (-1, 1 << 16), (-8, 1)):  # memory goes back to the system as it is freed
+        libc.mallopt(option, value)
+    for settings in (MEASURED[0], MEASURED[-3], MEASURED[-1]):  # what libraries load and keep
+        _held(settings)
+    found = []
+    for settings in MEASURED:
+        gc.collect()
+        before = resident_bytes()
+        found.append(_held(settings) - before)
+    if rank == 0:
+        Path(path, "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_a_process_holds_what_is_predicted(tmp_path: Path):
+    run_processes(_measure, (str(tmp_path),))
+    predictor = Predictor(Subject(GPT(CONFIG), BATCH, None, RANK))
+    for settings, held in zip(MEASURED, json.loads((tmp_path / "found.json").read_text()), strict=True):
+        whole, quick = predictor.whole(settings).peak_bytes, predictor.predicted(settings).peak_bytes
+        print(f"{words(settings)}: {whole / 1e6:.1f} MB predicted, {held / 1e6:.1f} held, {whole / held - 1:+.1%}")
+        assert whole == pytest.approx(held, rel=0.05), words(settings)
+        assert quick == pytest.approx(whole, rel=0.03), words(settings)
+
+
+def test_a_plan_counts_that_frozen_weights_have_no_gradients_to_exchange():
+    """``ddp`` sends gradients, of adapters alone; ``zero3`` also gathers the frozen weights, twice."""
+    predictor = Predictor(Subject(written(), batch_of(0, labels=False), next_tokens, 4), bandwidth=1e3)
+    parameters = list(run_of("by hand", 0).model.parameters())
+    total, trained = sum(p.nbytes for p in parameters), sum(p.nbytes for p in parameters if p.requires_grad)
+    seconds = {
+        strategy: predictor.whole(TrainingSettings(adapters=4, gpus=2, strategy=strategy)).seconds
+        for strategy in STRATEGIES
+    }
+    for strategy, sent in (("ddp", trained), ("zero1", 1.5 * trained), ("zero3", total + trained / 2)):
+        assert seconds[strategy] == pytest.approx(sent / 1e3, rel=0.05), strategy
