@@ -226,11 +226,11 @@ def _model(path: Path, config: TuneConfig) -> Any:
         if note is not None:
             errors.print(note, soft_wrap=True)
         return model.train()
-    model = load(path)
+    model: Any = load(path)
     if not quantized_layers(model):
         cast_(model, Dtype.fp32)
     if getattr(model, "name_or_path", None) == "":
-        setattr(model, "name_or_path", str(path))  # peft writes it next to the adapters
+        model.name_or_path = str(path)  # peft writes it next to the adapters
     return add_adapters(model, config.adapters, config.seed).train()
 
 

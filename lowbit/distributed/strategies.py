@@ -38,8 +38,8 @@ class Strategy(NamedTuple):
         states: Whether optimizer states are sharded.
         gathered: Full parameters that a process has in addition to its shard during forward and backward: ``""``,
             ``"all"`` or ``"a block"``.
-        gathers: Bytes that a process sends to gather parameters in forward and in backward, as multiples of the bytes of
-            all parameters times ``(n - 1) / n`` for ``n`` processes.
+        gathers: Bytes that a process sends to gather parameters in forward and in backward, as multiples of the bytes
+            of all parameters times ``(n - 1) / n`` for ``n`` processes.
         reduces: Bytes that it sends in backward to sum gradients, as multiples of the bytes of the gradients times
             ``(n - 1) / n``. Each micro-batch has its own forward and backward: gradients that are summed only after the
             last one would need memory besides their buckets.

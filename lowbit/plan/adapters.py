@@ -162,8 +162,8 @@ def save_adapters(model: nn.Module, directory: Path) -> None:
         raise ValueError(f"run.save_adapters: this {type(model).__name__} has no adapters of the plan")
     if any(has_adapters(layer) for layer in model.modules() if isinstance(layer, SplitMultiheadAttention)):
         warn(
-            "run.save_adapters: peft's own from_pretrained would leave out the adapters of nn.MultiheadAttention, which "
-            "has no layers for its projections; load them with lowbit.integrations.peft.from_pretrained"
+            "run.save_adapters: peft's own from_pretrained would leave out the adapters of nn.MultiheadAttention, "
+            "which has no layers for its projections; load them with lowbit.integrations.peft.from_pretrained"
         )
     named = peft.get_peft_model_state_dict(model)
     tensors = {f"{_PREFIX}{name}": whole(value).contiguous() for name, value in named.items()}

@@ -12,8 +12,8 @@ from torch import nn
 
 import lowbit as lb
 from lowbit.demo.gpt import GPT, GPTConfig
-from lowbit.memory import profile
 from lowbit.integrations.peft import from_pretrained
+from lowbit.memory import profile
 from lowbit.nn.attention import SplitMultiheadAttention, split_attention_
 from lowbit.plan import TrainingPlan
 from lowbit.plan.adapters import adapters_in
