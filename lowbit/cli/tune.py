@@ -226,12 +226,17 @@ def _model(path: Path, config: TuneConfig) -> Any:
         if note is not None:
             errors.print(note, soft_wrap=True)
         return model.train()
-    model: Any = load(path)
+    model = load(path)
     if not quantized_layers(model):
         cast_(model, Dtype.fp32)
-    if getattr(model, "name_or_path", None) == "":
-        model.name_or_path = str(path)  # peft writes it next to the adapters
+    _name_(model, path)
     return add_adapters(model, config.adapters, config.seed).train()
+
+
+def _name_(model: Any, path: Path) -> None:
+    """Name a model without a name after its path, which peft writes next to the adapters."""
+    if getattr(model, "name_or_path", None) == "":
+        model.name_or_path = str(path)
 
 
 def _planned(model: Any, train: list[Document], asked: Asked) -> TrainingPlan:

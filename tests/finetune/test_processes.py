@@ -255,7 +255,8 @@ def test_the_command_trains_adapters_as_one_process_does(base, options, director
     files = [{file.name for file in (tmp_path / name / "adapter").iterdir()} for name in ("one", "two")]
     assert files[0] == files[1]
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two/model").float().eval()
-    adapted = peft.PeftModel.from_pretrained(lb.load_model(source).float().eval(), tmp_path / "two/adapter")
+    load = transformers.AutoModelForCausalLM.from_pretrained if base is None else lb.load_model
+    adapted = peft.PeftModel.from_pretrained(load(source).float().eval(), tmp_path / "two/adapter")
     ids = torch.arange(2, 18)[None]
     assert (adapted(ids).logits - merged(ids).logits).norm() < 1e-2 * merged(ids).logits.norm()
     config = json.loads((tmp_path / "two/adapter/adapter_config.json").read_text())
