@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +190,23 @@ def _losses(keep: tuple[str, ...], gpus: int, batch: torch.Tensor) -> tuple[Trai
     run = plan.apply_(model, lr=1e-2)
     assert isinstance(run.model, nn.Module)
     return plan, [run.step(batch) for _ in range(3)]
+
+
+def _plan_slowly(rank: int, path: str) -> None:
+    timeout = timedelta(seconds=2)
+    dist.init_process_group("gloo", init_method=f"file://{path}/meet", rank=rank, world_size=2, timeout=timeout)
+
+    def make() -> TrainingPlan:
+        time.sleep(4)
+        raise ValueError("no choice fits")
+
+    with pytest.raises(ValueError, match="no choice fits"):
+        TrainingPlan.broadcast(make, None)
+    dist.destroy_process_group()
+
+
+def test_a_plan_may_take_longer_than_a_collective(tmp_path: Path):
+    run_processes(_plan_slowly, (str(tmp_path),))
 
 
 def _train(rank: int, path: str) -> None:
