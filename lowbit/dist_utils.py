@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["everywhere", "exchange_device", "gather_flat", "gathered", "launched", "processes", "scatter_flat"]
+__all__ = [
+    "everywhere", "exchange_device", "gather_flat", "gathered", "launched", "processes", "same_random_numbers",
+    "scatter_flat",
+]  # fmt: skip
 
 
 def processes() -> int:
@@ -37,6 +42,29 @@ def everywhere(holds: bool) -> bool:
     votes = torch.tensor([holds], dtype=torch.int32, device=exchange_device())
     dist.all_reduce(votes, dist.ReduceOp.MIN)
     return bool(votes.all())
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Context in which torch's generator of the CPU has the state of the first process in all processes.
+
+    All processes enter it together. Afterwards the generators of the others continue from their own states.
+    """
+    if processes() == 1 or dist.get_rank() == 0:
+        _broadcast_random_state()
+        yield
+        return
+    with torch.random.fork_rng([]):
+        _broadcast_random_state()
+        yield
+
+
+def _broadcast_random_state() -> None:
+    if processes() == 1:
+        return
+    state = torch.get_rng_state().to(exchange_device())
+    dist.broadcast(state, 0)
+    torch.set_rng_state(state.cpu())
 
 
 def gathered(x: Tensor) -> list[Tensor]:

@@ -229,7 +229,14 @@ def _model(path: Path, config: TuneConfig) -> Any:
     model = load(path)
     if not quantized_layers(model):
         cast_(model, Dtype.fp32)
+    _name_(model, path)
     return add_adapters(model, config.adapters, config.seed).train()
+
+
+def _name_(model: Any, path: Path) -> None:
+    """Name a model without a name after its path, which peft writes next to the adapters."""
+    if getattr(model, "name_or_path", None) == "":
+        model.name_or_path = str(path)
 
 
 def _planned(model: Any, train: list[Document], asked: Asked) -> TrainingPlan:

@@ -21,6 +21,7 @@ from lowbit.distributed.parameters import named
 from lowbit.distributed.replicated import ShardedGradients
 from lowbit.distributed.zero import share_states_
 from lowbit.name_tables import did_you_mean
+from lowbit.optim import masters
 from lowbit.optim.offload import OFFLOADED
 
 __all__ = ["STRATEGIES", "Strategy", "shard_"]
@@ -37,9 +38,12 @@ class Strategy(NamedTuple):
         states: Whether optimizer states are sharded.
         gathered: Full parameters that a process has in addition to its shard during forward and backward: ``""``,
             ``"all"`` or ``"a block"``.
-        sends: Bytes that a process sends in forward, in backward and after the optimizer's step, as multiples of the
-            bytes of the parameters times ``(n - 1) / n`` for ``n`` processes. Each micro-batch has its own forward and
-            backward: gradients that are summed only after the last one would need memory besides their buckets.
+        gathers: Bytes that a process sends to gather parameters in forward and in backward, as multiples of the bytes
+            of all parameters times ``(n - 1) / n`` for ``n`` processes.
+        reduces: Bytes that it sends in backward to sum gradients, as multiples of the bytes of the gradients times
+            ``(n - 1) / n``. Each micro-batch has its own forward and backward: gradients that are summed only after the
+            last one would need memory besides their buckets.
+        updates: Bytes that it sends after the optimizer's step, as multiples of the same bytes.
         shard: Shards a model and its optimizer in place and returns the model to call.
         grouped: Whether it shards within groups of ``group_size`` processes.
         one_process: Whether one process trains on several GPUs. Plans do not choose it.
@@ -51,15 +55,27 @@ class Strategy(NamedTuple):
     gradients: bool
     states: bool
     gathered: str
-    sends: tuple[float, float, float]
+    gathers: tuple[float, float]
+    reduces: float
+    updates: float
     shard: Callable[[nn.Module, torch.optim.Optimizer, Arguments], nn.Module]
     grouped: bool = False
     one_process: bool = False
 
     @property
     def sent(self) -> float:
-        """The sum of ``sends``."""
-        return sum(self.sends)
+        """Bytes that a process sends if all parameters are trained, as multiples of theirs times ``(n - 1) / n``."""
+        return sum(self.sends(1, 1))
+
+    def sends(self, parameters: float, gradients: float) -> tuple[float, float, float]:
+        """Bytes that a process sends in forward, in backward and after the optimizer's step, over ``(n - 1) / n``.
+
+        Args:
+            parameters: Bytes of all parameters, also of frozen ones.
+            gradients: Bytes of all gradients.
+        """
+        forward, backward = (times * parameters for times in self.gathers)
+        return forward, backward + self.reduces * gradients, self.updates * gradients
 
     def bytes(self, parameters: int, gradients: int, states: int, processes: int) -> int:
         """Bytes per process between steps.
@@ -187,7 +203,8 @@ def _ddp(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: Argument
     wrapper = nn.parallel.DistributedDataParallel
     check_options(wrapper, arguments.options, ("module",))
     bucket = {} if arguments.bucket is None else {"bucket_cap_mb": arguments.bucket / 2**20}
-    return wrapper(model, **bucket, **arguments.options)  # type: ignore[arg-type]
+    with masters.unchanged(model.parameters()):  # the wrapper writes the values of the first process
+        return wrapper(model, **bucket, **arguments.options)  # type: ignore[arg-type]
 
 
 def _zero1(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: Arguments) -> nn.Module:
@@ -232,18 +249,18 @@ STRATEGIES = {
     strategy.name: strategy
     for strategy in (
         Strategy("dp", "one process copies the model to every GPU in each forward pass (torch.nn.DataParallel)",
-            False, False, False, "", (1, 1, 0), _dp, one_process=True),
+            False, False, False, "", (1, 0), 1, 0, _dp, one_process=True),
         Strategy("ddp", "nothing is sharded; gradients are summed (DistributedDataParallel)",
-            False, False, False, "", (0, 2, 0), _ddp),
-        Strategy("zero1", "optimizer states are sharded", False, False, True, "", (0, 2, 1), _zero1),
+            False, False, False, "", (0, 0), 2, 0, _ddp),
+        Strategy("zero1", "optimizer states are sharded", False, False, True, "", (0, 0), 2, 1, _zero1),
         Strategy("zero2", "everything is sharded; parameters are gathered once per step (fully_shard)",
-            True, True, True, "all", (1, 1, 0), _zero2),
+            True, True, True, "all", (1, 0), 1, 0, _zero2),
         Strategy("zero3", "everything is sharded; each block gathers its parameters in forward and in backward "
-            "(fully_shard)", True, True, True, "a block", (1, 2, 0), _zero3),
+            "(fully_shard)", True, True, True, "a block", (1, 1), 1, 0, _zero3),
         Strategy("zero2-replicated", "gradients and optimizer states are sharded (stage 2 of DeepSpeed)",
-            False, True, True, "", (0, 1, 1), _zero2_replicated),
+            False, True, True, "", (0, 0), 1, 1, _zero2_replicated),
         Strategy("hsdp", "zero3 within groups of processes; gradients are summed over groups",
-            True, True, True, "a block", (1, 2, 0), _hsdp, grouped=True),
+            True, True, True, "a block", (1, 1), 1, 0, _hsdp, grouped=True),
     )
 }  # fmt: skip
 

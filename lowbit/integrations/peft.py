@@ -28,7 +28,7 @@ from lowbit.convert.engine import quantized_layers, take_over
 from lowbit.convert.maker import Ruled
 from lowbit.models.adapters import KEEPING_INITS
 from lowbit.models.wrap import plain_class
-from lowbit.nn.attention import QuantMultiheadAttention
+from lowbit.nn.attention import QuantMultiheadAttention, split_attention_
 from lowbit.nn.base import kind
 from lowbit.nn.conv import QuantConv1d, QuantConv2d, QuantConv3d
 from lowbit.nn.embedding import QuantEmbedding
@@ -68,10 +68,12 @@ def from_pretrained(
     config: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """``peft.PeftModel.from_pretrained`` for a model with quantized layers.
+    """``peft.PeftModel.from_pretrained`` for a model with quantized layers, or with ``nn.MultiheadAttention``.
+
+    An ``nn.MultiheadAttention`` with adapters on its projections, as plans add them, gets a layer for each projection.
 
     Args:
-        model: A quantized model, or a PeftModel, which gets another adapter.
+        model: The base model, or a PeftModel, which gets another adapter. It is changed in place.
         directory: The saved adapter.
         adapter_name: Name of the adapter.
         is_trainable: Whether the adapter is trained further.
@@ -83,6 +85,8 @@ def from_pretrained(
     """
     config = peft.PeftConfig.from_pretrained(directory) if config is None else config
     config.inference_mode = not is_trainable
+    targets = config.target_modules if isinstance(config.target_modules, list | set) else ()
+    split_attention_(model, lambda path: any(f"{path}.{name}_proj" in targets for name in "qkv"))
     if not isinstance(model, peft.PeftModel):
         return peft.PeftModel.from_pretrained(model, directory, adapter_name, is_trainable, config, **kwargs)
     model.add_adapter(adapter_name, config)

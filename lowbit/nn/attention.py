@@ -5,7 +5,7 @@ Shape suffixes: B sequences, T queries, S keys, H heads, D width of a head, E wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from lowbit.nn.base import kind
 from lowbit.nn.linear import QuantLinear
 
-__all__ = ["MultiheadForward", "QuantMultiheadAttention", "SplitMultiheadAttention", "in_projections"]
+__all__ = [
+    "MultiheadForward", "QuantMultiheadAttention", "SplitMultiheadAttention", "in_projections", "split_attention_",
+]  # fmt: skip
 
 
 def in_projections(layer: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
@@ -228,6 +230,17 @@ class SplitMultiheadAttention(MultiheadForward, nn.Module):
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"
+
+
+def split_attention_(model: nn.Module, chosen: Callable[[str], bool] = lambda path: True) -> None:
+    """Replace each ``nn.MultiheadAttention`` with a ``chosen`` path, which reads its weights without a layer, in place.
+
+    The new layers have a Linear layer for each projection, with the same weights.
+    """
+    for path, parent in list(model.named_modules()):
+        for name, layer in parent.named_children():
+            if type(layer) is nn.MultiheadAttention and chosen(f"{path}.{name}" if path else name):
+                setattr(parent, name, SplitMultiheadAttention.of(layer))
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

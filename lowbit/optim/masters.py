@@ -6,6 +6,8 @@ creates master weights that are equal to the fp32 weights, not to the rounded on
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +17,9 @@ from lowbit import reference
 from lowbit.optim.shards import Part, local
 from lowbit.torch_private import is_fake
 
-__all__ = ["Remainder", "attach", "blank", "first", "forget", "number", "of", "store_short", "stored", "widened"]
+__all__ = [
+    "Remainder", "attach", "blank", "first", "forget", "number", "of", "store_short", "stored", "unchanged", "widened",
+]  # fmt: skip
 
 
 #: The attribute of a parameter with its ``Remainder``.
@@ -111,6 +115,16 @@ def forget(param: Tensor) -> None:
     if known is not None:
         known[0].bits = None
         delattr(param, _REMAINDER)
+
+
+@contextmanager
+def unchanged(params: Iterable[Tensor]) -> Iterator[None]:
+    """Context in which parameters are overwritten with their own values: their remainders stay valid."""
+    remainders = {param: remainder for param in params if (remainder := of(param)) is not None}
+    yield
+    for param, remainder in remainders.items():
+        delattr(param, _REMAINDER)
+        attach(param, remainder)
 
 
 def widened(param: Tensor) -> Tensor:

@@ -20,13 +20,16 @@ from torch import nn
 from lowbit.convert.maker import Allocated, Ruled
 from lowbit.convert.quantize import quantize_from
 from lowbit.convert.select import DEFAULT_SKIP
+from lowbit.distributed import torchrun
 from lowbit.files import write_atomically
 from lowbit.models.adapters import has_adapters
 from lowbit.models.output_layers import find_output_layers
-from lowbit.nn.attention import SplitMultiheadAttention
+from lowbit.nn.attention import SplitMultiheadAttention, split_attention_
 from lowbit.nn.linear import QuantLinear
+from lowbit.optim.shards import whole
 from lowbit.recipes import layer_recipes
 from lowbit.torch_private import is_fake
+from lowbit.user_warnings import warn
 
 __all__ = ["RANK", "adapters_in", "add_adapters_", "has_frozen_matrices", "lora_config", "quantize_base_", "rank_of"]
 
@@ -108,7 +111,7 @@ def add_adapters_(model: nn.Module, adapters: int | str) -> None:
     if has_adapters(model):
         raise ValueError(f"this {type(model).__name__} already has adapters; plan for it without adapters=")
     config = lora_config(adapters)
-    _split_(model)
+    split_attention_(model)
     if config.target_modules in (None, "all-linear"):
         config.target_modules = set(_targets(model))
         if not config.target_modules:
@@ -148,6 +151,8 @@ def _moving_parameters() -> Iterator[None]:
 def save_adapters(model: nn.Module, directory: Path) -> None:
     """Write the adapters of ``model`` as files of peft, for ``peft.PeftModel.from_pretrained(base, directory)``.
 
+    With several processes, all call it, and the first one writes.
+
     Raises:
         ValueError: The model has none that ``add_adapters_`` added.
     """
@@ -155,13 +160,25 @@ def save_adapters(model: nn.Module, directory: Path) -> None:
     configs = getattr(model, "peft_config", None)
     if not has_adapters(model) or not isinstance(configs, dict):
         raise ValueError(f"run.save_adapters: this {type(model).__name__} has no adapters of the plan")
-    tensors = {f"{_PREFIX}{name}": value.contiguous() for name, value in peft.get_peft_model_state_dict(model).items()}
-    directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(directory / "adapter_model.safetensors", lambda file: file.write(save(tensors)))
+    if any(has_adapters(layer) for layer in model.modules() if isinstance(layer, SplitMultiheadAttention)):
+        warn(
+            "run.save_adapters: peft's own from_pretrained would leave out the adapters of nn.MultiheadAttention, "
+            "which has no layers for its projections; load them with lowbit.integrations.peft.from_pretrained"
+        )
+    named = peft.get_peft_model_state_dict(model)
+    tensors = {f"{_PREFIX}{name}": whole(value).contiguous() for name, value in named.items()}
     config = deepcopy(configs[_NAME])
     config.inference_mode = True
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)  # the same file in every run
     config.base_model_name_or_path = getattr(model, "name_or_path", None) or None
-    config.save_pretrained(directory)
+
+    def write() -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_atomically(directory / "adapter_model.safetensors", lambda file: file.write(save(tensors)))
+        config.save_pretrained(directory)
+
+    torchrun.first(write, "whether the adapters are written")
 
 
 def _targets(model: nn.Module) -> Iterator[str]:
@@ -171,14 +188,6 @@ def _targets(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules():
         if id(module) not in outputs and _is_linear(module):
             yield path
-
-
-def _split_(model: nn.Module) -> None:
-    """Replace each ``nn.MultiheadAttention``, which reads its weights without a layer, by one with Linear layers."""
-    for parent in list(model.modules()):
-        for name, layer in parent.named_children():
-            if type(layer) is nn.MultiheadAttention:
-                setattr(parent, name, SplitMultiheadAttention.of(layer))
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -191,7 +200,7 @@ def quantize_base_(model: nn.Module, recipe: str, adapters: int | str | None) ->
     Layers that are quantized already keep their codes.
     """
     if adapters is not None:
-        _split_(model)
+        split_attention_(model)
 
     def trains(module: nn.Module, path: str) -> bool:
         return adapters is None and any(parameter.requires_grad for parameter in module.parameters(recurse=False))

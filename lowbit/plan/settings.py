@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lowbit import memory, optim
 from lowbit.checkpointing.block_table import BlockOptions, blocks_of
-from lowbit.dist_utils import processes
+from lowbit.dist_utils import processes, same_random_numbers
 from lowbit.distributed.strategies import STRATEGIES, shard_
 from lowbit.models.batches import call
 from lowbit.optim.names import FAMILIES
@@ -115,9 +115,11 @@ ARITHMETIC = tuple(field.name for field in fields(TrainingSettings) if field.nam
 def arrange_(model: nn.Module, settings: TrainingSettings, target: str, **options: Any) -> torch.optim.Optimizer:
     """Apply ``settings`` to ``model`` in place, and return its optimizer, created with ``options`` such as ``lr``.
 
-    States and weights are offloaded to ``target``, if the settings say so.
+    States and weights are offloaded to ``target``, if the settings say so. With several processes, all call it, and new
+    adapters have the same values in all of them: ``fully_shard`` takes each shard from another process.
     """
-    prepare_model_(model, settings)
+    with same_random_numbers() if settings.gpus > 1 else nullcontext():
+        prepare_model_(model, settings)
     if settings.offload_weights:
         blocks = blocks_of(model)[settings.resident :]
         memory.stream_blocks_(model, target, [model.get_submodule(path) for path in blocks])

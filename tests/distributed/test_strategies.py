@@ -130,7 +130,44 @@ def _bytes(rank: int, path: str) -> None:
         assert traffic.total == STRATEGIES[strategy].sent * size / 2, f"{strategy}: {traffic}"
         held = {s.data_ptr(): s.nbytes() for s in _storages(model, optimizer)}
         assert sum(held.values()) == STRATEGIES[strategy].bytes(size, 0, 2 * size, 2), strategy
+        frozen, optimizer = _with_frozen()
+        trained = sum(p.nbytes for p in frozen.parameters() if p.requires_grad)
+        frozen, optimizer = lb.distributed.shard_(frozen, optimizer, strategy, **options)
+        for _ in range(3):
+            with lb.distributed.traffic() as traffic:
+                frozen(torch.randn(4, 64)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert traffic.total == sum(STRATEGIES[strategy].sends(size, trained)) / 2, f"frozen, {strategy}: {traffic}"
     dist.destroy_process_group()
+
+
+def _with_frozen() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    for layer in (model[1], model[2]):
+        layer.requires_grad_(False)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def _masters(rank: int, path: str) -> None:
+    meet(rank, 2, path)
+    for strategy in (None, "ddp", "zero1", "zero2-replicated"):
+        model = network()
+        lb.train.mixed_(model, "bf16", working_copies=True)
+        optimizer: torch.optim.Optimizer = lb.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+        wrapped = model
+        if strategy is not None:
+            wrapped, optimizer = lb.distributed.shard_(model, optimizer, strategy)
+        train(wrapped, optimizer, range(2))
+        if strategy is None:
+            alone = whole(model)
+        assert all(map(same_bits, whole(model), alone)), strategy
+    dist.destroy_process_group()
+
+
+def test_working_copies_begin_with_all_bits_of_their_weights(tmp_path: Path):
+    """DistributedDataParallel writes to the parameters before the first step."""
+    run_processes(_masters, (str(tmp_path),))
 
 
 def _storages(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -208,3 +209,60 @@ def test_the_command_prints_once_and_resumes(options, directory, tmp_path):
     assert f"2, {options[1] if options else 'ddp'}" in report
     session = session_of(directory, tmp_path / "one", replace(CONFIG, clip=1.0, warmup=10), None)
     assert json.loads(again.stdout)["train"] == pytest.approx(session.train().train, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("base", "options"),
+    [
+        (None, ("--strategy", "ddp")),
+        ("int8-weight-only", ("--strategy", "zero1")),
+        ("int4-weight-only:group32", ("--strategy", "zero2")),
+        ("nf4", ("--strategy", "zero3")),
+        (None, ("--strategy", "zero3", "--memory", "100MiB", "--precision", "fp32")),
+    ],
+)
+def test_the_command_trains_adapters_as_one_process_does(base, options, directory, tmp_path):
+    """Losses, the adapter and the model of one process; peft, transformers and ``lowbit evaluate`` read the result."""
+    peft = pytest.importorskip("peft")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "400"}
+    source = directory
+    if base is not None:
+        source = tmp_path / "base"
+        model = transformers.LlamaForCausalLM.from_pretrained(directory)
+        lb.quantize_(model, base)
+        lb.save_model(model, source)
+        transformers.AutoTokenizer.from_pretrained(directory).save_pretrained(source)
+
+    def run(name: str, *more: str, launch: tuple[str, ...] = ()) -> dict[str, Any]:
+        command = [
+            sys.executable, *launch, "-m", "lowbit", "train", str(source), "--text", str(directory / "sums.jsonl"),
+            "--steps", "4", "--batch", "4", "--context", "16", "--lr", "1e-2", "--adapters", "4", "--json",
+            "--out", str(tmp_path / name), *more,
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    two = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    shared = run("two", *options, launch=two)
+    alone = run("one", *(() if "--memory" not in options else options[2:]))
+    near = 1e-5 if "--memory" not in options else 1e-2  # a plan may choose other optimizer states
+    assert shared["train"] == pytest.approx(alone["train"], rel=near)
+    (_, before), *_, (_, after) = shared["held_out"]
+    assert after < before and after == pytest.approx(alone["held_out"][-1][1], rel=near)
+    assert f"| processes | 2, {options[1]} |" in (tmp_path / "two/report.md").read_text()
+    files = [{file.name for file in (tmp_path / name / "adapter").iterdir()} for name in ("one", "two")]
+    assert files[0] == files[1]
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two/model").float().eval()
+    load = transformers.AutoModelForCausalLM.from_pretrained if base is None else lb.load_model
+    adapted = peft.PeftModel.from_pretrained(load(source).float().eval(), tmp_path / "two/adapter")
+    ids = torch.arange(2, 18)[None]
+    assert (adapted(ids).logits - merged(ids).logits).norm() < 1e-2 * merged(ids).logits.norm()
+    config = json.loads((tmp_path / "two/adapter/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(source)
+    out = tmp_path / "evaluated"
+    command = ["evaluate", str(tmp_path / "two/model"), "--text", str(directory / "sums.jsonl"), "--recipes", "int8",
+               "--windows", "1", "--out", str(out), "--json"]  # fmt: skip
+    done = subprocess.run([sys.executable, "-m", "lowbit", *command], capture_output=True, text=True, env=environment)
+    assert "perplexity" in done.stdout and (out / "evaluate.md").exists(), done.stderr

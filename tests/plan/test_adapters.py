@@ -12,10 +12,11 @@ from torch import nn
 
 import lowbit as lb
 from lowbit.demo.gpt import GPT, GPTConfig
+from lowbit.integrations.peft import from_pretrained
 from lowbit.memory import profile
-from lowbit.nn.attention import SplitMultiheadAttention
+from lowbit.nn.attention import SplitMultiheadAttention, split_attention_
 from lowbit.plan import TrainingPlan
-from lowbit.plan.adapters import _split_, adapters_in
+from lowbit.plan.adapters import adapters_in
 from lowbit.plan.fitting import Run
 from lowbit.plan.fitting.predict import Predictor
 from lowbit.plan.settings import TrainingSettings
@@ -108,7 +109,7 @@ def test_only_adapters_are_trained_and_the_base_keeps_its_bits(name, tmp_path):
     assert losses[-1] < losses[0] - 0.02
     plain = make()
     if name == "encoder":
-        _split_(plain)
+        split_attention_(plain)
     expected = dict(plain.named_parameters())
     for path, value in model.named_parameters():
         if "lora_" not in path:
@@ -181,6 +182,39 @@ def test_files_of_adapters_load_in_peft(tmp_path):
     assert torch.equal(loaded(**BATCH).logits, expected)
     merged = loaded.merge_and_unload()(**BATCH).logits
     assert (merged - expected).norm() < 1e-5 * expected.norm()
+
+
+class Written(nn.Module):
+    """Attention without layers of its own, and a head called head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(512, 64), nn.Linear(64, 512)
+        self.attention = nn.ModuleList(nn.MultiheadAttention(64, 4, batch_first=True) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.attention:
+            x = x + layer(x, x, x, need_weights=False)[0]
+        return self.head(x)
+
+
+@pytest.mark.parametrize("base", [None, "nf4", "int8-weight-only"])
+def test_adapters_of_attention_by_hand_load_with_all_projections(base, tmp_path):
+    torch.manual_seed(0)
+    model, plain = Written(), Written()
+    plain.load_state_dict(model.state_dict())
+    run = Run(model, TrainingSettings(adapters=4, base=base), of_encoder, tmp_path, {"lr": 1e-2})
+    layers = {path for path, one in model.named_modules() if isinstance(one, peft.tuners.lora.LoraLayer)}
+    assert layers == {f"attention.{i}.{name}_proj" for i in range(2) for name in ("q", "k", "v", "out")}
+    for _ in range(3):
+        run.step(ROWS)
+    with pytest.warns(UserWarning, match=r"load them with lowbit\.integrations\.peft\.from_pretrained"):
+        run.save_adapters(tmp_path / "adapter")
+    if base is not None:
+        lb.quantize_(plain, base)
+    loaded = from_pretrained(plain, tmp_path / "adapter").eval()
+    assert torch.equal(loaded(ROWS), model.eval()(ROWS))
 
 
 def test_errors_say_what_to_do(tmp_path):

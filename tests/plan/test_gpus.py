@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -110,17 +112,17 @@ def test_exchanges_take_their_bytes_and_overlap_with_backward():
         ("zero3", 1.5, 0),
     ):
         settings = TrainingSettings(gpus=2, strategy=strategy)
-        assert exchange_seconds(settings, 10**9, 0.0, 1e9, overlaps=False) == pytest.approx(seconds + after)
+        assert exchange_seconds(settings, 10**9, 10**9, 0.0, 1e9, overlaps=False) == pytest.approx(seconds + after)
         parts = TrainingSettings(gpus=2, strategy=strategy, micro_batches=2)
-        assert exchange_seconds(parts, 10**9, 0.0, 1e9, overlaps=False) == pytest.approx(2 * seconds + after)
+        assert exchange_seconds(parts, 10**9, 10**9, 0.0, 1e9, overlaps=False) == pytest.approx(2 * seconds + after)
     ddp = TrainingSettings(gpus=2)
-    assert exchange_seconds(ddp, 10**9, 0.3, 1e9, overlaps=False) == pytest.approx(0.8), "backward is two thirds"
-    assert exchange_seconds(ddp, 10**9, 3.0, 1e9, overlaps=False) == 0
-    assert exchange_seconds(TrainingSettings(), 10**9, 0.0, 1e9, overlaps=False) == 0
+    assert exchange_seconds(ddp, 10**9, 10**9, 0.3, 1e9, overlaps=False) == pytest.approx(0.8), "backward is two thirds"
+    assert exchange_seconds(ddp, 10**9, 10**9, 3.0, 1e9, overlaps=False) == 0
+    assert exchange_seconds(TrainingSettings(), 10**9, 10**9, 0.0, 1e9, overlaps=False) == 0
     zero3 = TrainingSettings(gpus=2, strategy="zero3")
-    assert exchange_seconds(zero3, 10**9, 0.3, 1e9, overlaps=True) == pytest.approx(1.2)
+    assert exchange_seconds(zero3, 10**9, 10**9, 0.3, 1e9, overlaps=True) == pytest.approx(1.2)
     groups = TrainingSettings(gpus=4, strategy="hsdp", group_size=2)
-    assert exchange_seconds(groups, 10**9, 0.0, 1e9, overlaps=False) == pytest.approx(1.5 + 0.5)
+    assert exchange_seconds(groups, 10**9, 10**9, 0.0, 1e9, overlaps=False) == pytest.approx(1.5 + 0.5)
 
 
 def test_a_link_is_what_is_said():
@@ -188,6 +190,23 @@ def _losses(keep: tuple[str, ...], gpus: int, batch: torch.Tensor) -> tuple[Trai
     run = plan.apply_(model, lr=1e-2)
     assert isinstance(run.model, nn.Module)
     return plan, [run.step(batch) for _ in range(3)]
+
+
+def _plan_slowly(rank: int, path: str) -> None:
+    timeout = timedelta(seconds=2)
+    dist.init_process_group("gloo", init_method=f"file://{path}/meet", rank=rank, world_size=2, timeout=timeout)
+
+    def make() -> TrainingPlan:
+        time.sleep(4)
+        raise ValueError("no choice fits")
+
+    with pytest.raises(ValueError, match="no choice fits"):
+        TrainingPlan.broadcast(make, None)
+    dist.destroy_process_group()
+
+
+def test_a_plan_may_take_longer_than_a_collective(tmp_path: Path):
+    run_processes(_plan_slowly, (str(tmp_path),))
 
 
 def _train(rank: int, path: str) -> None:

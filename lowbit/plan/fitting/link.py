@@ -63,7 +63,7 @@ _BYTES, _TIMES = 8 << 20, 5
 
 
 def exchange_seconds(
-    settings: TrainingSettings, parameters: int, compute: float, bandwidth: float, overlaps: bool
+    settings: TrainingSettings, parameters: int, gradients: int, compute: float, bandwidth: float, overlaps: bool
 ) -> float:
     """Return the seconds that communication adds to a step.
 
@@ -71,21 +71,22 @@ def exchange_seconds(
 
     Args:
         settings: Settings, with the number of processes and the sharding strategy.
-        parameters: Bytes of the parameters of the whole model.
+        parameters: Bytes of the parameters of the whole model, also of frozen ones.
+        gradients: Bytes of the gradients of the whole model.
         compute: Seconds of forward and backward of one micro-batch.
         bandwidth: Bytes per second that a process sends.
         overlaps: Whether communication of forward overlaps with compute too.
     """
     if settings.gpus == 1:
         return 0.0
-    in_forward, in_backward, in_step = STRATEGIES[settings.strategy].sends
     group = settings.group
-    once = parameters * (group - 1) / group / bandwidth
+    sent = STRATEGIES[settings.strategy].sends(parameters, gradients)
+    in_forward, in_backward, in_step = (size * (group - 1) / group / bandwidth for size in sent)
     groups = settings.gpus // group
-    between = 2 * parameters / group * (groups - 1) / groups / bandwidth
-    forward = max(0.0, in_forward * once - (_FORWARD * compute if overlaps else 0.0))
-    backward = max(0.0, in_backward * once + between - (1 - _FORWARD) * compute)
-    return settings.micro_batches * (forward + backward) + in_step * once
+    between = 2 * gradients / group * (groups - 1) / groups / bandwidth
+    forward = max(0.0, in_forward - (_FORWARD * compute if overlaps else 0.0))
+    backward = max(0.0, in_backward + between - (1 - _FORWARD) * compute)
+    return settings.micro_batches * (forward + backward) + in_step
 
 
 def bandwidth_of(link: str | float | None, device: torch.device | Device) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ from lowbit.sizes import amount, amount_changed, share_changed
 from lowbit.tables import aligned
 
 __all__ = ["TrainingPlan"]
+
+#: The longest time that processes wait for a plan. If the first process ends, they stop at once.
+_PLANNING = timedelta(days=1)
 
 
 class TrainingPlan(BasePlan[Prediction, TrainingSettings]):
@@ -230,16 +234,21 @@ class TrainingPlan(BasePlan[Prediction, TrainingSettings]):
     # -- several processes -----------------------------------------------------------------------------------------
     @classmethod
     def broadcast(cls, make: Callable[[], TrainingPlan], loss: Callable[[Any, Any], Tensor] | None) -> TrainingPlan:
-        """The plan of the first process for all processes, as timings differ. Its errors are raised in all of them."""
+        """The plan of the first process for all processes, as timings differ. Its errors are raised in all of them.
+
+        The others wait for as long as the first process plans, which may exceed the timeout of their process group.
+        """
         if processes() == 1:
             return make()
+        group = dist.new_group(backend="gloo", timeout=_PLANNING)
         result: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
                 result = [make().as_dict()]
             except Exception as error:
                 result = [error]
-        dist.broadcast_object_list(result)
+        dist.broadcast_object_list(result, group=group)
+        dist.destroy_process_group(group)
         if isinstance(result[0], Exception):
             raise result[0]
         plan = cls._of(result[0])

@@ -261,8 +261,8 @@ class Predictor:
 
     def _exchanged(self, settings: TrainingSettings, compute: float) -> float:
         """Return the seconds that communication adds to a step. ``compute``: seconds of one micro-batch."""
-        parameters = self._step(settings).whole.parameters
-        return exchange_seconds(settings, parameters, compute, self.bandwidth, self.subject.device.type == "cuda")
+        whole, overlaps = self._step(settings).whole, self.subject.device.type == "cuda"
+        return exchange_seconds(settings, whole.parameters, whole.gradients, compute, self.bandwidth, overlaps)
 
     # -- offload -----------------------------------------------------------------------------------------------------
     def _resident_states(self, settings: TrainingSettings) -> int:

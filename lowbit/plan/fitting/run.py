@@ -196,7 +196,8 @@ class Run:
     def save_adapters(self, directory: str | Path) -> None:
         """Write the adapters that the plan added as files of peft.
 
-        ``peft.PeftModel.from_pretrained(base, directory)`` loads them onto the base model.
+        ``peft.PeftModel.from_pretrained(base, directory)`` loads them onto the base model. With several processes, all
+        call it, and the first one writes.
 
         Args:
             directory: Created if it does not exist.

@@ -43,7 +43,7 @@ _GATHER, _STAGED_UNTIL, _COPY, _COPIED = 0.75, 0.80, 0.85, 0.90
 
 
 class Whole(NamedTuple):
-    """Bytes of an unsharded model: parameters, gradients, and the parameters that ``zero1`` gathers ``together``."""
+    """Bytes of an unsharded model: parameters, gradients, and the trained ones that a step gathers ``together``."""
 
     parameters: int
     gradients: int
@@ -250,11 +250,12 @@ class Sharing:
 def share_(model: nn.Module, sharing: Sharing) -> Whole:
     """Replace the parameters of a fake ``model`` by shards, if the strategy steps shards; return the original bytes."""
     parameters = list(model.parameters())
-    sizes = {dtype: [p.nbytes for p in parameters if p.dtype == dtype] for dtype in {p.dtype for p in parameters}}
+    trained = [p for p in parameters if p.requires_grad]
+    sizes = [[p.nbytes for p in trained if p.dtype == dtype] for dtype in {p.dtype for p in trained}]
     whole = Whole(
-        sum(map(sum, sizes.values())),
-        sum(p.nbytes for p in parameters if p.requires_grad),
-        max(min(sum(row), max(BUCKET_BYTES, *row)) for row in sizes.values()),
+        sum(p.nbytes for p in parameters),
+        sum(map(sum, sizes)),
+        max((min(sum(row), max(BUCKET_BYTES, *row)) for row in sizes), default=0),
     )
     if sharing.shards > 1 and sharing.strategy.states:
         shares = {p: nn.Parameter(_rows(p, sharing.shards), p.requires_grad) for p in parameters}
