@@ -1,7 +1,11 @@
 #include "cpu/matmul/packed.h"
 
+#include <algorithm>
+
 #include "cpu/arena.h"
+#include "cpu/matmul/few.h"
 #include "cpu/matmul/gemm_tiles.h"
+#include "cpu/matmul/load.h"
 #include "cpu/threads.h"
 
 namespace lowbit::cpu::mm {
@@ -31,7 +35,27 @@ void store_row(const Operand& b, int64_t row, int64_t depth, uint8_t* out) {
 
 }  // namespace
 
+const float* panel_scales(const Operand& b, int64_t row, int64_t blocks, const Kernels& kernels, float* room) {
+    const int64_t at = scale_index(b, row, 0), count = blocks * kPanelRows;
+    const auto* halves = static_cast<const uint16_t*>(b.scale) + at;
+    if (b.scale_format == kScaleFp32) {
+        const float* stored = static_cast<const float*>(b.scale) + at;
+        if (b.global_scale == nullptr) return stored;
+        std::copy_n(stored, count, room);
+    } else if (b.scale_format == kScaleFp16 || b.scale_format == kScaleBf16) {
+        kernels.widen(halves, b.scale_format == kScaleFp16 ? Element::f16 : Element::bf16, room, count);
+    } else {
+        for (int64_t i = 0; i < count; ++i) room[i] = stored_scale(b, at + i);
+    }
+    for (int64_t n = 0; b.global_scale != nullptr && n < std::min(kPanelRows, b.rows - row); ++n) {
+        const float global_scale = global_scale_at(b, row + n);
+        for (int64_t i = 0; i < blocks; ++i) room[i * kPanelRows + n] *= global_scale;
+    }
+    return room;
+}
+
 void multiply_packed(const Problem& problem, const Kernels& kernels) {
+    if (multiply_few(problem, kernels)) return;
     if (readable(problem)) return multiply_tiles(problem, kernels);
     Arena arena;
     Problem plain = problem;
