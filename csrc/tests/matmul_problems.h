@@ -8,6 +8,7 @@
 
 #include "common/numerics.h"
 #include "common/params.h"
+#include "common/scales.h"
 #include "cpu/matmul/matmul.h"
 #include "format_table.h"
 

@@ -14,11 +14,11 @@ namespace {
 
 // How K falls into segments: all of one length but the last.
 struct FewCut {
-    bool scaled = false;      // scales change along K
-    int64_t length = 0;       // elements of a segment
+    bool scaled = false;  // scales change along K
+    int64_t length = 0;   // elements of a segment
     int64_t segments = 0;
-    int64_t per_dword = 0;    // elements of a stored dword
-    int64_t dwords = 0;       // stored ones
+    int64_t per_dword = 0;  // elements of a stored dword
+    int64_t dwords = 0;     // stored ones
 };
 
 int64_t block_along(const Operand& x, int64_t depth) { return x.block_cols < depth ? x.block_cols : 0; }
@@ -79,7 +79,8 @@ class FewProduct {
 
     void take_row(int64_t m) {
         const int64_t rows = tile_rows(m), r = m % kFewTile, n = a_dwords();
-        std::memcpy(bytes_, static_cast<const uint8_t*>(p_.a.data) + m * p_.a.row_stride, static_cast<size_t>(p_.depth));
+        std::memcpy(bytes_, static_cast<const uint8_t*>(p_.a.data) + m * p_.a.row_stride,
+                    static_cast<size_t>(p_.depth));
         std::memset(bytes_ + p_.depth, 0, static_cast<size_t>(n * 4 - p_.depth));
         uint32_t* to = a_ + tile_at(m, n) + r;
         const auto* from = reinterpret_cast<const uint32_t*>(bytes_);
@@ -203,7 +204,7 @@ class FewProduct {
     const Kernels& kernels_;
     const FewCut cut_;
     const RunFew run_;
-    uint32_t* a_;  // of each tile of rows: [dwords, rows]
+    uint32_t* a_;              // of each tile of rows: [dwords, rows]
     int32_t *starts_, *sums_;  // of each tile: [segments, rows]
     float *scales_, *levels_;
     uint8_t* bytes_;

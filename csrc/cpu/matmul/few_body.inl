@@ -86,8 +86,7 @@ void few(const Few& f) {
                         sum -= broadcast(of_row) * load<VecI>(f.b_zeros + column);
                     }
                     if constexpr (kScaled) {
-                        const VecF scale =
-                            broadcast(f.a_scales[segment * kRows + r]) * load<VecF>(f.b_scales + column);
+                        const VecF scale = broadcast(f.a_scales[segment * kRows + r]) * load<VecF>(f.b_scales + column);
                         total[r][v] = total[r][v] + to_float(sum) * scale;
                     } else {
                         store(static_cast<int32_t*>(f.sums) + r * kPanelRows + (part + v) * kWidth, sum);

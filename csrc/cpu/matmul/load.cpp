@@ -108,9 +108,9 @@ void row_scales(const Operand& x, int64_t row, int64_t begin, int64_t end, float
 int zero_at(const Operand& x, int64_t row, int64_t k) {
     if (!x.has_codes() || x.zero_point == nullptr) return 0;
     const int64_t block = block_at(k, x.block_cols);
-    const uint8_t byte = x.is_packed() ? x.zero_point[scale_index(x, row, block)]
-                                       : x.zero_point[block_at(row, x.block_rows) * x.zero_row_stride +
-                                                      block * x.zero_col_stride];
+    const uint8_t byte =
+        x.is_packed() ? x.zero_point[scale_index(x, row, block)]
+                      : x.zero_point[block_at(row, x.block_rows) * x.zero_row_stride + block * x.zero_col_stride];
     return x.table->is_signed ? static_cast<int8_t>(byte) : byte;
 }
 
