@@ -19,6 +19,7 @@ from lowbit.nn.linear import QuantLinear
 from lowbit.nn.packed import PackedLinear
 from lowbit.report import Report
 from lowbit.scaling import Scheme
+from lowbit.tensor.pages import side_by_side
 from lowbit.tensor.prepack import refusal
 
 __all__ = ["no_gain_by_packing", "prepack_", "unprepack_"]
@@ -144,6 +145,10 @@ def _put_packed(model: nn.Module, layers: dict[int, Any]) -> None:
         if layer.bias is not None and layer.bias.requires_grad:
             layer.trains_bias = True
             layer.bias.requires_grad_(False)
+    distinct = {id(layer.packed): layer.packed for layer in layers.values()}
+    moved = dict(zip(distinct, side_by_side(list(distinct.values())), strict=True))
+    for layer in layers.values():
+        layer.packed = moved[id(layer.packed)]
     swap(model, layers)
 
 

@@ -317,3 +317,19 @@ def test_few_rows_have_the_bits_of_plain_weights(weight, input):
             torch.ops.lowbit.linear_packed(half, buffer, n, bias, None),
             torch.ops.lowbit.linear(half, *parts[:-1], torch.bfloat16), "bf16"
         )  # fmt: skip
+
+
+@packs
+def test_packed_weights_lie_side_by_side_and_shared_ones_once():
+    model = mlp()
+    model.append(copy.deepcopy(model[0]))
+    model[-1].share_weight(model[0])
+    wanted = [layer.weight for layer in (model[0], model[2])]
+    lb.prepack_(model)
+    first, second, again = model[0].packed, model[2].packed, model[-1].packed
+    assert again.data_ptr() == first.data_ptr()
+    assert second.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+    assert second.data_ptr() == first.data_ptr() + -(-first.nbytes // 64) * 64
+    for layer, weight in zip((model[0], model[2]), wanted, strict=True):
+        assert_same_bits(layer.weight.codes, weight.codes)
+        assert_same_bits(copy.deepcopy(layer).weight.scale, weight.scale)
