@@ -280,7 +280,7 @@ bool linear(const Tensor& x, const Tensor& weight, const Text& scheme, const Ten
 
 // -- linear_packed ---------------------------------------------------------------------------------------------------
 // The header of a packed weight, in 64-bit words; lowbit/tensor/prepack.py writes it, and says what each word is.
-constexpr int64_t kPackedMagic = 0x316b636150626c00;  // "\0lbPack1"
+constexpr int64_t kPackedMagic = 0x326b636150626c00;  // "\0lbPack2"
 constexpr int64_t kPackedHeader = 1024;               // bytes
 enum PackedWord : int {
     kPackedRows = 2,
@@ -332,8 +332,8 @@ bool linear_packed(const Tensor& x, const Tensor& buffer, int64_t out_features, 
     p.b.panel_bytes = words[kPackedPanel];
     put_format(p.b, s);
     p.b.scale = base + words[kPackedScale];
-    p.b.scale_row_stride = p.b.zero_row_stride = scale_shape({packed.rows, cols}, s).cols;
-    p.b.scale_col_stride = p.b.zero_col_stride = 1;
+    p.b.scale_row_stride = scale_shape({packed.rows, cols}, s).cols;
+    p.b.scale_col_stride = mm::kPanelRows;
     if (s.affine) p.b.zero_point = base + words[kPackedZero];
     if (s.global_scale) p.b.global_scale = reinterpret_cast<const float*>(base + words[kPackedGlobalScale]);
     if (s.global_scale == kGlobalScaleRow) p.b.global_scale_row_stride = 1;

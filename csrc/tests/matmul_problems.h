@@ -8,6 +8,7 @@
 
 #include "common/numerics.h"
 #include "common/params.h"
+#include "common/scales.h"
 #include "cpu/matmul/matmul.h"
 #include "format_table.h"
 
@@ -164,10 +165,28 @@ inline void Matrix::keep_as_panels(int64_t cols) {
         uint8_t& byte = panels[static_cast<size_t>(dword * 128 + row % 32 * 4 + in_dword % 4)];
         byte = static_cast<uint8_t>(byte | code << (in_dword / 4 * 4));
     }
+    const mm::Operand plain = operand;
+    const int64_t blocks = (cols + plain.block_cols - 1) / plain.block_cols;
+    const auto count = static_cast<size_t>((rows + 31) / 32 * 32 * blocks);
+    const auto bytes = static_cast<size_t>(scale_bytes(plain.scale_format));
+    std::vector<uint8_t> scale_panels(count * bytes), zero_panels(count);
+    for (int64_t i = 0; i < rows * blocks; ++i) {
+        const int64_t row = i / blocks, block = i % blocks, down = row / plain.block_rows;
+        const auto to = static_cast<size_t>((row / 32 * blocks + block) * 32 + row % 32);
+        const auto from = static_cast<size_t>(down * plain.scale_row_stride + block * plain.scale_col_stride);
+        std::memcpy(&scale_panels[to * bytes], &scales[from * bytes], bytes);
+        if (plain.zero_point != nullptr) zero_panels[to] = zeros[from];
+    }
+    scales = scale_panels;
+    zeros = zero_panels;
     operand.data = panels.data();
     operand.panel_bytes = depth * 128;
     operand.row_stride = 0;
-    operand.col_stride = 1;
+    operand.col_stride = operand.block_rows = 1;
+    operand.scale = scales.data();
+    operand.scale_row_stride = blocks;
+    operand.scale_col_stride = 32;
+    if (plain.zero_point != nullptr) operand.zero_point = zeros.data();
 }
 
 inline void Matrix::put_scales(int64_t count, Reach reach) {

@@ -19,6 +19,7 @@ from lowbit.nn.linear import QuantLinear
 from lowbit.nn.packed import PackedLinear
 from lowbit.report import Report
 from lowbit.scaling import Scheme
+from lowbit.tensor.pages import side_by_side
 from lowbit.tensor.prepack import refusal
 
 __all__ = ["no_gain_by_packing", "prepack_", "unprepack_"]
@@ -117,13 +118,13 @@ def no_gain_by_packing(weight: Scheme, input: Scheme, cols: int) -> str | None:
         return f"the native kernels, which read the packed layout, are not available: {error}"
     for scheme in (weight, input):
         block = scheme.block[1]
-        if block is not None and (block % 8 or (scheme is weight and cols % block)):
-            return f"the groups of {scheme} are not whole words of the packed layout at K = {cols}"
+        if block is not None and block % 8 and block < cols:
+            return f"the groups of {scheme} are not whole words of the packed layout"
     isa = torch.ops.lowbit_native.isa()
     if isa == "avx2":  # its kernel multiplies packed 4-bit codes by signed bytes without a zero point
         supported = weight.format.bits == 8 or (input.format.signed and not input.affine)
         return None if supported else f"with AVX2, packed 4-bit weights need signed inputs, not {input}"
-    if isa == "avx512" and "avx512_vnni" in features() and "amx_int8" not in features():
+    if isa == "avx512" and "avx512_vnni" in features():
         return None
     return f"no gain by the packed layout is recorded for the instruction set in use, {isa}"
 
@@ -144,6 +145,10 @@ def _put_packed(model: nn.Module, layers: dict[int, Any]) -> None:
         if layer.bias is not None and layer.bias.requires_grad:
             layer.trains_bias = True
             layer.bias.requires_grad_(False)
+    distinct = {id(layer.packed): layer.packed for layer in layers.values()}
+    moved = dict(zip(distinct, side_by_side(list(distinct.values())), strict=True))
+    for layer in layers.values():
+        layer.packed = moved[id(layer.packed)]
     swap(model, layers)
 
 

@@ -7,8 +7,8 @@ and global scale follow, each aligned to 64 bytes.
 Codes of 8 or 4 bits are ``[P, D, 32, 4]`` bytes: P panels of 32 rows, D dwords of depth, and per dword 4 bytes of each
 row. With 8 bits, byte ``i`` of dword ``d`` is code ``4d + i``. With 4 bits, its low half is code ``8d + i`` and its
 high half code ``8d + 4 + i``, so that the low and the high halves of a dword are two dwords of one-byte codes. The sign
-bit of signed integers is flipped, which makes them unsigned with an offset. Bytes past the last row or column are 0.
-The other parts are as in ``Quantized``.
+bit of signed integers is flipped, which makes them unsigned with an offset. Scales and zero points are ``[P, B, 32]``,
+for B blocks of a row. All that lies past the last row or column is 0. The global scale is as in ``Quantized``.
 
 csrc/ops_matmul.h and csrc/cpu/matmul/packed.h read this layout.
 """
@@ -29,11 +29,14 @@ __all__ = ["HEADER", "Word", "header_of", "input_of", "prepack", "refusal", "sha
 #: Bytes of the header; half of them are words, the other half the names of the schemes.
 HEADER = 1024
 _WORDS = 64
-_MAGIC = 0x316B636150626C00
+_MAGIC = 0x326B636150626C00
 _ALIGN = 64
 
 #: Rows of a panel, and consecutive bytes of a row.
 _ROWS, _DWORD = 32, 4
+
+#: Integers with as many bytes as a scale has.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -87,9 +90,9 @@ def prepack(weight: Quantized, input: Scheme | None) -> Tensor:
     assert input is not None
     rows, cols = weight.shape
     panels = _to_panels(weight.codes, weight.scheme.format, cols)
-    parts = {Word.CODES: panels, Word.SCALE: weight.scale}
+    parts = {Word.CODES: panels, Word.SCALE: _blocks_to_panels(weight.scale)}
     if weight.zero_point is not None:
-        parts[Word.ZERO_POINT] = weight.zero_point
+        parts[Word.ZERO_POINT] = _blocks_to_panels(weight.zero_point)
     if weight.global_scale is not None:
         parts[Word.GLOBAL_SCALE] = weight.global_scale
     names = [weight.scheme.name.encode(), input.name.encode()]
@@ -150,12 +153,15 @@ def unpack(packed: Tensor) -> Quantized:
         count = torch.Size(shape).numel() * dtype.itemsize
         return packed[words[word] : words[word] + count].view(dtype).reshape(shape).clone()
 
+    def of_blocks(word: Word, dtype: torch.dtype) -> Tensor:
+        across = kind.scale_shape(rows, cols)[1]
+        return part(word, (-(-rows // _ROWS), across, _ROWS), dtype).transpose(1, 2).reshape(-1, across)[:rows].clone()
+
     panels = part(Word.CODES, _panels_shape(rows, cols, kind.format.bits), torch.uint8)
-    blocks = kind.scale_shape(rows, cols)
     return Quantized(
         _from_panels(panels, kind.format, rows, cols),
-        part(Word.SCALE, blocks, scale_dtype(kind)),
-        part(Word.ZERO_POINT, blocks, zero_dtype(kind)) if kind.affine else None,
+        of_blocks(Word.SCALE, scale_dtype(kind)),
+        of_blocks(Word.ZERO_POINT, zero_dtype(kind)) if kind.affine else None,
         part(Word.GLOBAL_SCALE, kind.global_scale_shape(rows, cols), torch.float32) if kind.global_scale else None,
         kind,
         torch.Size((rows, cols)),
@@ -189,6 +195,14 @@ def _from_panels(panels: Tensor, format: Format, rows: int, cols: int) -> Tensor
             dwords = _exchanged(dwords, shift, mask)
     padded = dwords.unsqueeze(-1).view(torch.uint8).view(panels.shape[0] * _ROWS, panels.shape[1] * _DWORD)
     return _flipped(padded[:rows, : packed_cols(cols, format.bits)], format, cols)
+
+
+def _blocks_to_panels(part: Tensor) -> Tensor:
+    """Scales or zero points ``[N, B]`` as ``[P, B, 32]``."""
+    rows, across = part.shape
+    bits = part.view(_BITS[part.element_size()])
+    padded = torch.nn.functional.pad(bits, (0, 0, 0, -rows % _ROWS))
+    return padded.view(-1, _ROWS, across).transpose(1, 2).contiguous()
 
 
 def _transposed(dwords: Tensor) -> Tensor:

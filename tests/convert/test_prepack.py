@@ -291,3 +291,45 @@ def test_export_threads_and_averages():
     for thread in threads:
         thread.join()
     assert len(found) == 200 and all(found)
+
+
+# -- few rows ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("input", ["int8:row", "int8:group32", "int8:group64", "uint8:row:affine"])
+@pytest.mark.parametrize(
+    "weight",
+    ["int8:row", "int8:group32", "int8:group600", "int4:row", "int4:group32", "int4:group32:fp16", "int4:group64:bf16",
+     "int4:group1024", "int4:group24", "uint4:group32:affine", "uint8:row:affine", "int4:group128"],
+)  # fmt: skip
+def test_few_rows_have_the_bits_of_plain_weights(weight, input):
+    """Every number of rows that the kernel for few rows takes, and some more; ragged panels, blocks and dwords."""
+    torch.manual_seed(0)
+    for n, k in ((33, 1100), (64, 96), (5, 37), (100, 1)):
+        q = lb.quantize(torch.randn(n, k), weight)
+        buffer, bias = prepack.prepack(q, lb.scheme(input)), torch.randn(n)
+        x = torch.randn(18, k)
+        parts = (q.codes, weight, q.scale, q.zero_point, q.global_scale, bias, input, torch.float32)
+        wanted = torch.ops.lowbit.linear(x, *parts)
+        for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17):
+            got = torch.ops.lowbit.linear_packed(x[:rows], buffer, n, bias, torch.float32)
+            assert_same_bits(got, wanted[:rows], f"{n} x {k}, {rows} rows")
+        half = x[:3].bfloat16()
+        assert_same_bits(
+            torch.ops.lowbit.linear_packed(half, buffer, n, bias, None),
+            torch.ops.lowbit.linear(half, *parts[:-1], torch.bfloat16), "bf16"
+        )  # fmt: skip
+
+
+@packs
+def test_packed_weights_lie_side_by_side_and_shared_ones_once():
+    model = mlp()
+    model.append(copy.deepcopy(model[0]))
+    model[-1].share_weight(model[0])
+    wanted = [layer.weight for layer in (model[0], model[2])]
+    lb.prepack_(model)
+    first, second, again = model[0].packed, model[2].packed, model[-1].packed
+    assert again.data_ptr() == first.data_ptr()
+    assert second.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+    assert second.data_ptr() == first.data_ptr() + -(-first.nbytes // 64) * 64
+    for layer, weight in zip((model[0], model[2]), wanted, strict=True):
+        assert_same_bits(layer.weight.codes, weight.codes)
+        assert_same_bits(copy.deepcopy(layer).weight.scale, weight.scale)

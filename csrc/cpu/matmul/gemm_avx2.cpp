@@ -1,11 +1,12 @@
 // The matrix product for AVX2 with FMA and F16C.
 #include <immintrin.h>
 
-#include "cpu/matmul/gemm_kernels.h"
+#include "cpu/matmul/few.h"
 
 namespace lowbit::cpu::mm {
 namespace {
 
+#include "cpu/matmul/few_body.inl"
 #include "cpu/matmul/gemm_avx2.inl"
 #include "cpu/matmul/gemm_convert.inl"
 
@@ -125,12 +126,23 @@ void run_byte_tile(bool scaled, int rows, const Tile& t) {
     scaled ? byte_tile_of<true>(rows, t) : byte_tile_of<false>(rows, t);
 }
 
+struct FewDot {
+    static VecI bytes(VecI acc, VecI a, VecI b) {
+        const __m256i x = (__m256i)a, y = (__m256i)b;
+        const __m256i even = _mm256_madd_epi16(_mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8),
+                                               _mm256_and_si256(y, _mm256_set1_epi16(0xff)));
+        return acc + (VecI)even + (VecI)_mm256_madd_epi16(_mm256_srai_epi16(x, 8), _mm256_srli_epi16(y, 8));
+    }
+    static VecI nibbles(VecI acc, VecI a, VecI b, VecI a2, VecI b2) { return DotCodes4::dot(acc, a, b, a2, b2); }
+};
+
 constexpr Kernels make() {
     Kernels k = plain_kernels<DotF32, DotS16>();
     k.unpack = unpack;
     k.decode_f32 = decode_f32;
     k.widen = widen;
     k.transpose = transpose;
+    add_few<FewDot>(k);
     k.packed4 = {run_packed4_tile<DotCodes4>, Kind::s8u8, LOWBIT_MM_PACKED4_ROWS, INT64_MAX};
     k.packed8 = {run_byte_tile, Kind::s16, LOWBIT_MM_ROWS, INT64_MAX};
     return k;

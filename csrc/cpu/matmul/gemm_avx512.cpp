@@ -7,11 +7,12 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
-#include "cpu/matmul/gemm_kernels.h"
+#include "cpu/matmul/few.h"
 
 namespace lowbit::cpu::mm {
 namespace {
 
+#include "cpu/matmul/few_body.inl"
 #include "cpu/matmul/gemm_avx512.inl"
 #include "cpu/matmul/gemm_convert.inl"
 #include "cpu/matmul/gemm_decode_avx512.inl"
@@ -102,8 +103,23 @@ void pack(const uint32_t* rows, int64_t count, int64_t depth, uint32_t* out) {
 
 #include "cpu/matmul/gemm_panel_avx512.inl"
 
+struct FewDot {
+    static VecI bytes(VecI acc, VecI a, VecI b) {
+        const __m512i x = (__m512i)a, y = (__m512i)b;
+        const __m512i even = _mm512_madd_epi16(_mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8),
+                                               _mm512_and_si512(y, _mm512_set1_epi16(0xff)));
+        return acc + (VecI)even + (VecI)_mm512_madd_epi16(_mm512_srai_epi16(x, 8), _mm512_srli_epi16(y, 8));
+    }
+    static VecI nibbles(VecI acc, VecI a, VecI b, VecI a2, VecI b2) {
+        const __m512i words = _mm512_add_epi16(_mm512_maddubs_epi16((__m512i)b, (__m512i)a),
+                                               _mm512_maddubs_epi16((__m512i)b2, (__m512i)a2));
+        return acc + (VecI)_mm512_madd_epi16(words, _mm512_set1_epi16(1));
+    }
+};
+
 Kernels make() {
     Kernels k = plain_kernels<DotF32AtMemory, DotS16>();
+    add_few<FewDot>(k);
     k.unpack = unpack;
     k.decode_f32 = decode_f32<Bf16Decoder>;
     k.scale_bf16_blocks = scale_bf16_blocks;

@@ -5,11 +5,12 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
-#include "cpu/matmul/gemm_kernels.h"
+#include "cpu/matmul/few.h"
 
 namespace lowbit::cpu::mm {
 namespace {
 
+#include "cpu/matmul/few_body.inl"
 #include "cpu/matmul/gemm_avx512.inl"
 
 struct DotS8U8 {
@@ -96,6 +97,7 @@ void add_avx512vnni(Kernels& kernels) {
     kernels.sum_panel = sum_panel;
     kernels.sum_bytes = sum_bytes;
     add_kind<DotS8U8>(kernels);
+    add_few<FewDotOf<DotS8U8>>(kernels);
 }
 
 }  // namespace lowbit::cpu::mm

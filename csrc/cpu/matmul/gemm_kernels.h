@@ -113,6 +113,13 @@ struct PackedTile {
     int64_t limit = 0;       // rows of a up to which nothing is faster
 };
 
+// Few rows of a by a panel of b as it is stored (few.h): `rows` of them, at most kFewTile.
+struct Few;
+using RunFew = void (*)(bool scaled, int rows, const Few& few);
+constexpr int64_t kFewTile = 4;
+// Rows of a beyond which tiles are faster: with one segment of K, and with more.
+constexpr int64_t kFewRows = 8, kFewScaledRows = 16;
+
 // Sums of a convolution whose groups have one channel: sums[p][c] = start[c] + the sum over taps of pixels[p][t][c] *
 // weights[t][c], channels side by side in vectors. What is read and written past the last channel, up to
 // kMaxLanes channels more, is memory that is there. Elements of pixels: bytes, or for floats fp32.
@@ -133,6 +140,7 @@ struct Kernels {
     // By Kind; null where the instruction set has none. f32 and `integer` are always there.
     Multiply tile[kNumKinds] = {};
     PackedTile packed8, packed4;
+    RunFew few8 = nullptr, few4 = nullptr;  // of codes of 8 and of 4 bits; null: there is none
     // Multiplies and adds in registers alone, for benchmarks: how many operations that were.
     int64_t (*spin[kNumKinds])(int64_t steps) = {};
     int32_t (*read_lines)(const void* data, int64_t lines) = nullptr;  // of 256 bytes

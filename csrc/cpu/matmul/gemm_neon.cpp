@@ -1,11 +1,12 @@
 // The matrix product for AArch64: four-dword vectors with fused multiply-add.
 #include <arm_neon.h>
 
-#include "cpu/matmul/gemm_kernels.h"
+#include "cpu/matmul/few.h"
 
 namespace lowbit::cpu::mm {
 namespace {
 
+#include "cpu/matmul/few_body.inl"
 #include "cpu/matmul/gemm_neon.inl"
 
 #include "cpu/matmul/gemm_convert.inl"
@@ -24,6 +25,7 @@ struct DotS16 {
 
 Kernels make() {
     Kernels k = plain_kernels<DotF32, DotS16>();
+    add_few<FewDotAny>(k);
     if (has_feature("bf16")) add_neonbf16(k);
     if (has_feature("i8mm")) {
         add_neoni8mm(k);

@@ -1,4 +1,5 @@
-// Products of bytes for AArch64; included in an unnamed namespace after gemm_neon.inl.
+// Products of bytes for AArch64; included in an unnamed namespace after gemm_neon.inl and
+// few_body.inl.
 
 template <class Dot>
 void sum_panel(const uint32_t* panel, int64_t depth, int32_t* sums) {
@@ -16,4 +17,5 @@ void add_bytes(Kernels& kernels) {
     kernels.spread = spread_any<true>;
     kernels.sum_panel = sum_panel<Dot>;
     add_kind<Dot>(kernels);
+    add_few<FewDotOf<Dot>>(kernels);
 }

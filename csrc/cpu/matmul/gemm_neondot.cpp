@@ -1,11 +1,12 @@
 // What products of signed bytes add (Armv8.4, Neoverse N1, Apple M1).
 #include <arm_neon.h>
 
-#include "cpu/matmul/gemm_kernels.h"
+#include "cpu/matmul/few.h"
 
 namespace lowbit::cpu::mm {
 namespace {
 
+#include "cpu/matmul/few_body.inl"
 #include "cpu/matmul/gemm_neon.inl"
 
 // b's unsigned bytes less 128 are signed ones; 128 times the sum of a's, which all columns share, makes up for it.

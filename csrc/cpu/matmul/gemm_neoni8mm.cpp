@@ -1,11 +1,12 @@
 // What products of signed with unsigned bytes add (Armv8.6, Neoverse V1 and N2, Apple M2).
 #include <arm_neon.h>
 
-#include "cpu/matmul/gemm_kernels.h"
+#include "cpu/matmul/few.h"
 
 namespace lowbit::cpu::mm {
 namespace {
 
+#include "cpu/matmul/few_body.inl"
 #include "cpu/matmul/gemm_neon.inl"
 
 struct DotS8U8 {

@@ -1,9 +1,10 @@
 // The matrix product without vector instructions of its own: four-dword vectors that any compiler can lower.
-#include "cpu/matmul/gemm_kernels.h"
+#include "cpu/matmul/few.h"
 
 namespace lowbit::cpu::mm {
 namespace {
 
+#include "cpu/matmul/few_body.inl"
 #include "cpu/matmul/gemm_scalar.inl"
 
 #include "cpu/matmul/gemm_convert.inl"
@@ -18,7 +19,12 @@ struct DotS16 {
     }
 };
 
-constexpr Kernels kTable = plain_kernels<DotF32, DotS16>();
+constexpr Kernels make() {
+    Kernels k = plain_kernels<DotF32, DotS16>();
+    add_few<FewDotAny>(k);
+    return k;
+}
+constexpr Kernels kTable = make();
 
 }  // namespace
 

@@ -69,25 +69,22 @@ const uint32_t* scale_table(int32_t scale_format) {
     return scale_format == kScaleE8m0 ? kFormats[kIndex_e8m0].values : nullptr;
 }
 
-// The scale stored at an index, without the global_scale one.
-float stored_scale(const Operand& x, int64_t at) {
-    const uint32_t stored = load_scale(x.scale, at, x.scale_format);
+}  // namespace
+
+float stored_scale(const Operand& x, int64_t index) {
+    const uint32_t stored = load_scale(x.scale, index, x.scale_format);
     const uint32_t* table = scale_table(x.scale_format);
     return table != nullptr ? float_of(table[stored]) : scale_value(stored, x.scale_format, nullptr);
 }
 
-}  // namespace
-
 float scale_at(const Operand& x, int64_t row, int64_t k) {
     if (!x.has_codes()) return 1.0f;
-    const float scale = stored_scale(
-        x, block_at(row, x.block_rows) * x.scale_row_stride + block_at(k, x.block_cols) * x.scale_col_stride);
+    const float scale = stored_scale(x, scale_index(x, row, block_at(k, x.block_cols)));
     return x.global_scale == nullptr ? scale : scale * global_scale_at(x, row);
 }
 
 void block_scales(const Operand& x, int64_t row, int64_t block, int64_t count, float* out) {
-    const int64_t down = block_at(row, x.block_rows);
-    const int64_t at = down * x.scale_row_stride + block * x.scale_col_stride;
+    const int64_t at = scale_index(x, row, block);
     if (const uint32_t* table = scale_table(x.scale_format)) {  // small blocks, and so many of them
         const uint8_t* codes = static_cast<const uint8_t*>(x.scale) + at;
         const int64_t step = x.scale_col_stride;
@@ -110,8 +107,10 @@ void row_scales(const Operand& x, int64_t row, int64_t begin, int64_t end, float
 
 int zero_at(const Operand& x, int64_t row, int64_t k) {
     if (!x.has_codes() || x.zero_point == nullptr) return 0;
+    const int64_t block = block_at(k, x.block_cols);
     const uint8_t byte =
-        x.zero_point[block_at(row, x.block_rows) * x.zero_row_stride + block_at(k, x.block_cols) * x.zero_col_stride];
+        x.is_packed() ? x.zero_point[scale_index(x, row, block)]
+                      : x.zero_point[block_at(row, x.block_rows) * x.zero_row_stride + block * x.zero_col_stride];
     return x.table->is_signed ? static_cast<int8_t>(byte) : byte;
 }
 
@@ -261,6 +260,11 @@ void Loader::scale_segments(int64_t row, int64_t count, const Segment* segments,
     // One fp32 for each row and segment, which few rows of a would else wait for.
     if (x.has_codes() && blocks == num_segments && x.scale_format == kScaleFp32 && x.global_scale == nullptr &&
         x.block_rows == 1) {
+        if (x.is_packed()) {
+            const float* scale = static_cast<const float*>(x.scale) + scale_index(x, row, first);
+            for (int64_t i = 0; i < blocks; ++i) std::copy_n(scale + i * kPanelRows, count, out + i * stride);
+            return;
+        }
         const int64_t pitch = x.scale_row_stride, step = x.scale_col_stride;
         const float* scale = static_cast<const float*>(x.scale) + row * pitch + first * step;
         for (int64_t r = 0; r < count; ++r) __builtin_prefetch(scale + (count + r) * pitch);  // the next panel's

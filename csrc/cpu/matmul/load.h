@@ -70,6 +70,17 @@ void block_scales(const Operand& operand, int64_t row, int64_t block, int64_t co
 // The block that row or column `at` is in. A 64-bit division costs as much as the products of a short row.
 static inline int64_t block_at(int64_t at, int64_t block) { return block == 1 ? at : at < block ? 0 : at / block; }
 
+// Where the scale of a block of K of `row` is stored, and as far from the next block's as scale_col_stride says: with
+// strides, or in panels (packed.h), where scale_row_stride is the number of blocks and scale_col_stride kPanelRows.
+static inline int64_t scale_index(const Operand& x, int64_t row, int64_t block) {
+    const int64_t begin = x.is_packed() ? row / kPanelRows * kPanelRows * x.scale_row_stride + row % kPanelRows
+                                        : block_at(row, x.block_rows) * x.scale_row_stride;
+    return begin + block * x.scale_col_stride;
+}
+
+// The scale stored at an index, without the global one.
+float stored_scale(const Operand& operand, int64_t index);
+
 // The global scale of `row`, of an operand that has one.
 static inline float global_scale_at(const Operand& x, int64_t row) {
     return x.global_scale[row * x.global_scale_row_stride];
