@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from support.processes import run_processes
 from torch import Tensor
 
@@ -254,11 +255,17 @@ def test_the_command_trains_adapters_as_one_process_does(base, options, director
     assert f"| processes | 2, {options[1]} |" in (tmp_path / "two/report.md").read_text()
     files = [{file.name for file in (tmp_path / name / "adapter").iterdir()} for name in ("one", "two")]
     assert files[0] == files[1]
+    one, both = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("one", "two"))
+    shapes = [{key: (value.shape, value.dtype) for key, value in tensors.items()} for tensors in (one, both)]
+    assert shapes[0] == shapes[1]
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two/model").float().eval()
     load = transformers.AutoModelForCausalLM.from_pretrained if base is None else lb.load_model
     adapted = peft.PeftModel.from_pretrained(load(source).float().eval(), tmp_path / "two/adapter")
     ids = torch.arange(2, 18)[None]
     assert (adapted(ids).logits - merged(ids).logits).norm() < 1e-2 * merged(ids).logits.norm()
+    if base is None:  # transformers reads a model and its adapter from the directory of the adapter alone
+        found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two/adapter").float().eval()
+        assert torch.equal(found(ids).logits, adapted(ids).logits)
     config = json.loads((tmp_path / "two/adapter/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(source)
     out = tmp_path / "evaluated"

@@ -7,6 +7,7 @@ import gc
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import lowbit as lb
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.integrations.peft import from_pretrained
 from lowbit.memory.rss import peak_bytes, reset_peak, resident_bytes
+from lowbit.memory.timing import Timings
 from lowbit.plan.adapters import adapters_in
 from lowbit.plan.fitting import Run
 from lowbit.plan.fitting.choices import words
@@ -229,6 +231,43 @@ def test_files_of_two_processes_load_with_peft(strategy: str, root: Path):
         loaded = dict(load(base, root / name / strategy).named_parameters())
         for key, value in found[name, strategy][1].items():
             assert torch.equal(loaded[f"base_model.model.{key}"], value), f"{name}: {key}"
+
+
+def _fit(rank: int, path: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}/meet", rank=rank, world_size=2)
+    Timings.seconds = lambda self, call: None  # type: ignore[method-assign]  # no op is run to be timed
+    found = {}
+    for name, strategy in itertools.product(("nf4", "by hand, int8"), ("ddp", "zero3")):
+        run = _planned(name, strategy, rank, 2)
+        both: list[Any] = [None, None]
+        dist.all_gather_object(both, train(run, range(STEPS), rank))
+        found[name, strategy] = [sum(pair) / 2 for pair in zip(*both, strict=True)]
+    if rank == 0:
+        torch.save(found, Path(path, "found.pt"))
+    dist.destroy_process_group()
+
+
+def _planned(name: str, strategy: str, rank: int, gpus: int) -> Run:
+    """By ``lb.fit``; one process takes two micro-batches."""
+    model, loss = CASES[name][0](), next_tokens if name.startswith("by hand") else None
+    batch = batch_of(0, labels=loss is None)
+    require = ("fp32", "adamw", "own attention", "own loss", "everything kept", f"{name.split()[-1]} base")
+    more = (strategy, "whole batch") if gpus > 1 else ("whole batch",)
+    plan = lb.fit(model, batch, "200%", loss, adapters=4, gpus=gpus, require=(*require, *more), progress=False)
+    assert plan.settings.adapters == 4 and plan.settings.base == CASES[name][1]["base"]
+    torch.manual_seed(1 + rank)
+    run = plan.apply_(model, lr=1e-2)
+    if gpus == 1:
+        run.settings = replace(run.settings, micro_batches=2)
+    return run
+
+
+@pytest.mark.slow
+def test_a_plan_of_fit_for_two_processes_trains_as_one(tmp_path: Path):
+    run_processes(_fit, (str(tmp_path),))
+    for (name, strategy), losses in torch.load(tmp_path / "found.pt", weights_only=True).items():
+        assert losses == train(_planned(name, strategy, 0, 1), range(STEPS)), f"{name}, {strategy}"
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
