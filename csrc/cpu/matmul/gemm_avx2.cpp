@@ -6,8 +6,9 @@
 namespace lowbit::cpu::mm {
 namespace {
 
-#include "cpu/matmul/few_body.inl"
 #include "cpu/matmul/gemm_avx2.inl"
+
+#include "cpu/matmul/few_body.inl"
 #include "cpu/matmul/gemm_convert.inl"
 
 void unpack(const uint8_t* packed, uint8_t* codes, int64_t count, int bits) {

@@ -12,8 +12,9 @@
 namespace lowbit::cpu::mm {
 namespace {
 
-#include "cpu/matmul/few_body.inl"
 #include "cpu/matmul/gemm_avx512.inl"
+
+#include "cpu/matmul/few_body.inl"
 #include "cpu/matmul/gemm_convert.inl"
 #include "cpu/matmul/gemm_decode_avx512.inl"
 

@@ -10,8 +10,9 @@
 namespace lowbit::cpu::mm {
 namespace {
 
-#include "cpu/matmul/few_body.inl"
 #include "cpu/matmul/gemm_avx512.inl"
+
+#include "cpu/matmul/few_body.inl"
 
 struct DotS8U8 {
     using Acc = VecI;

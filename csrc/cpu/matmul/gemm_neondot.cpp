@@ -6,8 +6,9 @@
 namespace lowbit::cpu::mm {
 namespace {
 
-#include "cpu/matmul/few_body.inl"
 #include "cpu/matmul/gemm_neon.inl"
+
+#include "cpu/matmul/few_body.inl"
 
 // b's unsigned bytes less 128 are signed ones; 128 times the sum of a's, which all columns share, makes up for it.
 struct DotS8U8 {

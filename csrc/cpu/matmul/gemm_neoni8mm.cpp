@@ -6,8 +6,9 @@
 namespace lowbit::cpu::mm {
 namespace {
 
-#include "cpu/matmul/few_body.inl"
 #include "cpu/matmul/gemm_neon.inl"
+
+#include "cpu/matmul/few_body.inl"
 
 struct DotS8U8 {
     using Acc = VecI;

@@ -4,8 +4,9 @@
 namespace lowbit::cpu::mm {
 namespace {
 
-#include "cpu/matmul/few_body.inl"
 #include "cpu/matmul/gemm_scalar.inl"
+
+#include "cpu/matmul/few_body.inl"
 
 #include "cpu/matmul/gemm_convert.inl"
 
