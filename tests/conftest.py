@@ -38,6 +38,23 @@ settings.load_profile("lowbit")
 sys.modules.setdefault("openvino_telemetry", None)  # it would fork a process per event to report usage
 
 
+class _FailuresAtOnce:
+    """Prints each failure as it happens: a run of continuous integration that is stopped ends without its summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+            terminal.write_line(f"\n{report.nodeid} ({report.when})\n{report.longreprtext}")
+
+
+def pytest_configure(config):
+    if os.environ.get("CI") and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(_FailuresAtOnce(config))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """``@pytest.mark.thinned(n)``: every n-th case of the test is fast, all others are slow."""

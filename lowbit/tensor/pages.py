@@ -16,6 +16,9 @@ __all__ = ["side_by_side"]
 
 _ALIGN = 64
 
+#: Bytes of a huge page.
+_HUGE = 2 << 20
+
 
 def side_by_side(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies of contiguous CPU tensors, in one allocation that uses huge pages if the system has them.
@@ -40,10 +43,13 @@ def side_by_side(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _use_huge_pages(address: int, count: int) -> None:
-    """Advise the system to use huge pages from an address on. Systems without them, or without the call, ignore it."""
+    """Advise the system to use huge pages for those that lie within ``count`` bytes from an address on.
+
+    Memory of others keeps its small pages: the advice outlives the tensors, and a huge page takes long to find if
+    memory is fragmented. Systems without huge pages, or without the call, ignore it.
+    """
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is None:
+    first, stop = -(-address // _HUGE) * _HUGE, (address + count) // _HUGE * _HUGE
+    if advice is None or stop <= first:
         return
-    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    library = ctypes.CDLL(None)
-    library.madvise(ctypes.c_void_p(first), ctypes.c_size_t(max(address + count - first, 0)), advice)
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(stop - first), advice)
