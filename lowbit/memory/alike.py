@@ -78,10 +78,13 @@ def _periods(holder: nn.Module, names: Sequence[str]) -> list[tuple[tuple[str, .
 
     runs, start = list[tuple[tuple[str, ...], ...]](), 0
     while start < len(blocks):
-        counts = dict[int, int]()
+        counts, end = dict[int, int](), start
         for period in range(1, _LONGEST_PERIOD + 1):
+            if start + period <= end and not alike(end - period, period):
+                continue  # this period does not cover more than a shorter one
             counts[period] = count(start, period)
-            if len(blocks) - start - counts[period] * period < period:
+            end = max(end, start + counts[period] * period)
+            if len(blocks) - end < period:
                 break  # no longer period covers more
         period = max(counts, key=lambda period: (counts[period] - SHOWN) * period)
         if counts[period] > SHOWN:
@@ -105,9 +108,9 @@ class _Comparison:
 
     def alike(self, one: Any, other: Any) -> bool:
         """Return whether two objects lead to equal ops on tensors of equal shapes."""
-        kind = type(one)
         if one is other:
             return True
+        kind = type(one)
         if kind is not type(other):
             return False
         if kind in (int, str):
@@ -128,9 +131,14 @@ class _Comparison:
             return False
 
     def _all(self, one: Any, other: Any) -> bool:
-        if isinstance(one, Mapping):
-            by_number = all(isinstance(key, int) for key in one)  # as hooks are, by the numbers of their handles
-            return (by_number or self._all(list(one), list(other))) and self._all([*one.values()], [*other.values()])
+        if not one or not other:  # as most registries of a module are
+            return len(one) == len(other)
+        if isinstance(one, dict | Mapping):
+            names, others = list(one), list(other)
+            by_number = type(names[0]) is int and all(isinstance(key, int) for key in names)  # hooks, by their handles
+            if not by_number and names != others and not self._all(names, others):
+                return False
+            one, other = list(one.values()), list(other.values())
         return len(one) == len(other) and all(map(self.alike, one, other))
 
     def _distance_apart(self, one: Any, other: Any) -> bool:

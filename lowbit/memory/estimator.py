@@ -11,7 +11,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from lowbit.memory.cost import Work, rates, work
 from lowbit.memory.devices import UNIT, Device, as_on_cuda, device_in, placed
 from lowbit.memory.fake import Routed, fake_batch, fake_model, fake_tensors, numbers_are_one, values_needed
 from lowbit.memory.fewer_blocks import Fewer, Hidden, Unlike
+from lowbit.memory.fewer_tiles import FewerTiles
 from lowbit.memory.footprint import Footprint, footprints
 from lowbit.memory.ledger import Ledger, Op, Piece
 from lowbit.memory.repeated import signature, tensors_of
@@ -206,6 +207,20 @@ class Seen:
                 self._sources |= sources_of(call, out)
         self.table[number], self.done[number] = record[0], record[1:]
 
+    def reorder(self, order: Sequence[tuple[int, int]]) -> None:
+        """Repeat ops: for each new number the old one, and which copy it is, 0 for the op itself."""
+        for name in ("done", "table"):
+            known = getattr(self, name)
+            setattr(self, name, {new: known[old] for new, (old, _) in enumerate(order) if old in known})
+        # Nodes are compared with each other; those of a copy differ from all others.
+        self.nodes = {
+            new: self.nodes[old] + (k << 40 if k and self.nodes[old] >= 0 else 0)
+            for new, (old, k) in enumerate(order) if old in self.nodes
+        }  # fmt: skip
+        for name in ("sums", "writes", "selective"):
+            known = getattr(self, name)
+            setattr(self, name, {new for new, (old, _) in enumerate(order) if old in known})
+
 
 def _lookups() -> int:
     return sum(costs.lookups() for costs in RECOMPUTATIONS)
@@ -223,6 +238,7 @@ def estimate_step(
     accumulate: Accumulate | None = None,
     measured: bool | None = None,
     absent: Hidden | None = None,
+    every_block: bool = False,
 ) -> Estimate:
     """Return the estimate of a step on a fake copy of ``model``, which is not changed. See ``lb.estimate``.
 
@@ -237,7 +253,9 @@ def estimate_step(
             ``lb.plan.DEVICES``.
         accumulate: Runs forward and backward instead of ``loss(model(batch), batch).backward()``.
         measured: Whether ops may run to be measured. By default, if ``model`` has data and the device exists.
-        absent: Blocks that ``model`` does not have, but the model that is to be estimated. Without an optimizer only.
+        absent: Blocks that ``model`` does not have, but the model that is to be estimated. An optimizer does not step
+            their parameters.
+        every_block: Whether all of alike blocks run. To look for such blocks takes longer than a step without forward.
 
     Raises:
         Unlike: The blocks turned out to differ, or the model fails without those in ``absent``.
@@ -265,7 +283,7 @@ def estimate_step(
                 )  # fmt: skip
 
     try:
-        return attempt(every_block=False)
+        return attempt(every_block)
     except _NeedsEveryBlock as needs:
         if absent is not None:
             raise Unlike(str(needs.__cause__)) from needs
@@ -344,7 +362,7 @@ def _run(
 ) -> Estimate:
     """Run two steps and report the second; one step if there is no optimizer, whose states the first step creates.
 
-    Of alike blocks only some run, unless ``every_block`` is true.
+    Of alike blocks and tiles only some run, unless ``every_block`` is true.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     stepper = None if make is None else make(trained)
@@ -352,14 +370,20 @@ def _run(
         _step_over_lists(stepper, torch.device("cuda") if target else device)
     seen = Seen(target)
     steps = 1 if stepper is None else 2
-    fewer = None if every_block else Fewer.of(model, steps) if absent is None else Fewer(absent, 0, absent=True)
+    if absent is not None:
+        fewer: Fewer | None = Fewer(absent, 0, absent=True)
+    else:
+        fewer = None if every_block else Fewer.of(model, steps)
 
     def note(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         seen(number, func, args, kwargs, out)
         if fewer is not None:
             fewer.read(ledger, number, tensors_of(args, kwargs))
 
-    with Ledger(model, device, seen=note) as ledger:
+    with Ledger(model, device, seen=note) as ledger, ExitStack() as left_out:
+        tiles = FewerTiles(ledger)
+        if not every_block:
+            left_out.enter_context(tiles.left_out())
         ledger.claim(batch, "inputs")
         for _ in range(steps):
             since = len(ledger.ops)
@@ -374,11 +398,12 @@ def _run(
                     stepper.step()
             for parameter in trained:
                 parameter.grad = None
-    if fewer is not None:
-        try:
+    try:
+        since = tiles.extend(seen, since, lambda moved: None if fewer is None else fewer.renumber(moved))
+        if fewer is not None:
             since = fewer.extend(ledger, seen, since)
-        except Unlike as unlike:
-            raise _NeedsEveryBlock from unlike
+    except Unlike as unlike:
+        raise _NeedsEveryBlock from unlike
     return Estimate(ledger, seen, since, real)
 
 

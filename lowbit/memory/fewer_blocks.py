@@ -11,14 +11,16 @@ forward, and so before itself in backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.memory.alike import Run, runs_of
+from lowbit.memory.alike import SHOWN, Run, runs_of
 from lowbit.memory.ledger import Ledger, Op, Piece
 
 __all__ = ["Fewer", "Hidden", "Unlike"]
@@ -53,11 +55,13 @@ class Hidden:
 
     Args:
         model: The model.
+        runs: Its runs of alike blocks; by default they are searched for.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, runs: list[Run] | None = None) -> None:
         names = {module: name for name, module in model.named_modules()}
-        self._runs = runs_of(model)
+        self._model = model
+        self._runs = runs_of(model) if runs is None else runs
         self.cuts = [_cut(run, names) for run in self._runs]
         parameters = (parameter for cut in self.cuts for pair in cut.pairs for parameter in pair)
         if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters):
@@ -68,13 +72,30 @@ class Hidden:
         """Paths of the hidden blocks."""
         return {path for cut in self.cuts for period in cut.hidden for path in period}
 
-    def are_like(self, options: Mapping[str, Any]) -> bool:
-        """Return whether each hidden block has the option of the block that stands for it, by path."""
-        return all(
-            len({options.get(period[index]) for period in (cut.shown[_B], cut.shown[_C], *cut.hidden)}) == 1
+    def among(self, options: Mapping[str, Any]) -> Hidden:
+        """Return those of the hidden blocks that need not run if blocks have options, given by path.
+
+        A block stands for those of equal options next to it.
+        """
+        names = {module: name for name, module in self._model.named_modules()}
+
+        def option(run: Run, period: tuple[str, ...]) -> list[Any]:
+            return [options.get(names[run.holder._modules[name]]) for name in period]  # type: ignore[index]
+
+        runs = list[Run]()
+        for run in self._runs:
+            stretches = (tuple(group) for _, group in groupby(run.periods, partial(option, run)))
+            runs += [Run(run.holder, periods) for periods in stretches if len(periods) > SHOWN]
+        return Hidden(self._model, runs)
+
+    def times(self, model: nn.Module) -> dict[Tensor, int]:
+        """Return, for parameters of a copy without the hidden blocks, of how many equal ones they are."""
+        return {
+            parameter: 1 + len(cut.hidden)
             for cut in self.cuts
-            for index in range(len(cut.shown[_B]))
-        )
+            for path in cut.shown[_B]
+            for parameter in model.get_submodule(path).parameters()
+        }
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
@@ -99,7 +120,7 @@ class Fewer:
     Args:
         hidden: The blocks.
         steps: Number of optimizer steps that will run.
-        absent: Whether the model is a copy that does not have the blocks. There is no optimizer step then.
+        absent: Whether the model is a copy that does not have the blocks. No optimizer steps their parameters then.
     """
 
     def __init__(self, hidden: Hidden, steps: int, absent: bool = False) -> None:
@@ -139,6 +160,10 @@ class Fewer:
         if not ledger.ops[number].layer.startswith(self._inside):
             self.reads[number] = ledger.births(tensors)
 
+    def renumber(self, moved: Callable[[int], int]) -> None:
+        """Take the new numbers of ops."""
+        _renumber(self.reads, moved)
+
     def extend(self, ledger: Ledger, seen: Any, since: int) -> int:
         """Add the ops and storages of the blocks that did not run.
 
@@ -170,6 +195,12 @@ class Fewer:
                     if piece.layer == path or piece.layer.startswith(f"{path}."):
                         rest = piece.layer[len(path) :]
                         ledger.pieces += [piece.copy(-1, piece.died, period[index] + rest) for period in cut.hidden]
+
+
+def _renumber(reads: dict[int, list[int]], moved: Callable[[int], int]) -> None:
+    new = {moved(number): list(map(moved, births)) for number, births in reads.items()}
+    reads.clear()
+    reads.update(new)
 
 
 def _cut(run: Run, names: Mapping[nn.Module, str]) -> _Cut:
@@ -282,7 +313,8 @@ class _Extension:
         order += [(n, k) for k in range(count, 0, -1) for n in range(self.backward[_B], self.backward[_A])]
         order += [(n, 0) for n in range(self.backward[_B], len(ops))]
         self._extend_pieces(*sizes)
-        self._extend_seen(order)
+        self.seen.reorder(order)
+        _renumber(self.reads, self._moved)
         ops[:] = [ops[n]._replace(layer=self._renamed(ops[n].layer, k)) if k else ops[n] for n, k in order]
         return count * sum(sizes)
 
@@ -396,21 +428,3 @@ class _Extension:
 
     def _copy(self, piece: Piece, copy: int, born: int, died: int | None) -> Piece:
         return piece.copy(born, died, self._renamed(piece.layer, copy))
-
-    def _extend_seen(self, order: Sequence[tuple[int, int]]) -> None:
-        """Repeat what is known of ops."""
-        seen = self.seen
-        for name in ("done", "table"):
-            known = getattr(seen, name)
-            setattr(seen, name, {new: known[old] for new, (old, _) in enumerate(order) if old in known})
-        # Nodes are compared with each other; those of a copy differ from all others.
-        seen.nodes = {
-            new: seen.nodes[old] + (k << 40 if k and seen.nodes[old] >= 0 else 0)
-            for new, (old, k) in enumerate(order) if old in seen.nodes
-        }  # fmt: skip
-        for name in ("sums", "writes", "selective"):
-            known = getattr(seen, name)
-            setattr(seen, name, {new for new, (old, _) in enumerate(order) if old in known})
-        moved = {self._moved(number): list(map(self._moved, births)) for number, births in self.reads.items()}
-        self.reads.clear()
-        self.reads.update(moved)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowbit.memory.tile_loops import alike
 from lowbit.tiled.products import TILE, product, slices, sum_dtype
 from lowbit.torch_private import assert_async, is_fake
 
@@ -306,7 +307,7 @@ def _gradients(
     bias_grad = torch.zeros_like(bias) if bias is not None and wanted[2] else None
     # With few rows, a tile of logits spans more classes than a tile of the weight's gradient may.
     height = max(min(len(hidden), _ROWS), weight.shape[1])
-    for columns in _column_tiles(height, len(weight), options.tile):
+    for columns in alike(_column_tiles(height, len(weight), options.tile)):
         weight_sum: Tensor | None = None
         bias_sum: Tensor | None = None
         for rows in _row_tiles(len(hidden), options.tile):
@@ -365,7 +366,8 @@ def _column_tiles(height: int, columns: int, tile: int) -> Iterator[slice]:
 
 
 def _tiles(rows: int, columns: int, tile: int) -> Iterator[tuple[slice, slice]]:
-    return ((r, c) for c in _column_tiles(min(rows, _ROWS), columns, tile) for r in _row_tiles(rows, tile))
+    columns_of = alike(_column_tiles(min(rows, _ROWS), columns, tile))
+    return ((r, c) for c in columns_of for r in _row_tiles(rows, tile))
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, options: _Options) -> Tensor:

@@ -230,6 +230,7 @@ PLANNED = [
 ]  # fmt: skip
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("name", "fields", "count"),
     [
@@ -248,29 +249,54 @@ def test_a_plan_estimates_a_copy_without_the_blocks(name, fields, count, left_ou
     settings = TrainingSettings(**fields)
     if "checkpoint" in fields:
         settings = TrainingSettings(**{**fields, "checkpoint": ("block",) * len(predictor.blocks)})
-    estimate = predictor._estimate(settings, count, None)
+    estimate = predictor._estimate(settings, count)
     assert left_out and predictor._hidden is not None
     predictor._hidden = None
-    check(estimate, predictor._estimate(settings, count, None))
+    check(estimate, predictor._estimate(settings, count))
 
 
 @pytest.mark.parametrize("how", ["skips", "all outputs", "every output has a loss"])
 def test_a_plan_estimates_every_block_if_they_differ(how):
     loss = (lambda y, batch: y.square().mean()) if how == "every output has a loss" else cross_entropy
     predictor = Predictor(Subject(Stack(how, depth=12), IDS, loss))
-    estimate = predictor._estimate(TrainingSettings(), 1, None)
+    estimate = predictor._estimate(TrainingSettings(), 1)
     assert predictor._hidden is None
-    check(estimate, predictor._estimate(TrainingSettings(), 1, None))
+    check(estimate, predictor._estimate(TrainingSettings(), 1))
 
 
-def test_blocks_with_other_options_are_estimated_one_by_one():
-    model = decoder(depth=12)
-    predictor = Predictor(Subject(model, BATCH, target=DEVICES["h100"]))
-    mixed = ("block",) * 5 + ("keep",) * 7
-    assert not predictor._can_lack_blocks(TrainingSettings(checkpoint=mixed))
-    assert not predictor._can_lack_blocks(TrainingSettings(checkpoint="sqrt"))
-    ends = ("keep", *("block",) * 10, "mlp")
-    assert predictor._can_lack_blocks(TrainingSettings(checkpoint=ends))
-    estimate = predictor._estimate(TrainingSettings(checkpoint=ends), 1, None)
+@pytest.mark.parametrize(
+    ("checkpoint", "hidden"),
+    [
+        (("keep", *("block",) * 10, "mlp"), 6),
+        (("block",) * 7 + ("keep",) * 5, 3 + 1),
+        (("block",) * 4 + ("keep",) * 4 + ("mlp",) * 4, 0),
+        (("keep", "block") * 6, 0),
+        ("sqrt", 0),
+    ],
+    ids=str,
+)
+def test_blocks_of_equal_options_stand_for_each_other(checkpoint, hidden, left_out):
+    predictor = Predictor(Subject(decoder(depth=12), BATCH, target=DEVICES["h100"]))
+    settings = TrainingSettings(checkpoint=checkpoint)
+    blocks = predictor._need_not_run(settings)
+    assert hidden == (0 if blocks is None else len(blocks.paths))
+    estimate = predictor._estimate(settings, 1)
+    assert blocks is None or left_out == [len(blocks.cuts)]
     predictor._hidden = None
-    check(estimate, predictor._estimate(TrainingSettings(checkpoint=ends), 1, None))
+    check(estimate, predictor._estimate(settings, 1))
+
+
+@pytest.mark.parametrize("name", ["llama", "every third is wider"])
+@pytest.mark.parametrize("fields", [{}, {"bits": 8}, {"adapters": 4, "base": "nf4"}, {"gpus": 2, "strategy": "zero3"}])
+def test_the_step_over_a_copy_without_blocks_is_that_over_all(name, fields):
+    model = decoder(depth=24) if name == "llama" else Stack(name, depth=24)
+    subject = Subject(
+        model, BATCH if name == "llama" else IDS, None if name == "llama" else cross_entropy, 4, DEVICES["h100"]
+    )
+    predictor, settings = Predictor(subject), TrainingSettings(**fields)
+    step = predictor._step(settings)
+    every = Predictor(subject)
+    every._hidden = None
+    expected = every._step(settings)
+    assert step._replace(seconds=0.0) == expected._replace(seconds=0.0)
+    assert math.isclose(step.seconds, expected.seconds, rel_tol=1e-9)

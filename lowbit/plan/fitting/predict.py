@@ -422,73 +422,76 @@ class Predictor:
     def _stepped(self, settings: TrainingSettings, sharing: Sharing, count: int | None) -> Step:
         """Return the step over ``count`` of the alike blocks; None: over all."""
         sizes = []
+        hidden = (
+            self._hidden if count is not None and self._hidden is not None and len(self._hidden.cuts) == 1 else None
+        )
 
         def prepare(model: nn.Module) -> None:
-            unsharded = share_(model, sharing)
+            unsharded = share_(model, sharing, {} if hidden is None else hidden.times(model))
             if self._alike is not None and count is not None:
                 self._alike.freeze_(model, count)
             sizes.append((unsharded, sum(p.nbytes for p in model.parameters() if p.requires_grad)))
 
-        return step_of(self._estimate(settings, 1, settings, _gradients_alone, prepare), *sizes[-1])
+        usage = self._run(settings, 1, settings, _gradients_alone, prepare, hidden)
+        return step_of(usage, *sizes[-1])
 
     @cached_property
     def _alike(self) -> Blocks | None:
         return Blocks.of(self.model)
 
     def _estimated(self, settings: TrainingSettings, count: int) -> Estimate:
-        """``_estimate`` of forward and backward; the last few are kept."""
+        """Return the estimate of forward and backward in ``count`` micro-batches; the last few are kept.
+
+        At most two of the micro-batches are run, because the others are alike. Memory holds the whole batch.
+        """
         key = _only(settings, *(name for name in _FIELDS if name not in _APART)), count
         if key not in self._recent:
-            self._recent[key] = self._estimate(settings, count, None)
+            self._recent[key] = self._estimate(settings, count)
             if len(self._recent) > _KEPT:
                 self._recent.popitem(last=False)
         return self._recent[key]
 
-    def _estimate(
-        self,
-        settings: TrainingSettings,
-        count: int,
-        optimizer: TrainingSettings | None,
-        passes: Callable[[nn.Module, Any, Any], object] | None = None,
-        prepare: Callable[[nn.Module], object] = lambda model: None,
-    ) -> Estimate:
-        """Estimate a step of ``count`` micro-batches. At most two are run, because the others are alike.
-
-        Args:
-            settings: Settings of the step.
-            count: Number of micro-batches; memory holds the whole batch.
-            optimizer: Settings of the optimizer, or None for no optimizer step.
-            passes: Called as ``passes(model, batch, loss)`` instead of forward and backward.
-            prepare: Called on the prepared copy of the model.
-        """
-        run = partial(self._run, count=count, optimizer=optimizer, passes=passes, prepare=prepare)
-        if optimizer is None and self._can_lack_blocks(settings):
+    def _estimate(self, settings: TrainingSettings, count: int) -> Estimate:
+        hidden = self._need_not_run(settings)
+        if hidden is not None:
             try:
-                return run(settings, hidden=self._hidden)
+                return self._run(settings, count, hidden=hidden)
             except Unlike as unlike:
                 logger.debug("fit: every block is estimated: %s", unlike)
                 self._hidden = None
-        return run(settings, hidden=None)
+        return self._run(settings, count)
 
-    def _can_lack_blocks(self, settings: TrainingSettings) -> bool:
-        """Return whether a copy of the model with some of the alike blocks is enough for an estimate."""
+    def _need_not_run(self, settings: TrainingSettings) -> Hidden | None:
+        """Return the blocks that a copy of the model may lack for an estimate of forward and backward, if any."""
         if self._hidden is None or self.trains is not None:
-            return False
+            return None
         if isinstance(settings.checkpoint, tuple):
-            return self._hidden.are_like(dict(zip(self.blocks, settings.checkpoint, strict=True)))
-        return settings.checkpoint is None or POLICIES[settings.checkpoint].block is not None
+            hidden = self._hidden.among(dict(zip(self.blocks, settings.checkpoint, strict=True)))
+            return hidden if hidden.cuts else None
+        by_block = settings.checkpoint is None or POLICIES[settings.checkpoint].block is not None
+        return self._hidden if by_block else None
 
     def _run(
         self,
         settings: TrainingSettings,
         count: int,
-        optimizer: TrainingSettings | None,
-        passes: Callable[[nn.Module, Any, Any], object] | None,
-        prepare: Callable[[nn.Module], object],
-        hidden: Hidden | None,
+        optimizer: TrainingSettings | None = None,
+        passes: Callable[[nn.Module, Any, Any], object] | None = None,
+        prepare: Callable[[nn.Module], object] = lambda model: None,
+        hidden: Hidden | None = None,
     ) -> Estimate:
-        """``_estimate`` on a copy of the model without its ``hidden`` blocks."""
+        """Estimate a step on a copy of the model.
+
+        Args:
+            settings: Settings of the step.
+            count: Number of micro-batches.
+            optimizer: Settings of the optimizer, or None for no optimizer step.
+            passes: Called as ``passes(model, batch, loss)`` instead of forward and backward.
+            prepare: Called on the prepared copy of the model.
+            hidden: Blocks that the copy does not have.
+        """
         offload = offloading(settings, tempfile.gettempdir())
+        every_block = passes is _gradients_alone
         passes = passes or partial(accumulate, rest=self.subject.loss is not None, look=self._look)
         if hidden is not None and isinstance(settings.checkpoint, tuple):
             rows = zip(self.blocks, settings.checkpoint, strict=True)
@@ -519,6 +522,7 @@ class Predictor:
             model, self.subject.batch, self.subject.loss,
             optimizer=None if optimizer is None else lambda params: make_optimizer(params, settings),
             prepare=prepared, accumulate=within, measured=can_run(self.model, device), absent=hidden,
+            every_block=every_block,
             device=self.subject.target or (None if model is self.model or device.type == "meta" else device),
         )  # fmt: skip
 
@@ -527,8 +531,8 @@ class Predictor:
 
         It takes longer to make these than to estimate a step.
         """
-        key = settings.base, settings.adapters, hidden is None
-        if key == (None, None, True) or self.trains is not None:
+        key = settings.base, settings.adapters, None if hidden is None else frozenset(hidden.paths)
+        if key == (None, None, None) or self.trains is not None:
             return self.model
         if key not in self._copies:
             with torch.inference_mode(False), fake_tensors() as mode:

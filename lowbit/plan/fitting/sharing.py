@@ -247,13 +247,16 @@ class Sharing:
         return max(peak + replicated, held + buffers)
 
 
-def share_(model: nn.Module, sharing: Sharing) -> Whole:
-    """Replace the parameters of a fake ``model`` by shards, if the strategy steps shards; return the original bytes."""
+def share_(model: nn.Module, sharing: Sharing, times: Mapping[Tensor, int]) -> Whole:
+    """Replace the parameters of a fake ``model`` by shards, if the strategy steps shards; return the original bytes.
+
+    ``times``: of how many equal parameters one stands for all, if it is not one.
+    """
     parameters = list(model.parameters())
-    trained = [p for p in parameters if p.requires_grad]
+    trained = [p for p in parameters for _ in range(times.get(p, 1)) if p.requires_grad]
     sizes = [[p.nbytes for p in trained if p.dtype == dtype] for dtype in {p.dtype for p in trained}]
     whole = Whole(
-        sum(p.nbytes for p in parameters),
+        sum(p.nbytes * times.get(p, 1) for p in parameters),
         sum(map(sum, sizes)),
         max((min(sum(row), max(BUCKET_BYTES, *row)) for row in sizes), default=0),
     )

@@ -70,9 +70,10 @@ class Blocks(NamedTuple):
         return cls(path, longest.periods)
 
     def freeze_(self, model: nn.Module, kept: int) -> None:
-        """Freeze the parameters of all but the first ``kept`` periods in a copy of the model."""
+        """Freeze the parameters of all but the first ``kept`` periods in a copy of the model, which may lack some."""
         holder = model.get_submodule(self.path)
-        apart = [holder.get_submodule(name) for names in self.names[kept:] for name in names]
+        present = [names for names in self.names if names[0] in holder._modules]
+        apart = [holder.get_submodule(name) for names in present[kept:] for name in names]
         inside = {id(module) for block in apart for module in block.modules()}
         outside = (module for module in model.modules() if id(module) not in inside)
         shared = {id(parameter) for module in outside for parameter in module.parameters(recurse=False)}
