@@ -105,6 +105,7 @@ class Predictor:
         self._copies: dict[tuple[Any, ...], nn.Module] = {}
         hidden = Hidden(self.model)
         self._hidden = hidden if hidden.cuts else None
+        self._unlike = set[TrainingSettings]()  # settings, without their checkpoints, with which alike blocks differ
         self._recent: OrderedDict[Any, Estimate] = OrderedDict()
         #: Whether the loss is of the kind for which changes are recorded; None before the first estimate.
         self.is_recorded: bool | None = None
@@ -458,12 +459,14 @@ class Predictor:
                 return self._run(settings, count, hidden=hidden)
             except Unlike as unlike:
                 logger.debug("fit: every block is estimated: %s", unlike)
-                self._hidden = None
+                if settings == TrainingSettings():
+                    self._hidden = None
+                self._unlike.add(replace(settings, checkpoint=None))
         return self._run(settings, count)
 
     def _need_not_run(self, settings: TrainingSettings) -> Hidden | None:
         """Return the blocks that a copy of the model may lack for an estimate of forward and backward, if any."""
-        if self._hidden is None or self.trains is not None:
+        if self._hidden is None or self.trains is not None or replace(settings, checkpoint=None) in self._unlike:
             return None
         if isinstance(settings.checkpoint, tuple):
             hidden = self._hidden.among(dict(zip(self.blocks, settings.checkpoint, strict=True)))
@@ -491,7 +494,8 @@ class Predictor:
             hidden: Blocks that the copy does not have.
         """
         offload = offloading(settings, tempfile.gettempdir())
-        every_block = passes is _gradients_alone
+        # Nothing runs forward in the first case, and in the second it is known that the blocks differ.
+        every_block = passes is _gradients_alone or replace(settings, checkpoint=None) in self._unlike
         passes = passes or partial(accumulate, rest=self.subject.loss is not None, look=self._look)
         if hidden is not None and isinstance(settings.checkpoint, tuple):
             rows = zip(self.blocks, settings.checkpoint, strict=True)
