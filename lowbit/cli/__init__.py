@@ -13,7 +13,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from lowbit._version import __version__
-from lowbit.cli import bench, calibrate, doctor, evaluate, export, fit, formats, quantize, train
+from lowbit.cli import bench, calibrate, doctor, evaluate, export, fit, formats, generate, quantize, train
 from lowbit.cli.console import MISTAKES, errors, out, print_error
 
 __all__ = ["app", "main"]
@@ -26,6 +26,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     quantize.quantize,
     evaluate.evaluate,
     export.export,
+    generate.generate,
     bench.bench,
     doctor.doctor,
 )
