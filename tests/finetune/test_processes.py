@@ -9,7 +9,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -223,7 +222,7 @@ def test_the_command_prints_once_and_resumes(options, directory, tmp_path):
         (None, ("--strategy", "zero3", "--memory", "100MiB", "--precision", "fp32")),
     ],
 )
-def test_the_command_trains_adapters_as_one_process_does(base, options, directory, tmp_path):
+def test_the_command_trains_adapters_as_one_process_does(base, options, directory, tmp_path, run):
     """Losses, the adapter and the model of one process; peft, transformers and ``lowbit evaluate`` read the result."""
     peft = pytest.importorskip("peft")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "400"}
@@ -235,19 +234,17 @@ def test_the_command_trains_adapters_as_one_process_does(base, options, director
         lb.save_model(model, source)
         transformers.AutoTokenizer.from_pretrained(directory).save_pretrained(source)
 
-    def run(name: str, *more: str, launch: tuple[str, ...] = ()) -> dict[str, Any]:
-        command = [
-            sys.executable, *launch, "-m", "lowbit", "train", str(source), "--text", str(directory / "sums.jsonl"),
-            "--steps", "4", "--batch", "4", "--context", "16", "--lr", "1e-2", "--adapters", "4", "--json",
-            "--out", str(tmp_path / name), *more,
+    def arguments(name: str) -> list[str]:
+        return [
+            "train", str(source), "--text", str(directory / "sums.jsonl"), "--steps", "4", "--batch", "4",
+            "--context", "16", "--lr", "1e-2", "--adapters", "4", "--json", "--out", str(tmp_path / name),
         ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
 
-    two = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    shared = run("two", *options, launch=two)
-    alone = run("one", *(() if "--memory" not in options else options[2:]))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lowbit"]
+    done = subprocess.run([*launch, *arguments("two"), *options], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    shared = json.loads(done.stdout)
+    alone = json.loads(run(*arguments("one"), *(() if "--memory" not in options else options[2:])))
     near = 1e-5 if "--memory" not in options else 1e-2  # a plan may choose other optimizer states
     assert shared["train"] == pytest.approx(alone["train"], rel=near)
     (_, before), *_, (_, after) = shared["held_out"]
@@ -269,7 +266,6 @@ def test_the_command_trains_adapters_as_one_process_does(base, options, director
     config = json.loads((tmp_path / "two/adapter/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(source)
     out = tmp_path / "evaluated"
-    command = ["evaluate", str(tmp_path / "two/model"), "--text", str(directory / "sums.jsonl"), "--recipes", "int8",
-               "--windows", "1", "--out", str(out), "--json"]  # fmt: skip
-    done = subprocess.run([sys.executable, "-m", "lowbit", *command], capture_output=True, text=True, env=environment)
-    assert "perplexity" in done.stdout and (out / "evaluate.md").exists(), done.stderr
+    told = run("evaluate", str(tmp_path / "two/model"), "--text", str(directory / "sums.jsonl"), "--recipes", "int8",
+               "--windows", "1", "--out", str(out), "--json")  # fmt: skip
+    assert "perplexity" in told and (out / "evaluate.md").exists()
