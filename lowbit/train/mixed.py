@@ -237,7 +237,15 @@ def _device_type(model: nn.Module, inputs: Iterable[Any]) -> str:
 
 def _widened(result: Any) -> Any:
     """Convert 16-bit tensors to fp32, in torch's pytree containers and in dataclasses."""
-    return tree_map(_widened_leaf, result)
+    return tree_map(_widened_leaf, result, is_leaf=_is_cache)
+
+
+def _is_cache(x: Any) -> bool:
+    """Return whether ``x`` is a key-value cache: the model's next call reads it in the dtype that it has.
+
+    Exporters of transformers register its caches as containers, for the rest of the process.
+    """
+    return callable(getattr(type(x), "get_seq_length", None))
 
 
 def _widened_leaf(x: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from support.bits import same_bits
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
@@ -187,6 +188,30 @@ def test_results_in_containers_are_widened_and_others_left_alone():
     found = model(torch.ones(1, 2))
     assert found["y"].dtype is torch.float32 and found["count"] == 3
     assert found["rest"][0].dtype is torch.int64 and found["rest"][1][0].dtype is torch.float64
+
+
+def test_caches_keep_their_dtype_though_an_exporter_has_registered_them_as_containers():
+    class Cache:
+        def __init__(self, keys) -> None:
+            self.keys = keys
+
+        def get_seq_length(self) -> int:
+            return len(self.keys)
+
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.inner(x)
+            return y, Cache(y)
+
+    register_pytree_node(Cache, lambda cache: ([cache.keys], None), lambda parts, _: Cache(*parts))
+    model = Cached()
+    lb.train.mixed_(model, "bf16")
+    out, cache = model(torch.randn(2, 4))
+    assert out.dtype == torch.float32 and cache.keys.dtype == torch.bfloat16
 
 
 @dataclass(frozen=True)
