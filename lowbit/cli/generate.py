@@ -13,7 +13,7 @@ from rich.text import Text
 from torch import nn
 
 from lowbit.cli.console import errors, out, print_json
-from lowbit.cli.models import MODEL, Dtype, cast_, load, recipe_in
+from lowbit.cli.models import MODEL, Dtype, cast_, load, load_float, recipe_in
 from lowbit.convert import prepack_, quantize_
 from lowbit.convert.engine import quantized_layers
 from lowbit.interop import tokenizer_of
@@ -86,16 +86,16 @@ def generate(
     if plain and system is not None:
         raise ValueError("--system is part of the chat template; leave out --plain, or --system")
     with errors.status(Text(f"loading {source}")):
-        model: Any = load(source)
+        model: Any
+        if chosen is None:
+            model = load(source)
+            cast_(model, dtype)
+        else:
+            model, _ = load_float(source, dtype)
         _check(model, source)
         tokenizer = tokenizer_of(source)
         if chosen is not None:
-            if already := {layer.recipe.name for layer in quantized_layers(model).values()}:
-                raise ValueError(f"{source} is already quantized ({', '.join(sorted(already))}); leave out --recipe")
-            cast_(model, dtype)
             quantize_(model, chosen)
-        else:
-            cast_(model, dtype)
         if quantized_layers(model) and next(model.parameters()).device.type == "cpu":
             prepack_(model)
     ids = _prompt_ids(tokenizer, text, system, plain)
@@ -122,8 +122,8 @@ def generate(
 def _check(model: nn.Module, source: Path) -> None:
     if not callable(getattr(model, "generate", None)):
         raise ValueError(
-            f"{source} holds a {type(model).__name__}, which has no generate(); expected a language model of "
-            "transformers. For the demo's GPT use lowbit.demo"
+            f"{source} holds a {type(model).__name__}, which has no generate(); expected a causal language model of "
+            "transformers"
         )
 
 
